@@ -1,0 +1,1 @@
+"""Flower apps: thin entry points, each with recipes."""

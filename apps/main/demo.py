@@ -1,0 +1,77 @@
+"""``make demo``: the default app through ``flwr run``, the same setting in process, and one table."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fedbn_flwr.engines.flower_run import flower_run
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.experiment.sweep import Cell, Study, sweep
+
+__all__ = ["demo"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def demo(out: Path) -> int:
+    """Run the demo into ``out``; return the exit code."""
+    console = Console()
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    study = Study.load(ROOT / "apps/main/recipes/demo.yaml")
+    first = next(study.cells())
+    try:
+        console.print(f"1. {first.method} through `flwr run` (Flower's Ray simulation, 5 SuperNodes) ...")
+        started = time.monotonic()
+        _flower(first, out / "flwr-run", console)
+        console.print(f"   done in {time.monotonic() - started:.0f} s")
+        console.print("2. The same setting in process, and the other methods ...")
+        sweep(study, out, on_cell=lambda cell, index, total: console.print(f"   {index + 1}/{total} {cell.method}"))
+    except FedBNError as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    folders = {f"{first.method} (flwr run)": out / "flwr-run"}
+    folders |= {cell.method: cell.folder(out) for cell in study.cells()}
+    summaries = {name: json.loads((folder / "summary.json").read_text()) for name, folder in folders.items()}
+    table = Table(
+        "method", "tested on", "accuracy, %", "rounds", "MB of floats", title=study.name, title_justify="left"
+    )
+    for name, summary in summaries.items():
+        tested = "own classes" if summary["headline"].startswith("personal") else "all classes"
+        ledger = summary["ledger"]
+        megabytes = (ledger["bytes-down"] + ledger["bytes-up"]) / 2**20
+        accuracy = 100 * summary["final"][summary["headline"]]
+        table.add_row(name, tested, f"{accuracy:.2f}", str(summary["rounds"]), f"{megabytes:.2f}")
+    console.print(table)
+    hashes = [summary["sha256"] for summary in list(summaries.values())[:2]]
+    console.print(f"flwr run and in process end in the same bits: {'yes' if hashes[0] == hashes[1] else 'NO'}")
+    for name in ("curves.png", "table.md", "flwr-run/curves.png"):
+        console.print(str(out / name), highlight=False, soft_wrap=True)
+    return 0 if hashes[0] == hashes[1] else 1
+
+
+def _flower(cell: Cell, out: Path, console: Console) -> None:
+    """Run a cell of the study with the app at the root of the repository."""
+    nodes = cell.config.num_clients
+
+    def show(line: str) -> None:
+        if "test-accuracy" in line and "/" in line:
+            console.print(f"   {line[line.index('round') :]}", markup=False, highlight=False)
+
+    flower_run(
+        ROOT,
+        run_config={**cell.settings, "out": str(out)},
+        federation_config={"num-supernodes": nodes, "client-resources-num-cpus": 1},
+        on_line=show,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(demo(Path.cwd() / "runs" / f"demo-{datetime.now():%Y%m%d-%H%M%S}"))

@@ -1,0 +1,228 @@
+"""The command line: ``fedbn-flwr run | sweep | list | inspect``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError, unknown_name
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Batch Normalization in federated learning, on Flower.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+complaints = Console(stderr=True)
+
+
+class Engine(StrEnum):
+    """Where the clients run."""
+
+    in_process = "in-process"
+    simulation = "simulation"
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    strategies = "strategies"
+    norms = "norms"
+    models = "models"
+    datasets = "datasets"
+    partitions = "partitions"
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turn errors into exit codes: 2 for bad usage, config or data, 1 for a failed run."""
+    try:
+        yield
+    except FedBNError as error:
+        complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError)) else 1) from error
+
+
+@app.command(epilog="Example: fedbn-flwr run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
+def run(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the file; repeatable.")] = None,
+    engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
+    out: Annotated[Path | None, typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY.")] = None,
+) -> None:
+    """Do one run and write its folder: config, metrics, summary, model, curves."""
+    from fedbn_flwr.experiment.config import Config
+    from fedbn_flwr.experiment.launch import preflight
+    from fedbn_flwr.experiment.launch import run as launch
+
+    with _exit_codes():
+        _quiet_flower()
+        settings = Config.load(config, set_ or [])
+        folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.strategy}")
+        preflight(settings, folder)
+        with _progress(settings.num_server_rounds, settings.strategy) as advance:
+            summary = launch(settings, folder, engine.value, advance)
+        console.print(_summary_table({settings.strategy: summary}))
+        console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
+
+
+@app.command(name="list", epilog="Example: fedbn-flwr list strategies")
+def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
+    """List what can be named in a config, one line each, with the source."""
+    rows: list[tuple[str, str, str]]
+    if kind is Kind.strategies:
+        from fedbn_flwr.strategies import STRATEGIES
+
+        rows = [(name, strategy.summary_line, strategy.source) for name, strategy in STRATEGIES.items()]
+        rows.append(("centralized", "the reference: one loop over all data (`fedbn-flwr run` only)", "-"))
+    else:
+        rows = [(name, info.summary, info.source) for name, info in _registry(kind).items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, what, source in rows:
+        line = f"{name:<{widths[0]}}  {what:<{widths[1]}}  {source}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/study_digits.yaml --out runs/digits")
+def sweep(
+    study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper.")],
+    out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
+    engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
+) -> None:
+    """Do a grid of runs, methods x splits x seeds, and write its table with mean and standard deviation."""
+    from fedbn_flwr.experiment.sweep import Study
+    from fedbn_flwr.experiment.sweep import sweep as launch
+
+    with _exit_codes():
+        _quiet_flower()
+        grid = Study.load(study)
+        total = sum(1 for _ in grid.cells())
+        with _progress(total, grid.name) as follow:
+            table = launch(grid, out, engine.value, lambda cell, index, _: follow.cell(cell.name, index))
+            follow.cell("done", total)
+        console.print(table, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"results: {out.absolute()}", highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: fedbn-flwr inspect --model resnet20 --strategy silobn --num-clients 5")
+def inspect(
+    model: Annotated[str, typer.Option(help="Model; `fedbn-flwr list models`.")] = "resnet20",
+    strategy: Annotated[str, typer.Option(help="Strategy; `fedbn-flwr list strategies`.")] = "fedavg",
+    norm: Annotated[str, typer.Option(help="Normalisation; `fedbn-flwr list norms`.")] = "batch",
+    num_clients: Annotated[int, typer.Option(min=1, help="Clients of a round.")] = 5,
+    dataset: Annotated[str, typer.Option(help="Data set, for the model's input and classes.")] = "cifar10",
+    layers: Annotated[bool, typer.Option(help="List the BN layers by path.")] = True,
+) -> None:
+    """Show a model's BN layers, and what a strategy shares, keeps and moves per round."""
+    from fedbn_flwr.experiment.config import Config
+    from fedbn_flwr.experiment.inspection import inspect_model
+    from fedbn_flwr.experiment.setup import make_model
+    from fedbn_flwr.strategies import STRATEGIES
+
+    with _exit_codes():
+        if strategy not in STRATEGIES:
+            raise unknown_name("strategy", strategy, STRATEGIES)
+        settings = Config.make({"model": model, "norm": norm, "dataset": dataset, "strategy": strategy})
+        found = inspect_model(make_model(settings), strategy, num_clients)
+        _print_inspection(f"{model} (norm={norm})", strategy, num_clients, found, layers)
+
+
+def _registry(kind: Kind) -> Any:
+    from fedbn_flwr.data import DATASETS, PARTITIONS
+    from fedbn_flwr.models import MODELS
+    from fedbn_flwr.norms import NORMS
+
+    return {Kind.norms: NORMS, Kind.models: MODELS, Kind.datasets: DATASETS, Kind.partitions: PARTITIONS}[kind]
+
+
+def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, layers: bool) -> None:
+    console.print(f"{model}, {strategy}, {num_clients} clients: {len(found.parts.layers)} BN layers", highlight=False)
+    if layers and found.parts.layers:
+        table = Table("BN layer", "entries", box=None)
+        for layer in found.parts.layers:
+            table.add_row(layer.path or "(the model itself)", " ".join(layer.entries))
+        console.print(table)
+    table = Table("part", "floats", "integers", "what happens", box=None)
+    for part, floats in found.floats.items():
+        fate = "stays with the client" if part in found.local else "shared"
+        table.add_row(
+            part.value, f"{floats:,}", f"{found.counters[part]:,}", fate if floats or found.counters[part] else "-"
+        )
+    table.add_row("all", f"{sum(found.floats.values()):,}", f"{sum(found.counters.values()):,}", "")
+    console.print(table)
+    table = Table("training round", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
+    rounds = (
+        [("every", found.later)] if found.first == found.later else [("first", found.first), ("later", found.later)]
+    )
+    for name, cost in rounds:
+        counters = f"{cost.counters_down:,}/{cost.counters_up:,}"
+        table.add_row(name, str(cost.exchanges), f"{cost.megabytes:.4f}", f"{cost.down:,}", f"{cost.up:,}", counters)
+    console.print(table)
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+
+
+def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:
+    table = Table("run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None)
+    for name, summary in summaries.items():
+        headline, ledger = summary["headline"], summary["ledger"]
+        final, best = summary["final"].get(headline), summary["best"].get(headline)
+        megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
+        shown = [f"{value:.4f}" if value is not None else "-" for value in (final, best)]
+        table.add_row(name, headline, *shown, str(summary["rounds"]), f"{megabytes:.2f}", f"{summary['seconds']:.1f}")
+    return table
+
+
+class _Bar:
+    """A progress bar with loss, accuracy and the time left; call it with each line of metrics."""
+
+    def __init__(self, progress: Progress, total: int, name: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(name, total=total, shown="")
+
+    def __call__(self, line: Any) -> None:
+        """Advance to the line's round."""
+        self._progress.update(self._task, completed=line["round"])
+        self._show(line)
+
+    def cell(self, name: str, index: int) -> Callable[[Any], None]:
+        """Advance to run ``index`` of a sweep; return what follows its rounds."""
+        self._progress.update(self._task, completed=index, description=name, shown="")
+        return lambda line: self._show(line, f"round {line['round']} ")
+
+    def _show(self, line: Any, prefix: str = "") -> None:
+        wanted = {"loss": "train-loss", "acc": "test-accuracy", "own": "personal-own-accuracy"}
+        parts = [f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None]
+        if parts:
+            self._progress.update(self._task, shown=prefix + " ".join(parts))
+
+
+@contextmanager
+def _progress(total: int, name: str) -> Iterator[_Bar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=complaints) as progress:
+        yield _Bar(progress, total, name)
+
+
+def _quiet_flower() -> None:
+    """Leave Flower's log of every round to its own command; warnings and errors still show."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.exit(app())

@@ -1,0 +1,272 @@
+"""The client half at Flower's edge: a NumPyClient around local training, and the adapter to Flower's Message API."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr.averaging import Array
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.local_state import LocalState
+from fedbn_flwr.records import tensors, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.state import Part, split_state
+from fedbn_flwr.strategies import client_rules
+from fedbn_flwr.training import Batches, LocalTraining, LossFn, train
+
+__all__ = ["ARRAY_NAMES", "TorchClient", "client_app"]
+
+Config = dict[str, Any]
+ARRAY_NAMES = "array-names"
+
+
+class TorchClient(NumPyClient):
+    """Trains and evaluates a torch model for any strategy of this package, in any engine.
+
+    Args:
+        model: the model, on the device it shall run on. It is trained in place.
+        train_data: the client's training data; may be empty for a client that only evaluates.
+        test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
+        settings: steps, batch size, optimizer.
+        context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
+            its ``node_config["partition-id"]`` names the client.
+        partition_id: takes the place of the context's.
+        seed: of the run; batches, augmentation and dropout draw from streams of (seed, round, partition id).
+        loss_fn: mean loss of a batch of (outputs, targets).
+
+    ``fit`` and ``evaluate`` take the entries named in ``config["array-names"]`` (a JSON list) or, without it, the whole
+    state dict in its order; ``fit`` returns the shared entries, named in its metrics where they are not all of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: Batches,
+        test_data: Batches | Mapping[str, Batches],
+        settings: LocalTraining,
+        *,
+        context: Context | None = None,
+        partition_id: int | None = None,
+        seed: int = 0,
+        loss_fn: LossFn = F.cross_entropy,
+    ) -> None:
+        self.model = model
+        self.train_data = train_data
+        self.test_data = test_data if isinstance(test_data, Mapping) else {"": test_data}
+        self.settings = settings
+        self.parts = split_state(model)
+        self.context = context
+        if partition_id is None and context is not None and "partition-id" in context.node_config:
+            partition_id = int(context.node_config["partition-id"])
+        self.partition_id = partition_id
+        self.seed = seed
+        self.loss_fn = loss_fn
+
+    def get_properties(self, config: Config) -> Config:
+        """Return ``num-examples`` of the training set and, where it is known, ``partition-id``."""
+        known = {} if self.partition_id is None else {"partition-id": self.partition_id}
+        return {**known, "num-examples": len(self.train_data)}
+
+    def get_parameters(self, config: Config) -> list[Array]:
+        """Return the whole state dict, in its order."""
+        return list(self._state().values())
+
+    def fit(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        """Train for one round.
+
+        Returns:
+            The shared entries, the size of the training set |D_i| (not the examples processed), and the metrics
+            ``train-loss``, ``train-accuracy``, ``examples-processed``, ``steps``, ``dropped-batches`` and the rules'.
+
+        Raises:
+            StateError: the arrays, or the part kept here, do not fit the model.
+            DataError: nothing to train on.
+        """
+        server_round = int(config.get("server-round", 1))
+        local = self._local_parts(config)
+        store = LocalState(self.context, self.parts, self.model)
+        self._load(parameters, config, store)
+        result = train(
+            self.model,
+            self.train_data,
+            self.settings,
+            learning_rate=self.settings.learning_rate.at(server_round, bool(config.get("frozen", False))),
+            stream=functools.partial(self._stream, server_round),
+            rules=client_rules(config),
+            loss_fn=self.loss_fn,
+        )
+        state = self._state()
+        if local:
+            store.keep({name: state[name] for name in self.parts.select(local)}, server_round)
+        shared = [name for name in state if self.parts.part_of[name] not in local]
+        metrics: Config = {
+            "train-loss": result.loss,
+            "train-accuracy": result.accuracy,
+            "examples-processed": result.num_processed,
+            "steps": result.num_steps,
+            "dropped-batches": result.num_dropped,
+            **result.metrics,
+        }
+        if local:
+            metrics |= {ARRAY_NAMES: json.dumps(shared), "local-sha256": store.sha256()}
+        return [state[name] for name in shared], len(self.train_data), metrics
+
+    def evaluate(self, parameters: list[Array], config: Config) -> tuple[float, int, Config]:
+        """Evaluate the received entries joined with the part kept here, on each test set.
+
+        Returns:
+            Mean loss on the first test set, its size, and the metrics ``<name>-loss``, ``<name>-accuracy`` and
+            ``<name>-num-examples`` of each (without a prefix where there is one unnamed set).
+        """
+        self._load(parameters, config, LocalState(self.context, self.parts, self.model))
+        metrics: Config = {}
+        first: tuple[float, int] | None = None
+        asked = [name for name in str(config.get("test-sets", "")).split(",") if name] or list(self.test_data)
+        for name in asked:
+            result = evaluate(self.model, self.test_data[name], loss_fn=self.loss_fn)
+            prefix = f"{name}-" if name else ""
+            metrics |= {f"{prefix}loss": result.loss, f"{prefix}accuracy": result.accuracy}
+            metrics[f"{prefix}num-examples" if name else "examples-tested"] = result.num_examples
+            first = first or (result.loss, result.num_examples)
+        loss, num_examples = first or (float("nan"), 0)
+        return loss, num_examples, metrics
+
+    def _state(self) -> dict[str, Array]:
+        """Return a copy of the model's state: what was handed out does not change with later training."""
+        return {name: array.copy() for name, array in to_state(self.model.state_dict()).items()}
+
+    def _stream(self, server_round: int, purpose: str) -> torch.Generator:
+        key = -1 if self.partition_id is None else self.partition_id
+        return torch_generator(self.seed, purpose, server_round, key)
+
+    def _local_parts(self, config: Config) -> frozenset[Part]:
+        return frozenset(Part(name) for name in str(config.get("local-parts", "")).split(",") if name)
+
+    def _load(self, parameters: list[Array], config: Config, store: LocalState) -> None:
+        """Fill the model: kept entries where there are some, received ones elsewhere, none left over or missing."""
+        names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(self.parts.names)
+        if len(names) != len(parameters):
+            raise StateError(
+                f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(self.parts.names)}"
+            )
+        received = dict(zip(names, parameters, strict=True))
+        kept = store.load(self._local_parts(config))
+        state = {**received, **kept}
+        own = self.model.state_dict()
+        if missing := [name for name in own if name not in state]:
+            raise StateError(
+                f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
+                "client; the server will send the common start again"
+            )
+        if extra := [name for name in state if name not in own]:
+            raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
+        self.model.load_state_dict({name: _fit(name, state[name], own[name]) for name in own})
+
+
+def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return the array in the entry's dtype; counters that came back as floats are rounded, not cut off."""
+    if tuple(array.shape) != tuple(like.shape):
+        raise StateError(f"entry '{name}' has shape {tuple(array.shape)}, the model has {tuple(like.shape)}")
+    if not like.is_floating_point() and np.issubdtype(array.dtype, np.floating):
+        array = np.rint(array)
+    return tensors({name: array})[name].to(like.dtype)
+
+
+def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
+    """Make a ``ClientApp`` that speaks the Message API from a function that returns a ``NumPyClient``.
+
+    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, and the strategies' ``query`` with
+    the partition id (from ``get_properties`` or the node's config) and the number of training examples. Array names
+    travel in ``config["array-names"]`` (a JSON list); entries of further ArrayRecords follow the model's in the list,
+    named ``record/entry``. A client that returns other arrays than it received names them in its metrics likewise.
+
+    Args:
+        client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train_message(message: Message, context: Context) -> Message:
+        names, arrays, config = _open(message)
+        result, num_examples, metrics = _client(client_fn, context).fit(arrays, config)
+        names = json.loads(str(metrics.pop(ARRAY_NAMES))) if ARRAY_NAMES in metrics else names
+        if len(names) != len(result):
+            raise StateError(
+                f"fit returned {len(result)} arrays for {len(names)} names; where they differ from those received, "
+                f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
+            )
+        content = _seal(message, dict(zip(names, result, strict=True)))
+        _report(content, num_examples, metrics)
+        return Message(content, reply_to=message)
+
+    @app.evaluate()
+    def evaluate_message(message: Message, context: Context) -> Message:
+        _, arrays, config = _open(message)
+        loss, num_examples, metrics = _client(client_fn, context).evaluate(arrays, config)
+        content = RecordDict()
+        _report(content, num_examples, {"loss": loss, **metrics})
+        return Message(content, reply_to=message)
+
+    @app.query()
+    def query_message(message: Message, context: Context) -> Message:
+        properties = _client(client_fn, context).get_properties({})
+        if "partition-id" in context.node_config:
+            properties = {"partition-id": int(context.node_config["partition-id"]), **properties}
+        content = RecordDict()
+        content["metrics"] = MetricRecord({k: v for k, v in properties.items() if isinstance(v, (int, float))})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClient:
+    client = client_fn(context)
+    client = getattr(client, "numpy_client", client)  # what NumPyClient.to_client() wraps
+    if not isinstance(client, NumPyClient):
+        raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
+    return client
+
+
+def _open(message: Message) -> tuple[list[str], list[Array], Config]:
+    """Return names, arrays and config of a message; the first ArrayRecord is the model's."""
+    names: list[str] = []
+    arrays: list[Array] = []
+    for index, (key, record) in enumerate(message.content.array_records.items()):
+        names += [name if index == 0 else f"{key}/{name}" for name in record]
+        arrays += [array.numpy() for array in record.values()]
+    config: Config = {}
+    for told in message.content.config_records.values():
+        config.update(told)
+    config[ARRAY_NAMES] = json.dumps(names)
+    return names, arrays, config
+
+
+def _seal(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
+    """Return the arrays in records called as those of the message."""
+    keys: Sequence[str] = list(message.content.array_records)
+    first, others = keys[0], keys[1:]
+    records: dict[str, dict[str, FlowerArray]] = {key: {} for key in keys}
+    for name, array in arrays.items():
+        key = next((k for k in others if name.startswith(f"{k}/")), first)
+        records[key][name.removeprefix(f"{key}/") if key in others else name] = FlowerArray(np.asarray(array))
+    return RecordDict({key: ArrayRecord(record) for key, record in records.items()})
+
+
+def _report(content: RecordDict, num_examples: int, metrics: Config) -> None:
+    """Add the metrics: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
+    numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+    content["metrics"] = MetricRecord({"num-examples": num_examples, **numbers})
+    if any(isinstance(value, (str, bytes)) for value in metrics.values()):
+        content["properties"] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})

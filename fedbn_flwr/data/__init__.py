@@ -1,0 +1,31 @@
+"""Data of a run: data sets held once as bytes, their split over the clients, and the views training and tests read."""
+
+from __future__ import annotations
+
+from fedbn_flwr.data.augment import Augment
+from fedbn_flwr.data.datasets import DATASETS, DatasetInfo, load_dataset
+from fedbn_flwr.data.partitions import (
+    PARTITIONS,
+    PartitionInfo,
+    PartitionRequest,
+    deal_test,
+    make_partition,
+    partition_counts,
+)
+from fedbn_flwr.data.samples import Dataset, Samples, View
+
+__all__ = [
+    "DATASETS",
+    "PARTITIONS",
+    "Augment",
+    "Dataset",
+    "DatasetInfo",
+    "PartitionInfo",
+    "PartitionRequest",
+    "Samples",
+    "View",
+    "deal_test",
+    "load_dataset",
+    "make_partition",
+    "partition_counts",
+]

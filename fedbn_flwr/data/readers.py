@@ -1,0 +1,147 @@
+"""Readers of the public image sets: torchvision's files and downloads, as byte tensors.
+
+torchvision and scikit-learn are imported inside the readers: they take longer to import than torch itself, and most
+processes read one data set only.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+from tarfile import TarError
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedbn_flwr.data.samples import Samples
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.seeds import numpy_generator
+
+__all__ = ["READ_ERRORS", "Reader", "read_cifar", "read_digits", "read_idx", "read_svhn", "read_usps"]
+
+Reader = Callable[[Path], tuple[Samples, Samples]]
+"""Reads (train, test) from a folder."""
+
+READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, TarError, zlib.error)
+"""What a reader raises where files are absent, damaged or cannot be downloaded."""
+
+# The embedded set has no split of its own: ours is fixed here, so that every run and every seed shares one test set.
+_DIGITS_SPLIT_SEED = 0
+_DIGITS_TEST_SHARE = 0.2
+
+
+def read_digits(folder: Path) -> tuple[Samples, Samples]:
+    """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set; no file is read."""
+    del folder  # embedded: the signature is that of every reader
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    inputs = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
+    labels = bunch.target.astype(np.int64)
+    in_test = np.zeros(len(labels), dtype=bool)
+    for label in range(10):
+        members = np.flatnonzero(labels == label)
+        shuffled = numpy_generator(_DIGITS_SPLIT_SEED, "digits-split", label).permutation(members)
+        in_test[shuffled[: round(_DIGITS_TEST_SHARE * len(members))]] = True
+    targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
+    return Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test])
+
+
+def read_idx(class_name: str) -> Reader:
+    """Return the reader of ``FOLDER/CLASS_NAME/raw``: MNIST and sets of its format.
+
+    The .gz files are read in place where the unpacked ones are absent, so that read-only folders work and nothing is
+    written; torchvision's class is asked only to download what is missing.
+    """
+
+    def read(folder: Path) -> tuple[Samples, Samples]:
+        raw = folder / class_name / "raw"
+        stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+        if not all((raw / stem).exists() or (raw / f"{stem}.gz").exists() for stem in stems):
+            from torchvision import datasets
+
+            getattr(datasets, class_name)(str(folder), train=True, download=True)
+        train_images, train_labels, test_images, test_labels = (_idx_array(raw / stem) for stem in stems)
+        return _grey(train_images, train_labels), _grey(test_images, test_labels)
+
+    return read
+
+
+def read_cifar(class_name: str) -> Reader:
+    """Return the reader of CIFAR10 or CIFAR100 (python version), 32x32 RGB, files checked against their MD5."""
+
+    def read(folder: Path) -> tuple[Samples, Samples]:
+        from torchvision import datasets
+
+        source = getattr(datasets, class_name)
+        parts = (_present_or_downloaded(source, str(folder), train=train) for train in (True, False))
+        train, test = (
+            Samples(_bytes(part.data).permute(0, 3, 1, 2).contiguous(), _int64(part.targets)) for part in parts
+        )
+        return train, test
+
+    return read
+
+
+def read_svhn(folder: Path) -> tuple[Samples, Samples]:
+    """Return the street-view house numbers, 32x32 RGB crops, 73,257 train and 26,032 test (without ``extra``)."""
+    from torchvision.datasets import SVHN
+
+    parts = (_present_or_downloaded(SVHN, str(folder), split=split) for split in ("train", "test"))
+    train, test = (Samples(_bytes(part.data), _int64(part.labels)) for part in parts)
+    return train, test
+
+
+def read_usps(folder: Path) -> tuple[Samples, Samples]:
+    """Return the postal digits, 16x16 grey, from ``usps.bz2`` and ``usps.t.bz2``."""
+    from torchvision.datasets import USPS
+
+    parts = (_present_or_downloaded(USPS, str(folder), train=train) for train in (True, False))
+    train, test = (_grey(np.asarray(part.data), np.asarray(part.targets)) for part in parts)
+    return train, test
+
+
+def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any) -> Any:
+    """Return torchvision's data set from the files in ``folder``, after a download only where that fails."""
+    try:
+        return source(folder, download=False, **split)
+    except (OSError, RuntimeError):
+        return source(folder, download=True, **split)
+
+
+def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the uint8 array of an idx file, or of ``path``.gz where ``path`` is absent.
+
+    Format: two zero bytes, 8 for uint8, the number of dimensions, each dimension as a big-endian int32, the bytes.
+    """
+    if path.exists():
+        content = path.read_bytes()
+    else:
+        path = path.with_name(path.name + ".gz")
+        content = gzip.decompress(path.read_bytes())
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise DataError(f"{path} is not an idx file of bytes: it starts with {content[:4].hex() or 'nothing'}.")
+    start = 4 + 4 * content[3]
+    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+    found = np.frombuffer(content[start:], dtype=np.uint8)
+    if len(content) < start or found.size != math.prod(shape):
+        raise DataError(f"{path} is cut short or too long: {found.size} bytes for the shape {shape} in its header.")
+    return found.reshape(shape)
+
+
+def _grey(images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> Samples:
+    """Return (N, H, W) grey images and their labels as samples."""
+    return Samples(_bytes(images).unsqueeze(1), _int64(labels))
+
+
+def _bytes(images: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(np.array(images, dtype=np.uint8, order="C"))
+
+
+def _int64(labels: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(labels, dtype=np.int64).copy())

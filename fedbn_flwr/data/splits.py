@@ -1,0 +1,133 @@
+"""The kinds of splits: each takes a request and returns one index vector per client, in any order.
+
+``iid`` and ``dirichlet`` are flwr-datasets' partitioners, on a table of labels only; the import is inside the functions
+because it takes seconds and the other kinds do without. ``classes``: Wang, Shi & Chang 2023 (FedTAN), Appendix D.
+
+Differs from the paper: its five tables cover all classes; where the windows of ``classes`` leave gaps
+(classes-per-client below ceil(classes / clients)), the examples of the classes in the gaps are not used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.seeds import derive_seed, numpy_generator
+
+if TYPE_CHECKING:
+    from flwr_datasets.partitioner import Partitioner
+
+__all__ = ["Indices", "PartitionRequest", "listed", "split_classes", "split_dirichlet", "split_iid"]
+
+Indices = npt.NDArray[np.int64]
+
+# flwr-datasets redraws 10 times and gives up; at alpha 0.1 and 100 clients few draws leave every client 10 examples.
+_DIRICHLET_SEEDS = 20
+_DRAWS_PER_SEED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionRequest:
+    """What a split is computed from; each kind reads what it needs, see ``make_partition``."""
+
+    labels: Indices
+    num_classes: int
+    num_clients: int
+    seed: int
+    alpha: float
+    classes_per_client: int
+    min_size: int
+
+
+def split_iid(request: PartitionRequest) -> list[Indices]:
+    """Split at random into equal sizes (differing by at most 1)."""
+    from flwr_datasets.partitioner import IidPartitioner
+
+    return _partitioned(IidPartitioner(num_partitions=request.num_clients), *_shuffled(request, "iid"))
+
+
+def split_dirichlet(request: PartitionRequest) -> list[Indices]:
+    """Split each class in Dirichlet-drawn proportions; redraw until every client has ``min_size`` examples."""
+    if not 0 < request.alpha < float("inf"):
+        raise ConfigError(f"partition-alpha={request.alpha}: a number above 0 needed (0.1 skewed, 100 nearly iid).")
+    if request.num_clients * request.min_size > len(request.labels):
+        raise DataError(
+            f"partition 'dirichlet' needs {request.min_size} examples for each of {request.num_clients} clients; "
+            f"there are {len(request.labels)}. Use at most {len(request.labels) // request.min_size} clients."
+        )
+    for attempt in range(_DIRICHLET_SEEDS):
+        try:
+            return _drawn(request, attempt, request.min_size)
+        except ValueError as error:
+            if "max number of attempts" not in str(error):
+                raise
+    sizes = [len(part) for part in _drawn(request, 0, 0)]  # without a minimum: the first of the draws that failed
+    small = {client: size for client, size in enumerate(sizes) if size < request.min_size}
+    raise DataError(
+        f"partition 'dirichlet' with partition-alpha={request.alpha} and num-clients={request.num_clients}: in each of "
+        f"{_DIRICHLET_SEEDS * _DRAWS_PER_SEED} draws some client had fewer than {request.min_size} examples (in one: "
+        f"{listed(small)}). Use a larger partition-alpha or fewer clients."
+    )
+
+
+def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indices]:
+    """Return one seed's split; ValueError where none of flwr-datasets' draws gives every client ``min_size``."""
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    partitioner = DirichletPartitioner(
+        num_partitions=request.num_clients,
+        partition_by="label",
+        alpha=float(request.alpha),
+        min_partition_size=min_size,
+        shuffle=False,  # the table is shuffled already
+        seed=derive_seed(request.seed, "partition", "dirichlet", attempt),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The specified min_partition_size")
+        return _partitioned(partitioner, *_shuffled(request, "dirichlet-order"))
+
+
+def _shuffled(request: PartitionRequest, purpose: str) -> tuple[Indices, Indices]:
+    """Return a seeded order of the examples and their labels in it: the partitioners only cut the table as it lies."""
+    order = numpy_generator(request.seed, "partition", purpose).permutation(len(request.labels)).astype(np.int64)
+    return order, request.labels[order]
+
+
+def _partitioned(partitioner: Partitioner, order: Indices, labels: Indices) -> list[Indices]:
+    """Run a partitioner of flwr-datasets on the table (index, label), in memory."""
+    import datasets
+
+    partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels})
+    parts = (partitioner.load_partition(client) for client in range(partitioner.num_partitions))
+    return [part.with_format("arrow")[:]["index"].to_numpy().astype(np.int64) for part in parts]
+
+
+def split_classes(request: PartitionRequest) -> list[Indices]:
+    """Give client i of N the k consecutive classes from floor(i * C / N) on, cyclic; a class evenly to its holders.
+
+    Sizes of one class differ by at most 1, the larger ones at lower partition ids.
+    """
+    classes, wanted = request.num_classes, request.classes_per_client
+    if not 1 <= wanted <= classes:
+        raise ConfigError(f"classes-per-client={wanted}: 1 to {classes} allowed, the number of classes.")
+    parts: list[list[Indices]] = [[] for _ in range(request.num_clients)]
+    starts = [client * classes // request.num_clients for client in range(request.num_clients)]
+    for label in range(classes):
+        holders = [client for client, start in enumerate(starts) if (label - start) % classes < wanted]
+        examples = np.flatnonzero(request.labels == label).astype(np.int64)
+        shuffled = numpy_generator(request.seed, "partition", "classes", label).permutation(examples)
+        if holders:
+            for client, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
+                parts[client].append(part)
+    return [np.concatenate(part) for part in parts]
+
+
+def listed(sizes: dict[int, int], shown: int = 5) -> str:
+    """Return 'partition 3: 0 examples, ...' for the first few."""
+    text = ", ".join(f"partition {client}: {size} examples" for client, size in list(sizes.items())[:shown])
+    return text if len(sizes) <= shown else f"{text} and {len(sizes) - shown} more"

@@ -1,0 +1,279 @@
+"""The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fedbn_flwr.data import PARTITIONS, Augment
+from fedbn_flwr.data.datasets import DATASETS
+from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
+from fedbn_flwr.models import model_info
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.strategies import STRATEGIES
+
+__all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar"]
+
+Scalar = str | int | float | bool
+CENTRALIZED = "centralized"
+EVALUATIONS = ("global", "personal-own", "personal-global")
+GROUPS = ("what", "rounds", "local training", "methods", "files")
+
+
+def _key(group: str, default: Any, text: str, **limits: Any) -> Any:
+    return Field(default, description=text, json_schema_extra={"group": group}, **limits)
+
+
+class Config(BaseModel):
+    """All settings of a run. Keys are the kebab-case names of the fields; values are scalars, lists are comma strings.
+
+    "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this class.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        alias_generator=lambda name: name.replace("_", "-"),
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+    strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
+    norm: str = _key("what", "batch", "normalisation of the model; `fedbn-flwr list norms`")
+    norm_groups: int = _key("what", 2, "groups of `norm=group`", ge=1)
+    model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, or torchvision:NAME")
+    num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
+    dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
+    data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
+    partition: str = _key("what", "classes", "split over the clients; `fedbn-flwr list partitions`")
+    partition_alpha: float = _key("what", 0.5, "concentration of `partition=dirichlet`", gt=0)
+    classes_per_client: int = _key("what", 2, "classes each client holds under `partition=classes`", ge=1)
+    num_clients: int = _key(
+        "what", 0, "clients; in process they are made (0 = 5); under Flower the federation has them (0 = all)", ge=0
+    )
+
+    num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
+    fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
+    fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
+    min_replies: int = _key("rounds", 1, "usable replies below which a round keeps the previous model", ge=1)
+    round_timeout: float = _key("rounds", 3600.0, "seconds to wait for the replies of a round, and for nodes", gt=0)
+    eval_every: int = _key("rounds", 1, "evaluate every so many rounds, and after the last", ge=1)
+    eval_on: str = _key(
+        "rounds", "", f"comma list of {', '.join(EVALUATIONS)}; empty = global, or personal-own where parts are local"
+    )
+    seed: int = _key("rounds", 0, "seed of every random draw of the run", ge=0)
+
+    local_steps: int = _key("local training", 0, "E steps per round, each on a batch drawn with replacement", ge=0)
+    local_epochs: int = _key(
+        "local training", 1, "E passes over the local data per round; not beside local-steps", ge=0
+    )
+    batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
+    augment: str = _key("local training", "", "comma list of `cropN` (pad N, crop back) and `flip`; empty = none")
+    learning_rate: float = _key("local training", 0.1, "learning rate of SGD in round 1", gt=0)
+    lr_decay_at: str = _key(
+        "local training", "", "comma list: a round (int; from the next on), a fraction of R, or `freeze`"
+    )
+    lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
+    sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; the optimizer is new in each round", ge=0, lt=1)
+    weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
+    bn_momentum: float = _key(
+        "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
+    )
+    device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda where there is one")
+    amp: bool = _key("local training", False, "bfloat16 autocast in the forward passes of training")
+    torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)
+
+    variance: Literal["mean", "pooled"] = _key(
+        "methods", "mean", "average of running variances; pooled adds the spread"
+    )
+    proximal_mu: float = _key("methods", 0.01, "mu of fedprox", ge=0)
+    freeze_at: int | float | str = _key("methods", 0.5, "T* of fixbn: a round (int), a fraction of R (float) or `auto`")
+    freeze_affine: bool = _key("methods", False, "fixbn freezes gamma and beta as well")
+    freeze_window: int = _key("methods", 200, "window W of `freeze-at=auto`, rounds; must be below R", ge=2)
+    freeze_tau: float = _key("methods", 1e-6, "threshold tau of `freeze-at=auto`", gt=0)
+
+    out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
+
+    @field_validator("lr_decay_factor", "lr_decay_at", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    @field_validator("freeze_at", mode="after")
+    @classmethod
+    def _freeze_at(cls, value: int | float | str) -> int | float | str:
+        if isinstance(value, str) and value != "auto":
+            raise ValueError(f"{value!r} is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'")
+        if isinstance(value, float) and not 0 <= value <= 1:
+            raise ValueError(f"{value} is not a fraction in [0, 1]; for a round write an int")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        """Check what no single key can tell, all of it, and report every problem at once."""
+        problems: list[str] = []
+        _try(problems, lambda: self._known("strategy", self.strategy, [*STRATEGIES, CENTRALIZED]))
+        _try(problems, lambda: self._known("norm", self.norm, NORMS))
+        _try(problems, lambda: model_info(self.model))
+        _try(problems, lambda: self._known("dataset", self.dataset, DATASETS))
+        _try(problems, lambda: self._known("partition", self.partition, PARTITIONS))
+        _try(problems, lambda: Augment.parse(self.augment))
+        _try(problems, self.decays)
+        _try(problems, lambda: [self._known("eval-on", name, EVALUATIONS) for name in split(self.eval_on)])
+        classes = DATASETS[self.dataset].num_classes if self.dataset in DATASETS else 0
+        if self.partition == "classes" and classes and self.classes_per_client > classes:
+            problems.append(
+                f"classes-per-client={self.classes_per_client} is more than the {classes} classes of "
+                f"dataset={self.dataset}; use 1 to {classes}"
+            )
+        if self.num_classes and self.num_classes < classes:
+            problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
+        if not self.local_steps and not self.local_epochs:
+            problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
+        if self.strategy == "fixbn" and self.freeze_at == "auto" and self.freeze_window >= self.num_server_rounds:
+            problems.append(
+                f"freeze-window={self.freeze_window} must be below num-server-rounds={self.num_server_rounds} for "
+                "freeze-at=auto"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @staticmethod
+    def _known(key: str, value: str, allowed: Any) -> None:
+        if value not in allowed:
+            raise unknown_name(key, value, allowed)
+
+    def decays(self) -> tuple[tuple[int | str, ...], tuple[float, ...]]:
+        """Return the rounds after which the learning rate decays (or "freeze") and the factor of each."""
+        after: list[int | str] = []
+        for text in split(self.lr_decay_at):
+            value = _number(text)
+            if text == "freeze":
+                after.append(text)
+            elif isinstance(value, int) and value >= 0:
+                after.append(value)
+            elif isinstance(value, float) and 0 <= value <= 1:
+                after.append(math.floor(value * self.num_server_rounds))
+            else:
+                raise ConfigError(f"lr-decay-at: {text!r} is not a round (int), a fraction in [0, 1] or 'freeze'")
+        factors = [_number(text) for text in split(self.lr_decay_factor)]
+        good = [float(f) for f in factors if f is not None and f > 0]
+        if len(good) != len(factors) or len(good) not in (1, len(after)):
+            raise ConfigError(
+                f"lr-decay-factor={self.lr_decay_factor!r} must be one number above 0, or one for each of the "
+                f"{len(after)} entries of lr-decay-at"
+            )
+        return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
+
+    def evaluations(self) -> tuple[str, ...]:
+        """Return what to test with what; the first is the headline of the run."""
+        if asked := split(self.eval_on):
+            return tuple(asked)
+        local = self.strategy in STRATEGIES and STRATEGIES[self.strategy].local
+        return ("personal-own",) if local else ("global",)
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any], *, complete: bool = False) -> Config:
+        """Return the config of a flat mapping of keys to scalars.
+
+        Args:
+            values: the settings; keys left out take their defaults.
+            complete: ``values`` holds every key, set by the user or not, as Flower's run config does; a key with its
+                default value then counts as not set.
+
+        Raises:
+            ConfigError: every problem found, one a line: unknown keys with the nearest one, wrong types, values out
+                of range, settings that contradict each other.
+        """
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        lines: list[str] = []
+        steps, epochs = (values.get(key) for key in ("local-steps", "local-epochs"))
+        if steps and epochs and not (complete and epochs == fields["local-epochs"].default):
+            lines.append(f"local-steps={steps} and local-epochs={epochs} are both set; set one of them")
+        remaining = dict(values)
+        while True:
+            try:
+                config = cls.model_validate(remaining)
+                break
+            except ValidationError as error:
+                # Settings are checked against each other only once each is valid: go on without the bad ones.
+                lines += [line for problem in error.errors() for line in _explain(problem, list(fields))]
+                bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+                if not bad:
+                    break
+                remaining = {key: value for key, value in remaining.items() if key not in bad}
+        if lines:
+            raise ConfigError("\n".join(lines))
+        return config
+
+    @classmethod
+    def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+        """Return the config of a YAML file and ``key=value`` overrides (values are read as YAML).
+
+        Raises:
+            ConfigError: the file is missing or no mapping, an override has no "=", or as ``make``.
+        """
+        values: dict[str, Any] = {}
+        if path is not None:
+            try:
+                read = yaml.safe_load(path.read_text())
+            except (OSError, yaml.YAMLError) as error:
+                raise ConfigError(f"config {path}: {error}") from error
+            if not isinstance(read, dict):
+                raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
+            values.update(read)
+        for override in overrides:
+            key, separator, value = override.partition("=")
+            if not separator:
+                raise ConfigError(f"--set {override!r} must be key=value")
+            values[key.strip()] = yaml.safe_load(value) if value.strip() else ""
+        return cls.make(values)
+
+    def to_mapping(self) -> dict[str, Scalar]:
+        """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
+        values: dict[str, Scalar] = self.model_dump(by_alias=True)
+        if self.local_steps:
+            values["local-epochs"] = 0
+        return values
+
+
+def split(text: str) -> list[str]:
+    """Return the entries of a comma string, stripped, without empty ones."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def _number(text: str) -> int | float | None:
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+
+def _try(problems: list[str], check: Any) -> None:
+    try:
+        check()
+    except FedBNError as error:
+        problems.append(str(error))
+
+
+def _explain(problem: Any, keys: Sequence[str]) -> list[str]:
+    """Return pydantic's problem in the words of the user: key, value, what is allowed."""
+    key = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, keys, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else " See docs/config.md for all keys."
+        return [f"unknown key {key!r}.{hint}"]
+    if problem["type"] == "value_error":
+        text = str(problem["ctx"]["error"])
+        return [f"{key}: {text}"] if key else text.split("\n")
+    return [f"{key}={problem['input']!r}: {problem['msg'].lower()}"]

@@ -1,0 +1,55 @@
+"""Curves of runs: accuracy and loss over rounds."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["draw_curves"]
+
+_PANELS = (
+    ("accuracy", ("test-accuracy", "personal-own-accuracy", "personal-global-accuracy", "train-accuracy")),
+    ("loss", ("test-loss", "personal-own-loss", "personal-global-loss", "train-loss")),
+)
+
+
+def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "") -> bytes:
+    """Return a PNG of the runs' curves.
+
+    Args:
+        runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all it measured, several runs
+            show the first of the test metrics each has.
+        title: above the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2)
+    for axis, (label, keys) in zip(axes, _PANELS, strict=True):
+        for name, lines in runs.items():
+            present = [key for key in keys if any(line.get(key) is not None for line in lines)]
+            for key in present if len(runs) == 1 else present[:1]:
+                points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
+                style = "--" if key.startswith("train") else "-"
+                axis.plot(*zip(*points, strict=True), style, label=name or key, linewidth=1.3)
+        for start in _frozen_starts(runs):
+            axis.axvline(start, color="grey", linewidth=0.8, linestyle=":")
+        axis.set_xlabel("server round")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize="small")
+    if title:
+        figure.suptitle(title)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()
+
+
+def _frozen_starts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[int]:
+    """Return the first frozen round of a single run, to mark it."""
+    (lines,) = runs.values() if len(runs) == 1 else ([],)
+    return [line["round"] for line in lines if line.get("phase") == "frozen"][:1]

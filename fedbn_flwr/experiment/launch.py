@@ -1,0 +1,65 @@
+"""Starting a run from the command line or Python, in either engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from fedbn_flwr.app import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.experiment.output import RunFolder
+from fedbn_flwr.experiment.run import OnRound, centralized, serve
+from fedbn_flwr.experiment.setup import DEFAULT_CLIENTS, check, federation
+from fedbn_flwr.experiment.simulation import simulate
+
+__all__ = ["ENGINES", "Engine", "preflight", "run"]
+
+Engine = Literal["in-process", "simulation"]
+ENGINES: tuple[Engine, ...] = ("in-process", "simulation")
+
+
+def preflight(config: Config, out: Path) -> tuple[Config, Path]:
+    """Refuse what cannot run before anything is written; return the resolved config and the absolute folder.
+
+    Raises:
+        FedBNError: bad settings, missing data, an impossible split, a folder in use.
+    """
+    out = out.absolute()
+    RunFolder.refuse_used(out)
+    config = config.model_copy(update={"num_clients": config.num_clients or DEFAULT_CLIENTS, "out": str(out)})
+    check(config)
+    federation(config, config.num_clients)
+    return config, out
+
+
+def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRound | None = None) -> dict[str, Any]:
+    """Do one run and return its summary.
+
+    Args:
+        config: the settings; ``num_clients`` = 0 means 5 clients.
+        out: the output folder, empty or absent.
+        engine: "in-process" runs the clients in threads of this process, "simulation" in Flower's Ray simulation.
+        on_round: called with each line of ``metrics.jsonl``.
+
+    Raises:
+        FedBNError: bad settings, missing data, a folder in use, a federation that failed.
+    """
+    config, out = preflight(config, out)
+    if config.strategy == CENTRALIZED:
+        return centralized(config, out, on_round)
+    if engine == "simulation":
+        return simulate(config, out, on_round)
+    workers = max(1, (os.cpu_count() or 1) // config.torch_threads)
+    run_config: Mapping[str, Any] = config.to_mapping()
+    with InProcessGrid(
+        client_app,
+        config.num_clients,
+        run_config=run_config,
+        max_workers=workers,
+        torch_threads=config.torch_threads,
+        seed=config.seed,
+    ) as grid:
+        return serve(grid, config, out, on_round)

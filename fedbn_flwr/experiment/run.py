@@ -1,0 +1,280 @@
+"""One run: the server's side, the same in every engine, and the centralized reference."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from torch import nn
+
+from fedbn_flwr.averaging import State
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
+from fedbn_flwr.experiment.setup import (
+    Federation,
+    check,
+    federation,
+    local_training,
+    make_model,
+    make_strategy,
+    pick_device,
+)
+from fedbn_flwr.records import from_record, state_sha256, tensors, to_record, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.state import Part
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies.report import RoundReport, Traffic
+from fedbn_flwr.training import sgd, train
+
+__all__ = ["OnRound", "centralized", "serve"]
+
+OnRound = Callable[[Mapping[str, Any]], None]
+NODE_GRACE = 15.0  # seconds for the nodes of a federation to be counted
+
+
+def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
+    """Run the server's side of a federated run and write its folder.
+
+    Args:
+        grid: the federation.
+        config: the settings; ``num_clients`` = 0 takes all nodes there are.
+        out: the output folder.
+        on_round: called with each line of ``metrics.jsonl``.
+
+    Returns:
+        The summary.
+
+    Raises:
+        ConfigError: the settings cannot run here, the federation has another size, the folder is in use.
+        EngineError: no nodes.
+    """
+    if config.strategy == CENTRALIZED:
+        raise ConfigError(
+            "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
+            "strategy=centralized`, not with `flwr run`."
+        )
+    check(config)
+    num_nodes = _count_nodes(grid, config)
+    config = config.model_copy(update={"num_clients": num_nodes})
+    data = federation(config, num_nodes)
+    model = make_model(config)
+    initial = to_record(model.state_dict())
+    model.to(pick_device(config.device))
+    strategy = make_strategy(config, model, num_nodes)
+    personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
+    if not personal:
+        strategy.fraction_evaluate = 0.0
+    recorder = _Recorder(RunFolder(out, config), config, model, data, strategy, on_round)
+    try:
+        result = strategy.start(
+            grid=grid,
+            initial_arrays=initial,
+            num_rounds=config.num_server_rounds,
+            timeout=config.round_timeout,
+            evaluate_config=ConfigRecord({"test-sets": ",".join(personal)}),
+            evaluate_fn=recorder.after_round,
+        )
+    finally:
+        recorder.close()
+    final = from_record(result.arrays if len(result.arrays) else initial)
+    return recorder.finish(final, strategy)
+
+
+def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
+    """Run the reference: one plain torch loop over the union of the clients' data, E steps or epochs a "round".
+
+    The optimizer lives through all rounds; everything else is as for a client. Raises as ``serve``.
+    """
+    check(config)
+    config = config.model_copy(update={"eval_on": "global"})
+    data = federation(config, config.num_clients)
+    model = make_model(config).to(pick_device(config.device))
+    settings = local_training(config)
+    recorder = _Recorder(RunFolder(out, config), config, model, data, None, on_round)
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.torch_threads)
+    try:
+        optimizer = sgd(model, settings)
+        union = data.train_view()
+        for server_round in range(1, config.num_server_rounds + 1):
+            result = train(
+                model,
+                union,
+                settings,
+                learning_rate=settings.learning_rate.at(server_round),
+                stream=functools.partial(_stream, config.seed, server_round),
+                optimizer=optimizer,
+            )
+            report = RoundReport(server_round, "centralized")
+            report.metrics = {
+                "train-loss": result.loss,
+                "train-accuracy": result.accuracy,
+                "examples-processed": result.num_processed,
+                "dropped-batches": result.num_dropped,
+            }
+            recorder.write(report)
+    finally:
+        torch.set_num_threads(before)
+        recorder.close()
+    return recorder.finish(to_state(model.state_dict()), None)
+
+
+def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
+    return torch_generator(seed, purpose, server_round, "union")
+
+
+def _count_nodes(grid: Grid, config: Config) -> int:
+    """Return the number of nodes, once it is the one asked for."""
+    wanted, deadline = config.num_clients, time.monotonic() + NODE_GRACE
+    while True:
+        found = len(list(grid.get_node_ids()))
+        if found and found == (wanted or found):
+            return found
+        if found > wanted > 0 or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    if not found:
+        raise EngineError(f"no nodes connected within {NODE_GRACE:g} s; start the SuperNodes first")
+    raise ConfigError(
+        f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "
+        f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes; or set num-clients=0 to "
+        "take all there are."
+    )
+
+
+class _Recorder:
+    """Evaluates the global model where asked, and writes a line for each round."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Config,
+        model: nn.Module,
+        data: Federation,
+        strategy: FedAvg | None,
+        on_round: OnRound | None,
+    ) -> None:
+        self._folder, self._config, self._model = folder, config, model
+        self._strategy, self._on_round = strategy, on_round
+        self._test = data.test_view()
+        self._clock = time.monotonic()
+        self._totals: dict[str, float] = {}
+
+    def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Flower's ``evaluate_fn``: called with round 0 before the first and after every round."""
+        if server_round == 0 or self._strategy is None:
+            self._clock = time.monotonic()
+            return None
+        state = from_record(arrays) if self._due(server_round) else None
+        line = self.write(self._strategy.reports[-1], state)
+        return MetricRecord({"accuracy": line["test-accuracy"]}) if "test-accuracy" in line else None
+
+    def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
+        """Evaluate if it is due, add the line of the round and hand it on."""
+        line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
+        for key in ("train-loss", "train-accuracy", "statistics-delta"):
+            if key in report.metrics:
+                line[key] = report.metrics[key]
+        if "global" in self._config.evaluations() and self._due(report.server_round):
+            if state is not None:
+                self._model.load_state_dict(tensors(state))
+            result = evaluate(self._model, self._test)
+            line |= {"test-loss": result.loss, "test-accuracy": result.accuracy}
+        line |= _personal(report)
+        clients = report.clients.values() or [report.metrics]
+        line["examples"] = int(sum(client.get("examples-processed", 0) for client in clients))
+        line["dropped-batches"] = int(sum(client.get("dropped-batches", 0) for client in clients))
+        line |= {"participants": report.participants, **_ledger(report.train)}
+        if report.evaluate.exchanges:
+            line |= _ledger(report.evaluate, "evaluation-")
+        if report.evaluations:
+            line["clients"] = report.evaluations
+        line["seconds"] = round(time.monotonic() - self._clock, 4)
+        line["rejected"] = list(report.rejected.values())
+        if report.kept_previous:
+            line["kept-previous"] = True
+        self._clock = time.monotonic()
+        for key, value in line.items():
+            if key in _COUNTED or key.removeprefix("evaluation-") in _COUNTED:
+                self._totals[key] = self._totals.get(key, 0) + value
+        self._folder.add_round(line)
+        shown = " ".join(f"{k} {line[k]:.4f}" for k in (*_headlines(self._config), "train-loss") if k in line)
+        log(INFO, "round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
+        if self._on_round:
+            self._on_round(line)
+        return line
+
+    def finish(self, state: State, strategy: FedAvg | None) -> dict[str, Any]:
+        """Write model, curves and summary; return the summary."""
+        lines = read_metrics(self._folder.path / "metrics.jsonl")
+        headline = _headlines(self._config)[0]
+        measured = [line for line in lines if line.get(headline) is not None]
+        best = max(measured, key=lambda line: line[headline], default={})
+        keep = ("round", "train-loss", "train-accuracy", "test-loss", "test-accuracy")
+        final = {k: v for k, v in (measured[-1] if measured else {}).items() if k in keep or k.startswith("personal-")}
+        summary: dict[str, Any] = {
+            "strategy": self._config.strategy,
+            "headline": headline,
+            "final": final,
+            "best": {"round": best.get("round"), headline: best.get(headline)},
+            "rounds": len(lines),
+            "ledger": self._totals,
+            "seconds": round(sum(line["seconds"] for line in lines), 3),
+            "rejected": sum(len(line["rejected"]) for line in lines),
+        }
+        frozen_after = getattr(strategy, "frozen_after", None)
+        if frozen_after is not None:
+            summary["frozen-after"] = frozen_after
+        local = strategy.local_hashes if strategy else {}
+        summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
+        self._folder.finish(state, _contents(strategy), summary)
+        return summary
+
+    def close(self) -> None:
+        """Free the device memory of the test model."""
+        self._model.cpu()
+
+    def _due(self, server_round: int) -> bool:
+        return server_round % self._config.eval_every == 0 or server_round == self._config.num_server_rounds
+
+
+_COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+
+
+def _ledger(traffic: Traffic, prefix: str = "") -> dict[str, int]:
+    values = (traffic.exchanges, traffic.down, traffic.up, traffic.counters_down, traffic.counters_up)
+    return {prefix + key: value for key, value in zip(_COUNTED[1:], values, strict=True)}
+
+
+def _headlines(config: Config) -> list[str]:
+    return [("test" if name == "global" else name) + "-accuracy" for name in config.evaluations()]
+
+
+def _personal(report: RoundReport) -> dict[str, float]:
+    """Return the plain mean over clients of each test set's accuracy and loss (arXiv:2301.02982, 6.2.1)."""
+    values: dict[str, list[float]] = {}
+    for metrics in report.evaluations.values():
+        for name in ("own", "global"):
+            for what in ("accuracy", "loss"):
+                if metrics.get(f"{name}-num-examples", 0) > 0:
+                    values.setdefault(f"personal-{name}-{what}", []).append(metrics[f"{name}-{what}"])
+    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
+
+
+def _contents(strategy: FedAvg | None) -> dict[str, str]:
+    """Say what each part of ``model.safetensors`` holds."""
+    local = strategy.local if strategy else frozenset()
+    about = {
+        part.value: "initial values: this part stays with the clients" if part in local else "global" for part in Part
+    }
+    return {"format": "pt", **about}

@@ -1,0 +1,236 @@
+"""From a config to the parts of a run: data, split, model, local training, strategy. The same on every node."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.data import DATASETS, Augment, Dataset, View, deal_test, load_dataset, make_partition
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.models import build_model, input_shape
+from fedbn_flwr.state import split_state
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+__all__ = [
+    "Federation",
+    "check",
+    "client_fn",
+    "federation",
+    "local_training",
+    "make_model",
+    "make_strategy",
+    "pick_device",
+]
+
+DEFAULT_CLIENTS = 5  # in process, where num-clients=0 finds no federation to count
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the torch device of a config's ``device``.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there, or the name is unknown.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(f"device={name}: {count} CUDA device(s) found here. Use device=cpu, or device=auto.")
+    return torch.device(name)
+
+
+def make_model(config: Config) -> nn.Module:
+    """Return the model of a config, seeded, on the CPU."""
+    info = DATASETS[config.dataset]
+    channels, size = input_shape(config.model, info.channels, info.size)
+    model = build_model(
+        config.model,
+        num_classes=config.num_classes or info.num_classes,
+        channels=channels,
+        size=size,
+        norm=config.norm,
+        norm_groups=config.norm_groups,
+        seed=config.seed,
+    )
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.momentum = config.bn_momentum
+    return model
+
+
+def local_training(config: Config) -> LocalTraining:
+    """Return the settings of local training."""
+    after, factors = config.decays()
+    return LocalTraining(
+        learning_rate=LearningRate(config.learning_rate, after, factors),
+        local_steps=config.local_steps,
+        local_epochs=config.local_epochs,
+        batch_size=config.batch_size,
+        sgd_momentum=config.sgd_momentum,
+        weight_decay=config.weight_decay,
+        amp=config.amp,
+    )
+
+
+def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg:
+    """Return the strategy of a config for a federation of ``num_nodes``, its parts split by the model's layer types."""
+    strategy = STRATEGIES[config.strategy]
+    fields = {name for name in strategy.Params.__dataclass_fields__ if name in Config.model_fields}
+    settings: dict[str, Any] = {name: getattr(config, name) for name in fields}
+    return strategy(
+        fraction_train=config.fraction_train,
+        fraction_evaluate=config.fraction_evaluate,
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+        min_available_nodes=num_nodes,
+        parts=split_state(model),
+        **settings,
+    )
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The data of a run and its split: training and test examples of each client by index."""
+
+    dataset: Dataset
+    train: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
+    test: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
+    augment: Augment | None
+
+    def train_view(self, partition_id: int | None = None) -> View:
+        """Return a client's training data; of all clients together without a partition id."""
+        own = np.concatenate(self.train) if partition_id is None else self.train[partition_id]
+        return View(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std, augment=self.augment)
+
+    def test_view(self, partition_id: int | None = None) -> View:
+        """Return a client's own test data, or the whole test set."""
+        own = None if partition_id is None else self.test[partition_id]
+        return View(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
+
+
+def federation(config: Config, num_clients: int) -> Federation:
+    """Load the data and split it over ``num_clients``.
+
+    Raises:
+        DataError: the data is not there, or cannot be split as asked.
+    """
+    what = (config.dataset, config.data_dir, config.model, config.device, config.augment, config.partition)
+    return _federation(*what, config.partition_alpha, config.classes_per_client, config.seed, num_clients)
+
+
+# A pure function of its arguments, kept for the last few: Flower calls client_fn for every message, and all clients of
+# a process share one copy of the images.
+@functools.lru_cache(maxsize=4)
+def _federation(
+    dataset: str,
+    data_dir: str,
+    model: str,
+    device: str,
+    augment: str,
+    partition: str,
+    alpha: float,
+    classes_per_client: int,
+    seed: int,
+    num_clients: int,
+) -> Federation:
+    info = DATASETS[dataset]
+    channels, size = input_shape(model, info.channels, info.size)
+    data = load_dataset(dataset, data_dir, channels, size, pick_device(device))
+    labels, test_labels = data.train.targets.cpu().numpy(), data.test.targets.cpu().numpy()
+    train = make_partition(
+        partition,
+        labels,
+        num_clients,
+        seed=seed,
+        num_classes=data.num_classes,
+        alpha=alpha,
+        classes_per_client=classes_per_client,
+    )
+    test = deal_test(train, labels, test_labels, seed)
+    return Federation(data, tuple(train), tuple(test), Augment.parse(augment))
+
+
+def client_fn(context: Context) -> TorchClient:
+    """Make a node's client from its Flower context: run config and partition id in, everything else follows.
+
+    Raises:
+        ConfigError: the node was not told its partition (``partition-id`` and ``num-partitions`` in its node config).
+    """
+    config = _config(tuple(context.run_config.items()))
+    try:
+        partition_id, num_clients = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
+    except KeyError as error:
+        raise ConfigError(
+            f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
+            "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes)."
+        ) from error
+    torch.set_num_threads(config.torch_threads)
+    data = federation(config, num_clients)
+    model = make_model(config).to(pick_device(config.device))
+    if next(model.parameters()).is_cuda:
+        model = model.to(memory_format=torch.channels_last)
+    tests = {"own": data.test_view(partition_id), "global": data.test_view()}
+    return TorchClient(
+        model, data.train_view(partition_id), tests, local_training(config), context=context, seed=config.seed
+    )
+
+
+@functools.lru_cache(maxsize=4)  # a pure function, called for every message
+def _config(items: tuple[tuple[str, Any], ...]) -> Config:
+    return Config.make(dict(items), complete=True)
+
+
+def check(config: Config) -> None:
+    """Refuse before any work what cannot run here: no such device, no such folder, a method without its layers.
+
+    Raises:
+        ConfigError: every such problem, one a line.
+        NormLayerError: the strategy needs BatchNorm and the model has none.
+    """
+    problems = []
+    try:
+        pick_device(config.device)
+    except ConfigError as error:
+        problems.append(str(error))
+    if config.data_dir and not Path(config.data_dir).is_absolute():
+        problems.append(
+            f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write "
+            f"{str(Path(config.data_dir).absolute())!r}."
+        )
+    elif config.data_dir and not Path(config.data_dir).is_dir():
+        problems.append(f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    strategy = STRATEGIES.get(config.strategy)
+    if strategy is not None and strategy.needs_batchnorm:
+        model = make_model(config)
+        if not split_state(model).layers:
+            norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
+            kinds = " and ".join(sorted({kind for _, kind in norms}))
+            has = f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
+            raise NormLayerError(
+                f"strategy {config.strategy!r} needs BatchNorm; model {config.model!r} has {has}. Use "
+                "strategy='fedavg' or norm='batch'."
+            )
+
+
+def _norm_kind(module: nn.Module) -> str:
+    """Return the name of torch's normalisation class the module is, "" for other layers."""
+    names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn")]
+    return names[0] if names and "Norm" in names[0] else ""

@@ -1,0 +1,100 @@
+"""The simulation engine: the default app through ``flwr run``, from the installed package alone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import OnRound
+
+__all__ = ["simulate"]
+
+_APP = '''"""A ServerApp and a ClientApp from the installed package."""
+
+from fedbn_flwr.app import client_app, server_app
+
+__all__ = ["client_app", "server_app"]
+'''
+
+_PYPROJECT = """[project]
+name = "fedbn-simulation"
+version = "1.0.0"
+description = "fedbn-flwr's default app"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "fedbn_simulation:server_app"
+clientapp = "fedbn_simulation:client_app"
+
+[tool.flwr.app.config]
+"""
+
+
+def simulate(
+    config: Config,
+    out: Path,
+    on_round: OnRound | None = None,
+    federation_config: Mapping[str, Scalar] | None = None,
+) -> dict[str, Any]:
+    """Run a config in Flower's Ray simulation and return its summary.
+
+    Args:
+        config: the settings, with ``num_clients`` and an absolute ``out``.
+        out: the output folder; the run's log goes there as ``flower.log``.
+        on_round: called with each line of ``metrics.jsonl`` as it appears.
+        federation_config: in place of the defaults (a CPU per torch thread, no GPU; on CUDA all clients at work share
+            the first GPU).
+
+    Raises:
+        EngineError: the run did not complete.
+    """
+    federation: dict[str, Scalar] = {
+        "num-supernodes": config.num_clients,
+        "client-resources-num-cpus": config.torch_threads,
+        **(federation_config or {}),
+    }
+    lines: list[str] = []
+    ended = threading.Event()
+    follower = threading.Thread(target=_follow, args=(out / "metrics.jsonl", on_round, ended))
+    with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as folder:
+        app = Path(folder)
+        (app / "fedbn_simulation.py").write_text(_APP)
+        pairs = (toml_pairs({key: value}) for key, value in config.to_mapping().items())
+        (app / "pyproject.toml").write_text(_PYPROJECT + "\n".join(pairs) + "\n")
+        follower.start()
+        try:
+            flower_run(app, run_config={}, federation_config=federation, on_line=lines.append)
+        finally:
+            ended.set()
+            follower.join()
+            if out.is_dir():
+                (out / "flower.log").write_text("\n".join(lines) + "\n")
+    if not (out / "summary.json").is_file():
+        raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> None:
+    """Hand on the lines of a growing ``metrics.jsonl`` until the run has ended."""
+    seen = 0
+    while on_round:
+        last = ended.wait(0.3)
+        lines = read_metrics(path)
+        for line in lines[seen:]:
+            on_round(line)
+        seen = len(lines)
+        if last:
+            return

@@ -1,0 +1,218 @@
+"""A grid of runs, methods x splits x seeds, and its table with mean, standard deviation and the paper's numbers.
+
+A study file::
+
+    name: digits
+    base: {dataset: digits, model: lenet, num-clients: 5}
+
+Methods:
+      FedAvg+BN: {strategy: fedavg}
+      FedBN: {strategy: fedbn}
+    splits:
+      iid: {partition: iid}
+      non-iid: {partition: classes, classes-per-client: 2}
+    seeds: [0, 1, 2]
+    skip: [FedBN/iid]
+    paper: {FedAvg+BN/iid: 91.35}
+
+``methods`` and ``splits`` override ``base``, a method's settings those of the split. Each run stands in
+``OUT/METHOD/SPLIT/seed-N``; a finished one (it has a ``summary.json``) is skipped, the remains of an unfinished one are
+set aside under another name.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config, Scalar
+from fedbn_flwr.experiment.curves import draw_curves
+from fedbn_flwr.experiment.launch import Engine, run
+from fedbn_flwr.experiment.output import read_metrics, write_atomically
+from fedbn_flwr.experiment.run import OnRound
+
+__all__ = ["Cell", "Study", "sweep"]
+
+Settings = dict[str, Scalar]
+
+
+class Study(BaseModel):
+    """A study file. See the module for an example."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    base: Settings = Field(default_factory=dict)
+    methods: dict[str, Settings]
+    splits: dict[str, Settings] = {"all": {}}
+    seeds: list[int] = Field(default_factory=lambda: [0])
+    skip: list[str] = Field(default_factory=list)
+    paper: dict[str, float] = Field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Study:
+        """Read a study file and check the config of every run in it.
+
+        Raises:
+            ConfigError: every problem found, each with the run it is in.
+        """
+        try:
+            study = cls.model_validate(yaml.safe_load(path.read_text()))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"study {path}: {error}") from error
+        except ValidationError as error:
+            lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
+            raise ConfigError("\n".join(lines)) from error
+        named = [*study.skip, *study.paper]
+        problems = [f"study {path}: '{name}' names no METHOD/SPLIT" for name in named if name not in study.names()]
+        for cell in study.cells():
+            try:
+                _ = cell.config
+            except ConfigError as error:
+                problems.append(f"study {path}: {cell.name}: {error}")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return study
+
+    def names(self) -> list[str]:
+        """Return METHOD/SPLIT of every pair, in the order of the file."""
+        return [f"{method}/{split}" for method in self.methods for split in self.splits]
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield every run that is not skipped: seed by seed, so that a cut study has whole tables first."""
+        for seed in self.seeds:
+            for split, split_settings in self.splits.items():
+                for method, method_settings in self.methods.items():
+                    if f"{method}/{split}" not in self.skip:
+                        settings = {**self.base, **split_settings, **method_settings, "seed": seed}
+                        yield Cell(method, split, seed, settings)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study."""
+
+    method: str
+    split: str
+    seed: int
+    settings: Mapping[str, Scalar]
+
+    @property
+    def name(self) -> str:
+        """METHOD/SPLIT/seed-N."""
+        return f"{self.method}/{self.split}/seed-{self.seed}"
+
+    @property
+    def config(self) -> Config:
+        """The run's config.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
+        return Config.make(self.settings)
+
+    def folder(self, out: Path) -> Path:
+        """Return the run's folder under ``out``."""
+        return out.joinpath(*(re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")))
+
+
+def sweep(
+    study: Study,
+    out: Path,
+    engine: Engine = "in-process",
+    on_cell: Callable[[Cell, int, int], OnRound | None] | None = None,
+) -> str:
+    """Do the runs of a study that are not finished, write its tables and curves, and return the Markdown table.
+
+    Args:
+        study: the grid.
+        out: folder of all runs; ``table.md``, ``table.csv`` and ``curves.png`` are written there, anew after each run.
+        engine: as for ``run``.
+        on_cell: called before each run with the run, its index and the number of runs; what it returns follows
+            the rounds.
+
+    Raises:
+        FedBNError: a run failed; what is finished stays, and the same call goes on from there.
+    """
+    cells = list(study.cells())
+    for index, cell in enumerate(cells):
+        folder = cell.folder(out)
+        if (folder / "summary.json").is_file():
+            continue
+        _set_aside(folder)
+        run(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
+        _write_tables(study, out)
+    return _write_tables(study, out)
+
+
+def _set_aside(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        number = 1
+        while (kept := folder.with_name(f"{folder.name}.unfinished-{number}")).exists():
+            number += 1
+        folder.rename(kept)
+
+
+def _write_tables(study: Study, out: Path) -> str:
+    rows = [_row(study, out, method, split) for split in study.splits for method in study.methods]
+    table = _markdown(study, [row for row in rows if row["runs"]])
+    write_atomically(out / "table.md", table)
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(row for row in rows if row["runs"])
+    write_atomically(out / "table.csv", buffer.getvalue())
+    first = [cell for cell in study.cells() if cell.seed == study.seeds[0]]
+    curves = {f"{c.method}, {c.split}": read_metrics(c.folder(out) / "metrics.jsonl") for c in first}
+    write_atomically(out / "curves.png", draw_curves({k: v for k, v in curves.items() if v}, study.name))
+    return table
+
+
+def _row(study: Study, out: Path, method: str, split: str) -> dict[str, Any]:
+    folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
+    done = [json.loads((f / "summary.json").read_text()) for f in folders if (f / "summary.json").is_file()]
+    headline = done[0]["headline"] if done else ""
+    final = [100 * s["final"][headline] for s in done if s["final"].get(headline) is not None]
+    best = [100 * s["best"][headline] for s in done if s["best"].get(headline) is not None]
+    ledger = done[0]["ledger"] if done else {}
+    return {
+        "method": method,
+        "split": split,
+        "metric": headline,
+        "runs": len(done),
+        "mean": statistics.fmean(final) if final else None,
+        "std": statistics.stdev(final) if len(final) > 1 else None,
+        "best-mean": statistics.fmean(best) if best else None,
+        "rounds": done[0]["rounds"] if done else 0,
+        "megabytes": (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20,
+        "exchanges": ledger.get("exchanges", 0),
+        "paper": study.paper.get(f"{method}/{split}"),
+    }
+
+
+def _markdown(study: Study, rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"# {study.name}",
+        "",
+        "| method | split | metric | final, % | best, % | rounds | exchanges | MB of floats | runs | paper, % |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        final = "-" if row["mean"] is None else f"{row['mean']:.2f}"
+        final += f" ± {row['std']:.2f}" if row["std"] is not None else ""
+        best = "-" if row["best-mean"] is None else f"{row['best-mean']:.2f}"
+        paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
+        cells = [row["method"], row["split"], row["metric"], final, best, row["rounds"], row["exchanges"]]
+        lines.append("| " + " | ".join(map(str, [*cells, f"{row['megabytes']:.2f}", row["runs"], paper])) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,72 @@
+"""What a method keeps with the client, in Flower's ``Context.state``: keyed, versioned, checked against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from flwr.app import ConfigRecord, Context
+from torch import nn
+
+from fedbn_flwr.averaging import Array, State
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.records import from_record, state_sha256, to_record
+from fedbn_flwr.state import Part, Parts
+
+__all__ = ["LocalState"]
+
+_ARRAYS, _ABOUT, _VERSION = "fedbn-flwr.local", "fedbn-flwr.local.about", 1
+
+
+class LocalState:
+    """A client's own entries between rounds.
+
+    Args:
+        context: Flower's context of the node; None for a client that may not keep anything.
+        parts: the split of the model's state.
+        model: to know the shapes the kept entries must fit.
+    """
+
+    def __init__(self, context: Context | None, parts: Parts, model: nn.Module) -> None:
+        self._context = context
+        self._parts = parts
+        self._fingerprint = parts.fingerprint({name: tuple(t.shape) for name, t in model.state_dict().items()})
+
+    def load(self, local: Iterable[Part]) -> Mapping[str, Array]:
+        """Return the kept entries of the parts ``local``; empty before the first round.
+
+        Raises:
+            StateError: the entries were kept by another version or for another model.
+        """
+        names = self._parts.select(local)
+        if not names or self._context is None or _ARRAYS not in self._context.state:
+            return {}
+        about = self._context.state.config_records[_ABOUT]
+        if about["version"] != _VERSION or about["fingerprint"] != self._fingerprint:
+            raise StateError(
+                f"the entries this client kept (version {about['version']!s}, round {about['server-round']!s}) belong to "
+                f"another model: its names, layer types or shapes changed (first of ours: '{names[0]}'). Start a "
+                "new run, or give the model back."
+            )
+        kept = from_record(self._context.state.array_records[_ARRAYS])
+        return {name: kept[name] for name in names if name in kept}
+
+    def keep(self, entries: State, server_round: int) -> None:
+        """Keep ``entries`` until the next round of the run.
+
+        Raises:
+            StateError: there is no context to keep them in.
+        """
+        if self._context is None:
+            raise StateError(
+                f"the strategy keeps {len(entries)} entries with the client, but this client has no Context. Pass "
+                "context= from client_fn(context)."
+            )
+        self._context.state[_ARRAYS] = to_record(entries)
+        about: dict[str, int | str] = {"version": _VERSION, "fingerprint": self._fingerprint}
+        self._context.state[_ABOUT] = ConfigRecord({**about, "server-round": server_round})
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of what is kept: what a client may tell of it."""
+        if self._context is None or _ARRAYS not in self._context.state:
+            return ""
+        return state_sha256(from_record(self._context.state.array_records[_ARRAYS]))

@@ -1,0 +1,51 @@
+"""The LeNet-like network with BatchNorm of the FixBN experiments on CIFAR-10.
+
+Source: Zhong, Chen & Chao 2023, arXiv:2303.06530, section 4 and Table F ("LeNet-like CNN (LeCun et al., 1998)",
+"LeNet-CNN"); the paper gives no layer table. Layers and widths are those of LeNet-5 (LeCun et al. 1998).
+
+Ours, where the paper is silent: BatchNorm after each of the two convolutions and nowhere else, ReLU, max pooling, no
+padding, convolutions keep their bias (so that without BatchNorm the network is LeNet), torch's default initialisation.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+__all__ = ["LeNet", "lenet", "lenet_shape"]
+
+SMALLEST = 28
+
+
+class LeNet(nn.Module):
+    """Two blocks (5x5 convolution, BatchNorm, ReLU, 2x2 max pooling) of 6 and 16 channels, then 120 - 84 - classes."""
+
+    def __init__(self, num_classes: int, channels: int, size: int) -> None:
+        """Build the layers for square images of ``size`` pixels a side."""
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 6, kernel_size=5)
+        self.norm1 = nn.BatchNorm2d(6)
+        self.conv2 = nn.Conv2d(6, 16, kernel_size=5)
+        self.norm2 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU()
+        self.pool = nn.MaxPool2d(2)
+        side = ((size - 4) // 2 - 4) // 2
+        self.fc1 = nn.Linear(16 * side * side, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, classes) of images (N, channels, size, size)."""
+        x = self.pool(self.relu(self.norm1(self.conv1(x))))
+        x = self.pool(self.relu(self.norm2(self.conv2(x))))
+        logits: Tensor = self.fc3(self.relu(self.fc2(self.relu(self.fc1(x.flatten(1))))))
+        return logits
+
+
+def lenet(num_classes: int, channels: int, size: int) -> nn.Module:
+    """Build the network for square images of ``size``."""
+    return LeNet(num_classes, channels, size)
+
+
+def lenet_shape(channels: int, size: int) -> tuple[int, int]:
+    """Return the data set's own shape, enlarged to 28 where it is smaller."""
+    return channels, max(size, SMALLEST)

@@ -1,0 +1,65 @@
+"""``torchvision:<name>``: torchvision's classifiers by name, without pretrained weights.
+
+Input is (3, S) with S at least 64 (some need more, see below). Differs from torchvision's defaults: googlenet and
+inception_v3 come without auxiliary classifiers, so that training returns plain logits too, and with torch's default
+initialisation, since their own truncated-normal one is slow.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torchvision.models
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.models.info import ModelInfo
+
+__all__ = ["PREFIX", "zoo_info", "zoo_names"]
+
+PREFIX = "torchvision:"
+SMALLEST = 64
+# What torchvision's own layers demand: position tables and windows of one size, and an unpadded stem.
+FIXED_SIZE = {"maxvit_t": 224, "vit_b_16": 224, "vit_b_32": 224, "vit_h_14": 224, "vit_l_16": 224, "vit_l_32": 224}
+LARGER = {"inception_v3": 75}
+WITH_AUXILIARY = ("googlenet", "inception_v3")
+
+
+def zoo_info(name: str) -> ModelInfo:
+    """Return the entry of the classifier ``name``; an unknown name raises ConfigError when it is built or asked for."""
+    return ModelInfo(
+        "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or more",
+        "torchvision.models",
+        partial(_build, name),
+        partial(_shape, name),
+    )
+
+
+def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
+    _check(name)
+    extra = {"aux_logits": False, "init_weights": False} if name in WITH_AUXILIARY else {}
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **extra)
+    return model
+
+
+def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
+    _check(name)
+    return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
+
+
+def zoo_names() -> list[str]:
+    """Return the names of torchvision's image classifiers."""
+    names: list[str] = torchvision.models.list_models(module=torchvision.models)
+    return names
+
+
+def _check(name: str) -> None:
+    if name in zoo_names():
+        return
+    if name in torchvision.models.list_models():
+        family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
+        raise ConfigError(
+            f"torchvision model {name!r} is from torchvision.models.{family}; only image classifiers can "
+            "be trained here. Use one of torchvision.models itself, e.g. 'torchvision:resnet18'."
+        )
+    raise unknown_name("torchvision classifier", name, zoo_names())

@@ -1,0 +1,9 @@
+"""Normalisation: the registry of kinds and the replacement of BatchNorm layers (torch only)."""
+
+from __future__ import annotations
+
+from fedbn_flwr.norms.registry import NORMS, NormInfo, replace_norm
+from fedbn_flwr.norms.report import NormReport, Replacement
+from fedbn_flwr.norms.swap import batchnorm_places
+
+__all__ = ["NORMS", "NormInfo", "NormReport", "Replacement", "batchnorm_places", "replace_norm"]

@@ -1,0 +1,88 @@
+"""``norm=group``, ``layer``, ``instance``: statistics of one example in place of those of a batch.
+
+For an example with C channels in G groups, over the m values of a group (C/G channels times all positions):
+mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x - mean) / sqrt(var + eps) + beta, gamma and beta per
+channel. There are no running statistics; training and evaluation compute the same.
+
+Sources: group: Wu & He 2018, arXiv:1803.08494, with two groups as in Zhong et al. 2023, arXiv:2303.06530, B.4;
+layer: Ba et al. 2016, arXiv:1607.06450; instance: Ulyanov et al. 2016, arXiv:1607.08022.
+
+Differs from the papers: ``layer`` is G = 1, with gamma and beta per channel, not per position.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
+
+__all__ = ["CheckedGroupNorm", "use_group", "use_instance", "use_layer"]
+
+
+class CheckedGroupNorm(nn.GroupNorm):
+    """GroupNorm that refuses groups of one value: their output is beta whatever the input.
+
+    It takes the place of one BatchNorm layer and holds that layer's own gamma and beta parameters, so their values,
+    dtype, device, ``requires_grad`` and any tie to another layer stay as they were.
+    """
+
+    def __init__(self, layer: _BatchNorm, groups: int, path: str) -> None:
+        """Take over ``layer``'s gamma, beta and eps; ``path`` is its path in the model, for messages."""
+        super().__init__(groups, layer.num_features, eps=layer.eps, affine=False)
+        self.affine = layer.affine
+        self.weight, self.bias = layer.weight, layer.bias
+        self.path = path
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise an input (N, C, *).
+
+        Raises:
+            NormLayerError: a group holds one value, as with one channel per group and an input (N, C).
+        """
+        if input.dim() >= 2 and self.num_channels // self.num_groups * math.prod(input.shape[2:]) == 1:
+            raise NormLayerError(
+                f"the norm layer at {shown_path(self.path)}: an input of shape {tuple(input.shape)} in "
+                f"{self.num_groups} groups has one value per group, so the output would always be beta. "
+                "Use norm='group' with fewer groups or norm='layer'."
+            )
+        return super().forward(input)
+
+
+def use_group(model: nn.Module, *, groups: int = 2) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Replace every BatchNorm layer by GroupNorm of ``groups`` groups, in place; see ``swap_batchnorm``.
+
+    Raises:
+        ConfigError: ``groups`` is not a whole number of at least 1.
+        NormLayerError: some layer's channels are not divisible by ``groups``; the message names all such layers.
+    """
+    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
+        raise ConfigError(f"norm 'group': groups is {groups!r}; it must be a whole number of at least 1.")
+    places = batchnorm_places(model)
+    bad = [(path, layer) for path, layer, _, _ in places if layer.num_features % groups]
+    if bad:
+        names = ", ".join(f"{shown_path(path)} ({layer.num_features} channels)" for path, layer in bad)
+        common = math.gcd(*(place.layer.num_features for place in places))
+        fitting = ", ".join(str(g) for g in range(1, common + 1) if common % g == 0)
+        raise NormLayerError(
+            f"norm 'group' with groups={groups}: channels not divisible by {groups} in {names}. "
+            f"Numbers of groups that fit every layer: {fitting}."
+        )
+    return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, groups, path))
+
+
+def use_layer(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Replace every BatchNorm layer by GroupNorm of one group, in place; see ``swap_batchnorm``."""
+    return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, 1, path))
+
+
+def use_instance(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Replace every BatchNorm layer by GroupNorm of a group per channel, in place; see ``swap_batchnorm``.
+
+    A layer that sees one position per channel, as after a linear layer, raises NormLayerError at its first forward.
+    """
+    return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, layer.num_features, path))

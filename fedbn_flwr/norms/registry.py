@@ -1,0 +1,76 @@
+"""The kinds of normalisation and ``replace_norm``. A new kind is one file and one line of ``NORMS``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedbn_flwr.errors import unknown_name
+from fedbn_flwr.norms.batch import keep_batch
+from fedbn_flwr.norms.group import use_group, use_instance, use_layer
+from fedbn_flwr.norms.none import remove_batch
+from fedbn_flwr.norms.report import NormReport, Replacement
+from fedbn_flwr.norms.swap import refuse_uninitialised
+
+__all__ = ["NORMS", "NormBuilder", "NormInfo", "replace_norm"]
+
+NormBuilder = Callable[..., tuple[nn.Module, tuple[Replacement, ...]]]
+
+
+@dataclass(frozen=True)
+class NormInfo:
+    """A kind of normalisation.
+
+    ``builder(model, **options)`` may change the model it gets (``replace_norm`` hands it a copy); it returns the model
+    and one row per replaced place. ``options`` names the keyword options it takes.
+    """
+
+    summary: str
+    source: str
+    builder: NormBuilder
+    options: tuple[str, ...] = ()
+
+
+NORMS: dict[str, NormInfo] = {
+    "batch": NormInfo("BatchNorm, the model as it is", "Ioffe & Szegedy 2015, arXiv:1502.03167", keep_batch),
+    "group": NormInfo(
+        "GroupNorm, 2 groups unless told otherwise",
+        "Wu & He 2018, arXiv:1803.08494; 2 groups: Zhong et al. 2023, arXiv:2303.06530",
+        use_group,
+        ("groups",),
+    ),
+    "layer": NormInfo("GroupNorm of one group", "Ba et al. 2016, arXiv:1607.06450", use_layer),
+    "instance": NormInfo("GroupNorm, a group per channel", "Ulyanov et al. 2016, arXiv:1607.08022", use_instance),
+    "none": NormInfo("BatchNorm removed, no bias added", "ours (a control)", remove_batch),
+}
+
+
+def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Module, NormReport]:
+    """Return a copy of ``model`` with its BatchNorm layers replaced, and what was replaced by layer path.
+
+    Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device, dtype, ``requires_grad``,
+    train/eval mode and what is shared inside the model; the given model is left as it is. A layer object used at
+    several paths stays one object. A model without BatchNorm gives a plain copy and an empty report.
+
+    Args:
+        model: any module; it may itself be a BatchNorm layer.
+        kind: a key of ``NORMS``.
+        **options: options of that kind: ``groups`` of ``group`` (default 2).
+
+    Raises:
+        ConfigError: an unknown kind or option, or an option out of range.
+        NormLayerError: a lazy BatchNorm that has not seen a batch, channels not divisible by the groups, or a BatchNorm
+            subclass with layers of its own; the message names the layers.
+    """
+    if kind not in NORMS:
+        raise unknown_name("norm", kind, NORMS)
+    info = NORMS[kind]
+    for option in options:
+        if option not in info.options:
+            raise unknown_name(f"option of norm {kind!r}", option, info.options or ["(none)"])
+    refuse_uninitialised(model)
+    replaced_model, rows = info.builder(copy.deepcopy(model), **options)
+    return replaced_model, NormReport(kind, rows)

@@ -1,0 +1,50 @@
+"""What a norm replacement changed: one row per layer path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["NormReport", "Replacement", "shown_path"]
+
+
+class Replacement(NamedTuple):
+    """One row of a report: the layer's path ("" where the model is the layer) and what stood and stands there."""
+
+    path: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class NormReport:
+    """The rows of one replacement, in the model's order; empty (and false) where nothing was replaced.
+
+    A layer object used at several paths has one row per path.
+    """
+
+    kind: str
+    replaced: tuple[Replacement, ...] = ()
+
+    def __iter__(self) -> Iterator[Replacement]:
+        """Iterate over the rows."""
+        return iter(self.replaced)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.replaced)
+
+    def __str__(self) -> str:
+        """Return a plain table: path, old layer, new layer."""
+        if not self.replaced:
+            return f"norm {self.kind!r}: no layer replaced"
+        rows = [(shown_path(row.path), row.old, row.new) for row in self.replaced]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{path:<{widths[0]}}  {old:<{widths[1]}}  ->  {new}" for path, old, new in rows]
+        return "\n".join([f"norm {self.kind!r}: {len(rows)} replaced", *lines])
+
+
+def shown_path(path: str) -> str:
+    """Return the path as people read it: a model that itself is the layer has the empty path."""
+    return path or "(the model itself)"

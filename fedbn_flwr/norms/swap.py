@@ -1,0 +1,113 @@
+"""Find the BatchNorm layers of a model by type and put other layers in their place.
+
+Layers are found as instances of torch's ``_BatchNorm``: 1d, 2d, 3d, ``SyncBatchNorm``, user subclasses of any name,
+with or without affine parameters and running statistics, wherever they stand as a registered submodule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms.report import Replacement, shown_path
+
+__all__ = ["LayerMaker", "Place", "batchnorm_places", "describe", "refuse_uninitialised", "swap_batchnorm"]
+
+LayerMaker = Callable[[_BatchNorm, str], nn.Module]
+
+
+class Place(NamedTuple):
+    """Where a BatchNorm layer stands: path, layer, parent (None where the model is the layer) and its name there."""
+
+    path: str
+    layer: _BatchNorm
+    parent: nn.Module | None
+    name: str
+
+
+def batchnorm_places(model: nn.Module) -> tuple[Place, ...]:
+    """Return every place of a BatchNorm layer in the model's order; a layer used at two paths has two places."""
+    return tuple(_walk(model, "", None, ""))
+
+
+def _walk(module: nn.Module, path: str, parent: nn.Module | None, name: str) -> Iterator[Place]:
+    if isinstance(module, _BatchNorm):
+        yield Place(path, module, parent, name)
+        return
+    # named_children() and named_modules() would leave out the second name of a shared layer.
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{path}.{child_name}" if path else child_name, module, child_name)
+
+
+def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Put ``make(layer, path)`` in the place of each BatchNorm layer of ``model``, in place.
+
+    ``make`` is called once per layer object, with the first of its paths; the new layer takes over the mode. Forward
+    hooks of the old layers are not carried over.
+
+    Returns:
+        The model (the new layer, where the model itself was a BatchNorm) and one row per place.
+
+    Raises:
+        NormLayerError: a subclass of BatchNorm holds layers of its own (a fused activation), which would be lost.
+    """
+    places = batchnorm_places(model)
+    _refuse_fused(places)
+    made: dict[int, nn.Module] = {}
+    rows = []
+    for path, layer, parent, name in places:
+        if id(layer) not in made:
+            made[id(layer)] = make(layer, path).train(layer.training)
+        new = made[id(layer)]
+        if parent is None:
+            model = new
+        else:
+            parent.add_module(name, new)
+        rows.append(Replacement(path, describe(layer), describe(new)))
+    return model, tuple(rows)
+
+
+def refuse_uninitialised(model: nn.Module) -> None:
+    """Raise NormLayerError naming the lazy BatchNorm layers whose number of channels is not known yet."""
+    lazy = [p for p in batchnorm_places(model) if isinstance(p.layer, LazyModuleMixin) or not p.layer.num_features]
+    if lazy:
+        names = ", ".join(f"{shown_path(p.path)} ({type(p.layer).__name__})" for p in lazy)
+        raise NormLayerError(
+            f"the number of channels is not known yet for: {names}. Run one batch through the model first, "
+            "or give BatchNorm its number of channels."
+        )
+
+
+def _refuse_fused(places: tuple[Place, ...]) -> None:
+    fused = [
+        f"{shown_path(path)} ({type(layer).__name__} holds {', '.join(type(child).__name__ for child in children)})"
+        for path, layer, _, _ in places
+        if (children := [child for child in layer.children() if not isinstance(child, nn.Identity)])
+    ]
+    if fused:
+        raise NormLayerError(
+            "replacing these BatchNorm subclasses would lose the layers inside them: "
+            f"{', '.join(fused)}. Move those layers out of the norm layer."
+        )
+
+
+def describe(layer: nn.Module) -> str:
+    """Return a short description of a norm layer for reports: type, channels, what differs from the defaults."""
+    name = type(layer).__name__
+    if isinstance(layer, nn.GroupNorm):
+        parts = [f"{layer.num_groups}, {layer.num_channels}"]
+    elif isinstance(layer, _BatchNorm):
+        parts = [str(layer.num_features)]
+    else:
+        return f"{name}()"
+    parts += [f"eps={layer.eps:g}"] if layer.eps != 1e-5 else []
+    parts += [] if layer.affine else ["affine=False"]
+    if isinstance(layer, _BatchNorm) and not layer.track_running_stats:
+        parts.append("track_running_stats=False")
+    return f"{name}({', '.join(parts)})"

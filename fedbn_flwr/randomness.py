@@ -1,0 +1,125 @@
+"""A private random stream for the layers that draw inside a forward pass (dropout, stochastic depth).
+
+Torch's layers draw from the process's default generators. Clients that run in threads of one process share them, and
+a client's result would depend on who drew first. Inside ``private_randomness(seed, device)`` every random function
+called from this thread draws from a generator of its own, and the default generators are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["private_randomness"]
+
+_NAMES: Mapping[Any, tuple[str, ...]] = {
+    F: (
+        "alpha_dropout",
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "feature_alpha_dropout",
+        "gumbel_softmax",
+        "fractional_max_pool2d",
+        "multi_head_attention_forward",
+        "rrelu",
+        "scaled_dot_product_attention",
+    ),
+    torch: (
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "randperm",
+        "rrelu",
+    ),
+    Tensor: (
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal_",
+        "random_",
+        "uniform_",
+    ),
+}
+_RANDOM = frozenset(getattr(owner, name) for owner, names in _NAMES.items() for name in names)
+
+
+class _DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
+    """Hand ``generator`` to every operator that draws."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **given)
+        if func is torch.ops.aten.native_dropout.default:
+            return self._dropout(*args, **given)
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return func(*args, **{**given, "generator": given.get("generator") or self._generator})
+        packet, name = func.overloadpacket, func._overloadname
+        for overload in (f"{name}_generator", "generator"):
+            if overload in packet.overloads():
+                return getattr(packet, overload)(*args, **given, generator=self._generator)
+        return func(*args, **given)
+
+    def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        """Dropout as CUDA's fused operator defines it, which takes no generator."""
+        if train is False or p == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = torch.empty_like(x).bernoulli_(1 - p, generator=self._generator).bool()
+        return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+
+class _PrivateStream(TorchFunctionMode):
+    """Run the random functions under ``_DrawFrom``; all others as they are, at almost no cost."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._draw_from = _DrawFrom(generator)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func not in _RANDOM:
+            return func(*args, **(kwargs or {}))
+        with self._draw_from:
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def private_randomness(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw every random number of this thread's forward passes on ``device`` from a stream seeded with ``seed``.
+
+    The same seed gives the same numbers whether clients run in turn, in threads or in processes. What a model draws
+    through functions torch does not tag as random stays with the default generators.
+    """
+    with _PrivateStream(torch.Generator(device).manual_seed(seed)):
+        yield

@@ -1,0 +1,80 @@
+"""State dicts to Flower's ArrayRecords and back: dtype, shape and order exact, 0-dim and int64 entries included."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord
+
+from fedbn_flwr.averaging import Array, State
+from fedbn_flwr.errors import StateError
+
+__all__ = ["from_record", "num_bytes", "state_sha256", "tensors", "to_record", "to_state"]
+
+
+def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    """Return the tensors as NumPy arrays, detached and on the CPU; memory is shared where torch allows it.
+
+    Raises:
+        StateError: an entry's dtype has no NumPy counterpart (bfloat16, float8), by name.
+    """
+    arrays: dict[str, Array] = {}
+    for name, tensor in state_dict.items():
+        try:
+            arrays[name] = tensor.detach().cpu().contiguous().numpy()
+        except TypeError as error:
+            raise StateError(
+                f"entry '{name}' is {tensor.dtype}, which Flower's records cannot carry. Keep the model's state in "
+                "float32 (mixed precision goes through autocast, amp=true)."
+            ) from error
+    return arrays
+
+
+def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
+    """Return an ArrayRecord with the entries of a state dict (tensors) or of a state (arrays), in their order."""
+    if any(isinstance(value, torch.Tensor) for value in state.values()):
+        state = to_state(state)  # type: ignore[arg-type]
+    return ArrayRecord({name: FlowerArray(np.asarray(array)) for name, array in state.items()})
+
+
+def from_record(record: ArrayRecord) -> dict[str, Array]:
+    """Return the record's arrays by name; each is a fresh copy."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def tensors(state: State) -> dict[str, torch.Tensor]:
+    """Return the arrays as tensors by name, sharing their memory."""
+    return {name: torch.from_numpy(np.asarray(array)) for name, array in state.items()}
+
+
+def num_bytes(record: ArrayRecord) -> tuple[int, int]:
+    """Return the payload in bytes of floating entries, and of all others (the int64 counters), without headers."""
+    floats = others = 0
+    for array in record.values():
+        dtype = np.dtype(array.dtype)
+        size = int(np.prod(array.shape, dtype=np.int64)) * dtype.itemsize
+        if np.issubdtype(dtype, np.inexact):
+            floats += size
+        else:
+            others += size
+    return floats, others
+
+
+def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
+    """Return the SHA-256 of a state (names, dtypes, shapes, bytes, in order) and of the clients' local parts.
+
+    Args:
+        state: the global state.
+        local: hash of each client's local part by partition id; added in the order of partition ids.
+    """
+    digest = hashlib.sha256()
+    for name, array in state.items():
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    for partition, own in sorted((local or {}).items(), key=lambda item: int(item[0])):
+        digest.update(f"local {partition} {own}\n".encode())
+    return digest.hexdigest()

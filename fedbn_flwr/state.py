@@ -1,0 +1,121 @@
+"""A model's state by layer type: AFFINE, STATISTICS, COUNTERS and REST.
+
+Methods for BatchNorm differ in which of these parts they share. The split is made from the types of the layers, never
+from the letters "bn" in a name: torchvision's ResNet calls three of its BN layers ``downsample.1``, a ``Sequential``
+calls all of them by number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["BatchNormLayer", "Part", "Parts", "split_state"]
+
+
+class Part(StrEnum):
+    """One of the four parts of a model's state (methods of the field differ in what they do with each)."""
+
+    AFFINE = "affine"
+    STATISTICS = "statistics"
+    COUNTERS = "counters"
+    REST = "rest"
+
+
+_LEAF = {
+    "weight": Part.AFFINE,
+    "bias": Part.AFFINE,
+    "running_mean": Part.STATISTICS,
+    "running_var": Part.STATISTICS,
+    "num_batches_tracked": Part.COUNTERS,
+}
+
+
+@dataclass(frozen=True)
+class BatchNormLayer:
+    """One BatchNorm layer: its path in the model ("" where the model is the layer) and its entries by leaf name."""
+
+    path: str
+    entries: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The names of a state dict by part; every name stands in exactly one of them, in the state dict's order."""
+
+    names: tuple[str, ...]
+    layers: tuple[BatchNormLayer, ...]
+
+    @cached_property
+    def part_of(self) -> Mapping[str, Part]:
+        """The part of each entry."""
+        found = {name: _LEAF[leaf] for layer in self.layers for leaf, name in layer.entries.items()}
+        return {name: found.get(name, Part.REST) for name in self.names}
+
+    def select(self, parts: Iterable[Part]) -> tuple[str, ...]:
+        """Return the names of the entries in ``parts``, in the state dict's order."""
+        wanted = frozenset(parts)
+        return tuple(name for name in self.names if self.part_of[name] in wanted)
+
+    @property
+    def affine(self) -> tuple[str, ...]:
+        """Gamma and beta of the BatchNorm layers."""
+        return self.select([Part.AFFINE])
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Running means and variances of the BatchNorm layers."""
+        return self.select([Part.STATISTICS])
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """``num_batches_tracked`` of the BatchNorm layers (int64, 0-dim)."""
+        return self.select([Part.COUNTERS])
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """Everything else."""
+        return self.select([Part.REST])
+
+    def moments(self) -> Iterator[tuple[str, str]]:
+        """Yield the names (running_mean, running_var) of each layer that has running statistics."""
+        for layer in self.layers:
+            if "running_mean" in layer.entries and "running_var" in layer.entries:
+                yield layer.entries["running_mean"], layer.entries["running_var"]
+
+    def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Return a SHA-256 of names, parts and shapes: what a client's local part must fit to be used again."""
+        text = "\n".join(f"{name} {self.part_of[name]} {tuple(shapes[name])}" for name in self.names)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
+    """Split a model's state into AFFINE, STATISTICS, COUNTERS and REST.
+
+    From a model the layers are found by type: BatchNorm1d/2d/3d, SyncBatchNorm, lazy ones and every subclass. From a
+    bare state dict (any mapping of names) a layer is taken for BatchNorm where ``<prefix>.running_mean`` stands; by
+    names alone an InstanceNorm with running statistics looks like a BatchNorm, and a BatchNorm without running
+    statistics like any affine layer. Where that matters, pass the model.
+    """
+    if isinstance(model_or_state_dict, nn.Module):
+        names = tuple(model_or_state_dict.state_dict(keep_vars=True))
+        # remove_duplicate=False: a layer registered at two paths stands twice in the state dict.
+        modules = model_or_state_dict.named_modules(remove_duplicate=False)
+        paths = [path for path, module in modules if isinstance(module, _BatchNorm)]
+    else:
+        names = tuple(model_or_state_dict)
+        leaf = "running_mean"
+        paths = [n.removesuffix(leaf).removesuffix(".") for n in names if n == leaf or n.endswith("." + leaf)]
+    known = frozenset(names)
+    layers = []
+    for path in paths:
+        entries = {leaf: f"{path}.{leaf}" if path else leaf for leaf in _LEAF}
+        layers.append(BatchNormLayer(path, {leaf: name for leaf, name in entries.items() if name in known}))
+    return Parts(names, tuple(layers))

@@ -1,0 +1,36 @@
+"""The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedbn_flwr.errors import unknown_name
+from fedbn_flwr.strategies.fedavg import FedAvg
+from fedbn_flwr.strategies.fedbn import FedBN
+from fedbn_flwr.strategies.fedprox import FedProx
+from fedbn_flwr.strategies.fixbn import FixBN
+from fedbn_flwr.strategies.mtfl import MTFL
+from fedbn_flwr.strategies.silobn import SiloBN
+from fedbn_flwr.strategies.standalone import Standalone
+from fedbn_flwr.training import Rule
+
+__all__ = ["MTFL", "STRATEGIES", "FedAvg", "FedBN", "FedProx", "FixBN", "SiloBN", "Standalone", "client_rules"]
+
+STRATEGIES: Mapping[str, type[FedAvg]] = {
+    strategy.name: strategy for strategy in (FedAvg, FedProx, FedBN, SiloBN, MTFL, FixBN, Standalone)
+}
+
+
+def client_rules(config: Mapping[str, Any]) -> list[Rule]:
+    """Return the client rules a training message asks for (its comma list ``rules``), in that order.
+
+    Raises:
+        ConfigError: the message asks for a rule this version does not have.
+    """
+    known = {name: make for strategy in STRATEGIES.values() for name, make in strategy.rules.items()}
+    asked = [name for name in str(config.get("rules", "")).split(",") if name]
+    for name in asked:
+        if name not in known:
+            raise unknown_name("client rule", name, known)
+    return [known[name](config) for name in asked]

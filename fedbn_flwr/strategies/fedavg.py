@@ -1,0 +1,342 @@
+"""FedAvg, safe for BatchNorm: the base of every strategy of this package.
+
+McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data", Algorithm 1.
+
+=========  =========================================================================================
+sent down  the whole state (a method with local parts: the shared entries; all of them the first time)
+sent up    the shared entries after local training
+kept       nothing (a method with local parts: those, in each client's ``Context.state``)
+cost       F floats down (one broadcast), F up per client; F = 271,098 for ResNet-20
+=========  =========================================================================================
+
+p_i = ``num_examples`` of client i over the sum of the round's clients. Floating entries: sum p_i x_i in float64, in
+the order of partition ids. Differs from the paper: BN's int64 counters take the maximum, and ``variance="pooled"``
+may add the spread of the client means to the running variances. Law: the result does not depend on the order in which
+replies arrive, and with one client it is that client's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from typing import Any, ClassVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+
+from fedbn_flwr.averaging import State, Variance, average, check_state
+from fedbn_flwr.errors import ConfigError, ReplyError, unknown_name
+from fedbn_flwr.exchange import prompt
+from fedbn_flwr.records import from_record, num_bytes, to_record
+from fedbn_flwr.state import Part, Parts, split_state
+from fedbn_flwr.strategies.metrics import average_metrics
+from fedbn_flwr.strategies.report import RoundReport, Traffic
+from fedbn_flwr.strategies.roster import Node, Roster
+from fedbn_flwr.training import Rule
+
+__all__ = ["FedAvg", "FedAvgParams", "Reply"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgParams:
+    """What every strategy of this package can be told beside Flower's own arguments.
+
+    Attributes:
+        variance: how running variances are averaged, "mean" or "pooled".
+        min_replies: usable replies below which a round keeps the previous global model.
+        eval_every: client evaluation every so many rounds, and in the last one.
+        seed: of the sampling of nodes.
+    """
+
+    variance: Variance = "mean"
+    min_replies: int = 1
+    eval_every: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.variance not in ("mean", "pooled"):
+            raise unknown_name("variance", self.variance, ["mean", "pooled"])
+        for key in ("min_replies", "eval_every"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A usable reply: who sent it, the weight's count |D_i|, the shared entries, and the metrics."""
+
+    node: Node
+    num_examples: float
+    state: State
+    metrics: Mapping[str, float]
+
+
+class FedAvg(FlowerFedAvg):
+    """Federated averaging. Takes Flower's own constructor arguments, and the fields of ``Params`` by name.
+
+    Args:
+        *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
+        parts: the split of the model's state (``split_state(model)``); made from the names of the initial arrays
+            where it is not given.
+        **kwargs: Flower's arguments and the fields of ``Params``.
+
+    Raises:
+        ConfigError: an argument nobody knows, or a value out of range.
+    """
+
+    name: ClassVar[str] = "fedavg"
+    summary_line: ClassVar[str] = "weighted average of everything, BN counters kept exact"
+    source: ClassVar[str] = "McMahan 2017"
+    local: ClassVar[frozenset[Part]] = frozenset()
+    needs_batchnorm: ClassVar[bool] = False
+    Params: ClassVar[type[FedAvgParams]] = FedAvgParams
+    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Rule]]] = {}
+
+    def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
+        fields = {field.name for field in dataclasses.fields(self.Params)}
+        settings = {key: kwargs.pop(key) for key in fields & kwargs.keys()}
+        try:
+            super().__init__(*args, **kwargs)
+        except TypeError as error:
+            allowed = ", ".join(sorted(fields))
+            message = f"{type(self).__name__}: {error}. Beside Flower's own arguments it takes: {allowed}, parts."
+            raise ConfigError(message) from error
+        if self.train_metrics_aggr_fn is aggregate_metricrecords:
+            self.train_metrics_aggr_fn = average_metrics
+        if self.evaluate_metrics_aggr_fn is aggregate_metricrecords:
+            self.evaluate_metrics_aggr_fn = average_metrics
+        self.params: Any = self.Params(**settings)
+        self.parts = parts
+        self.num_rounds: int | None = None
+        self.reports: list[RoundReport] = []
+        self.local_hashes: dict[str, str] = {}
+        self._timeout = 3600.0
+        self._roster = Roster(self.params.seed, self._timeout)
+
+    # --- what a method overrides -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Check the method's settings against the run (``num_rounds``, ``parts``) and forget an earlier run."""
+
+    def phase(self, server_round: int) -> str:
+        """Return the name of the method's phase in this round."""
+        return "train"
+
+    def client_config(self, server_round: int) -> dict[str, Any]:
+        """Return what the method tells its clients in this round; ``rules`` names the client rules to apply."""
+        return {}
+
+    def weights(self, replies: Sequence[Reply]) -> list[float]:
+        """Return the weights of the replies, in their order; they are normalised later."""
+        return [reply.num_examples for reply in replies]
+
+    def check(self, server_round: int, reply: Reply, before: State) -> None:
+        """Refuse a reply that breaks the method's own law, with a ReplyError."""
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Return the new global state from the round's replies (in order of partition id) and the state before."""
+        return average(
+            [reply.state for reply in replies], self.weights(replies), self._known_parts, self.params.variance
+        )
+
+    # --- Flower's calls ----------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds: Flower's own loop, with a prompt grid. ``timeout`` also bounds the wait for nodes.
+
+        Raises:
+            EngineError: not enough nodes within the timeout.
+            ConfigError: settings that do not fit this run.
+        """
+        self.num_rounds, self._timeout, self.reports, self.local_hashes = num_rounds, timeout, [], {}
+        self._roster = Roster(self.params.seed, timeout)
+        self._know(initial_arrays)
+        self.begin()
+        result = super().start(
+            prompt(grid), initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
+        if not result.arrays:  # no round had enough usable replies: the previous global model is the initial one
+            result.arrays = initial_arrays
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample nodes with data and address a message to each; see ``flwr.serverapp.strategy.Strategy``."""
+        self._know(arrays)
+        self._before = from_record(arrays)
+        self.reports.append(RoundReport(server_round, self.phase(server_round)))
+        if self.fraction_train == 0.0:
+            return []
+        present = self._roster.present(grid, max(self.min_available_nodes, self.min_train_nodes))
+        able = [node for node in present if node.num_examples != 0]
+        count = max(math.floor(len(able) * self.fraction_train), self.min_train_nodes)
+        nodes = self._roster.sample(able, count, "train", server_round)
+        log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
+        told = ConfigRecord(
+            {**config, "server-round": server_round, **self._common(), **self.client_config(server_round)}
+        )
+        return self._address(nodes, MessageType.TRAIN, arrays, told, self.reports[-1].train)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Refuse bad replies by name, average the rest; below ``min_replies`` keep the previous model."""
+        report = self.reports[-1]
+        usable: list[Reply] = []
+        contents: list[RecordDict] = []
+        for node, message in self._in_order(replies):
+            try:
+                reply, sizes = self._read(server_round, node, message)
+            except ReplyError as error:
+                report.reject(node.node_id, f"{node}: {error}")
+                self._roster.started.discard(node.node_id)
+                log(WARNING, "round %d: reply of %s refused: %s", server_round, node, error)
+                continue
+            usable.append(reply)
+            contents.append(message.content)
+            self._roster.started.add(node.node_id)
+            if (properties := message.content.config_records.get("properties")) and "local-sha256" in properties:
+                self.local_hashes[node.label] = str(properties["local-sha256"])
+            for size in sizes:
+                report.train.count_up(size)
+        report.participants = [reply.node.partition_id for reply in usable]
+        report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
+        if len(usable) < self.params.min_replies:
+            report.kept_previous = True
+            log(
+                WARNING,
+                "round %d: %d usable replies, %d needed (min_replies): the previous global model is kept.",
+                server_round,
+                len(usable),
+                self.params.min_replies,
+            )
+            return None, None
+        state = {**self._before, **self.combine(server_round, usable, self._before)}
+        metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        return to_record(state), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask nodes to evaluate, every ``eval_every`` rounds and in the last."""
+        if self.fraction_evaluate == 0.0 or (server_round % self.params.eval_every and server_round != self.num_rounds):
+            return []
+        present = self._roster.present(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        count = max(math.floor(len(present) * self.fraction_evaluate), self.min_evaluate_nodes)
+        nodes = self._roster.sample(present, count, "evaluate", server_round)
+        told = ConfigRecord({**config, "server-round": server_round, **self._common()})
+        return self._address(nodes, MessageType.EVALUATE, arrays, told, self.reports[-1].evaluate)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the clients' metrics; keep each client's own in the report."""
+        contents = []
+        report = self.reports[-1]
+        for node, message in self._in_order(replies):
+            try:
+                numbers = self._metrics(message)
+            except ReplyError as error:
+                report.reject(node.node_id, f"{node}: evaluation: {error}")
+                if message.has_error():  # a client that lost its own part needs the start again
+                    self._roster.started.discard(node.node_id)
+                log(WARNING, "round %d: evaluation of %s refused: %s", server_round, node, error)
+                continue
+            contents.append(message.content)
+            report.evaluations[node.label] = numbers
+        return self.evaluate_metrics_aggr_fn(contents, self.weighted_by_key) if contents else None
+
+    # --- the mechanism -----------------------------------------------------------------------------------------------
+
+    @property
+    def _known_parts(self) -> Parts:
+        if self.parts is None:
+            raise ConfigError(
+                "the split of the state is not known before the first arrays; pass parts=split_state(model)"
+            )
+        return self.parts
+
+    def _know(self, arrays: ArrayRecord) -> None:
+        if self.parts is None:
+            self.parts = split_state(arrays)
+        if unknown := [name for name in arrays if name not in self.parts.part_of]:
+            raise ConfigError(
+                f"parts= does not know {len(unknown)} of the arrays ({unknown[0]}, ...): it was made from another model"
+            )
+
+    def _common(self) -> dict[str, Any]:
+        return {"local-parts": ",".join(sorted(self.local))} if self.local else {}
+
+    def _shared(self, arrays: ArrayRecord) -> ArrayRecord:
+        part_of = self._known_parts.part_of
+        return ArrayRecord({name: array for name, array in arrays.items() if part_of[name] not in self.local})
+
+    def _address(
+        self, nodes: Sequence[Node], message_type: str, arrays: ArrayRecord, config: ConfigRecord, traffic: Traffic
+    ) -> list[Message]:
+        shared = self._shared(arrays) if self.local else arrays
+        started = {node.node_id: node.node_id in self._roster.started for node in nodes}
+        for had_start in set(started.values()):  # the same arrays to several nodes are one broadcast
+            traffic.count_down(num_bytes(shared if had_start else arrays))
+        records = {
+            had_start: RecordDict({self.arrayrecord_key: record, self.configrecord_key: config})
+            for had_start, record in ((False, arrays), (True, shared))
+        }
+        return [Message(records[had_start], node_id, message_type) for node_id, had_start in started.items()]
+
+    def _metrics(self, message: Message) -> dict[str, float]:
+        if message.has_error():
+            reason = str(message.error.reason)
+            raise ReplyError(f"error {message.error.code}: {reason}{_advice(reason)}")
+        if len(message.content.metric_records) != 1:
+            raise ReplyError(f"{len(message.content.metric_records)} MetricRecords, expected 1")
+        (metrics,) = message.content.metric_records.values()
+        count = metrics.get(self.weighted_by_key)
+        if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
+            raise ReplyError(f"'{self.weighted_by_key}' is {count}, which must be a finite number above 0")
+        return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+
+    def _read(self, server_round: int, node: Node, message: Message) -> tuple[Reply, list[tuple[int, int]]]:
+        metrics = self._metrics(message)
+        try:
+            state = from_record(message.content.array_records[self.arrayrecord_key])
+            sizes = [num_bytes(record) for record in message.content.array_records.values()]
+        except KeyError as error:
+            raise ReplyError(f"no ArrayRecord '{self.arrayrecord_key}'") from error
+        except Exception as error:  # bytes from outside: NumPy's parser may raise anything
+            raise ReplyError(f"arrays that cannot be read: {type(error).__name__}: {error}") from error
+        expected = {n: a for n, a in self._before.items() if self._known_parts.part_of[n] not in self.local}
+        check_state(state, expected, self._known_parts)
+        count = metrics[self.weighted_by_key]
+        if self.weighted_by_key == "num-examples" and node.num_examples is not None:
+            count = node.num_examples
+        reply = Reply(node, count, state, metrics)
+        self.check(server_round, reply, self._before)
+        return reply, sizes
+
+    def _in_order(self, replies: Iterable[Message]) -> list[tuple[Node, Message]]:
+        pairs = [(self._roster.of(message.metadata.src_node_id), message) for message in replies]
+        return sorted(pairs, key=lambda pair: pair[0].order)
+
+
+def _advice(reason: str) -> str:
+    if "fitins.parameters" in reason:
+        return ". This ClientApp is built from a NumPyClient: make it with fedbn_flwr.client_app(client_fn)"
+    return ""

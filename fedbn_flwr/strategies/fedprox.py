@@ -1,0 +1,84 @@
+"""FedProx: FedAvg with a proximal term in the local loss.
+
+Li et al. 2020, "Federated Optimization in Heterogeneous Networks", Algorithm 2.
+
+=========  ======================================================
+sent down  the whole state, mu
+sent up    the whole state
+kept       nothing
+cost       F floats down, F up per client, as FedAvg
+=========  ======================================================
+
+mu -> ``proximal_mu``; w^t -> the trainable parameters as received. Local loss F_k(w) + mu/2 ||w - w^t||^2, over
+trainable parameters only (BN statistics have no gradient). Differs from the paper: none known; a client does a fixed
+number of steps, so gamma-inexactness is what those steps reach. Law: mu = 0 is FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.training import Rule
+
+__all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProxParams(FedAvgParams):
+    """Parameters of FedProx.
+
+    Attributes:
+        proximal_mu: mu >= 0.
+    """
+
+    proximal_mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Check mu."""
+        super().__post_init__()
+        if not (math.isfinite(self.proximal_mu) and self.proximal_mu >= 0):
+            raise ConfigError(f"proximal_mu={self.proximal_mu} must be a finite number >= 0")
+
+
+class ProximalTerm(Rule):
+    """Client half: add mu/2 * sum over trainable w of (w - w_received)^2 to the loss."""
+
+    def __init__(self, mu: float) -> None:
+        self.mu = mu
+        self._received: list[tuple[nn.Parameter, Tensor]] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """Remember the trainable parameters as received."""
+        self._received = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+
+    def penalty(self, model: nn.Module) -> Tensor | None:
+        """Return mu/2 ||w - w_received||^2 (None for mu = 0, which keeps FedAvg's bits)."""
+        if self.mu == 0:
+            return None
+        return self.mu / 2 * torch.stack([(p - start).square().sum() for p, start in self._received]).sum()
+
+
+def _rule(config: Mapping[str, Any]) -> Rule:
+    return ProximalTerm(float(config["proximal-mu"]))
+
+
+class FedProx(FedAvg):
+    """FedAvg whose clients add a proximal term to their loss."""
+
+    name = "fedprox"
+    summary_line = "FedAvg with mu/2 ||w - w_global||^2 in the local loss"
+    source = "Li 2020, arXiv:1812.06127"
+    Params = FedProxParams
+    rules = {"proximal": _rule}
+
+    def client_config(self, server_round: int) -> dict[str, Any]:
+        """Send mu."""
+        return {"rules": "proximal", "proximal-mu": self.params.proximal_mu}

@@ -1,0 +1,38 @@
+"""Averaging what clients report."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import MetricRecord, RecordDict
+from flwr.common import log
+
+__all__ = ["average_metrics"]
+
+
+def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
+    """Average the clients' metrics, weighted by ``weighted_by_key``: each metric over the clients that report it.
+
+    Flower's own average divides by the weight of all clients, also where only some have the metric (a test set of
+    their own), and fails on values of different shapes; these are left out here, with a warning.
+    """
+    values: dict[str, list[tuple[float, Any]]] = {}
+    for content in contents:
+        (record,) = content.metric_records.values()
+        weight = float(np.asarray(record[weighted_by_key]))
+        for key, value in record.items():
+            if key != weighted_by_key:
+                values.setdefault(key, []).append((weight, value))
+    averaged = MetricRecord()
+    for key, pairs in values.items():
+        if len({np.shape(value) for _, value in pairs}) > 1:
+            log(WARNING, "metric '%s' has different shapes at different clients and is not averaged", key)
+            continue
+        total = sum(weight for weight, _ in pairs)
+        terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]
+        averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
+    return averaged

@@ -1,0 +1,126 @@
+"""Who takes part: the nodes of a run by partition id, asked for once, and seeded sampling among them.
+
+Flower's node ids are new random numbers in every run. Partition ids are not: sampling, the order of sums and the
+clients' random streams use these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.seeds import numpy_generator
+
+__all__ = ["Node", "Roster"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the run; None where its app did not say."""
+
+    node_id: int
+    partition_id: int | None = None
+    num_examples: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The partition id, or the node id where there is none."""
+        return str(self.node_id if self.partition_id is None else self.partition_id)
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Sorting key: by partition id, then the silent ones by node id."""
+        return self.partition_id is None, self.partition_id or 0, self.node_id
+
+    def __str__(self) -> str:
+        """Name the node in messages."""
+        return f"node {self.node_id}" + ("" if self.partition_id is None else f" (partition {self.partition_id})")
+
+
+class Roster:
+    """The nodes seen so far in a run, and which of them have had the common start.
+
+    Args:
+        seed: of the sampling; each (purpose, round) draws from a stream of its own.
+        timeout: seconds to wait for enough nodes, and for their answers.
+    """
+
+    def __init__(self, seed: int, timeout: float) -> None:
+        self._seed = seed
+        self._timeout = timeout
+        self._nodes: dict[int, Node] = {}
+        self.started: set[int] = set()
+
+    def present(self, grid: Grid, at_least: int) -> list[Node]:
+        """Return the connected nodes by partition id, asking new ones for it; wait until there are ``at_least``.
+
+        Raises:
+            EngineError: fewer nodes than needed are connected when the time is up.
+        """
+        node_ids = self._wait(grid, at_least)
+        new = [node_id for node_id in node_ids if node_id not in self._nodes]
+        if new:
+            self._nodes.update(self._ask(grid, new))
+        return sorted((self._nodes[node_id] for node_id in node_ids), key=lambda node: node.order)
+
+    def sample(self, nodes: list[Node], count: int, purpose: str, server_round: int) -> list[Node]:
+        """Return ``count`` of the nodes, drawn without replacement from the round's own stream, in their order."""
+        if count >= len(nodes):
+            return nodes
+        drawn = numpy_generator(self._seed, f"sample-{purpose}", server_round).choice(len(nodes), count, replace=False)
+        return [nodes[i] for i in sorted(drawn)]
+
+    def of(self, node_id: int) -> Node:
+        """Return the node, bare where it was never asked."""
+        return self._nodes.get(node_id, Node(node_id))
+
+    def _wait(self, grid: Grid, at_least: int) -> list[int]:
+        deadline = time.monotonic() + self._timeout
+        told = False
+        while len(node_ids := list(grid.get_node_ids())) < at_least:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{len(node_ids)} node(s) connected after {self._timeout:g} s, {at_least} needed "
+                    "(min_available_nodes). Start more nodes, or lower the minimum."
+                )
+            if not told:
+                log(INFO, "Waiting for nodes: %d connected, %d needed.", len(node_ids), at_least)
+                told = True
+            time.sleep(0.1)
+        return node_ids
+
+    def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
+        messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in node_ids]
+        found = {node_id: Node(node_id) for node_id in node_ids}
+        for reply in grid.send_and_receive(messages, timeout=self._timeout):
+            if reply.has_content():
+                node_id = reply.metadata.src_node_id
+                found[node_id] = _describe(Node(node_id), reply)
+        silent = [node_id for node_id, node in found.items() if node.partition_id is None]
+        if silent:
+            log(
+                WARNING,
+                "%d of %d nodes did not answer the query for their partition id (wrap the app with "
+                "fedbn_flwr.client_app, or register @app.query()): falling back to the order of node ids, which "
+                "change from run to run. Results are then not repeatable bit for bit.",
+                len(silent),
+                len(found),
+            )
+        return found
+
+
+def _describe(node: Node, reply: Message) -> Node:
+    for metrics in reply.content.metric_records.values():
+        partition_id, num_examples = metrics.get("partition-id"), metrics.get("num-examples")
+        if isinstance(partition_id, int):
+            node = replace(node, partition_id=partition_id)
+        if isinstance(num_examples, int) and num_examples >= 0:
+            node = replace(node, num_examples=num_examples)
+    return node

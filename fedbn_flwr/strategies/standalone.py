@@ -1,0 +1,30 @@
+"""Standalone: every client alone: nothing is shared.
+
+the lower reference of FedWon (arXiv:2306.11879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
+
+=========  ====================================================================================
+sent down  nothing (the common start once)
+sent up    the same
+kept       the whole state, in ``Context.state``
+cost       the shared floats down, the same up per client; the whole state once, at the start
+=========  ====================================================================================
+
+The kept entries come from the common start, which is sent in a client's first round. Differs from the paper: none
+known. Law: a client ends where it would end without the others.
+"""
+
+from __future__ import annotations
+
+from fedbn_flwr.state import Part
+from fedbn_flwr.strategies.fedavg import FedAvg
+
+__all__ = ["Standalone"]
+
+
+class Standalone(FedAvg):
+    """FedAvg in which the whole state stay with the client."""
+
+    name = "standalone"
+    summary_line = "every client alone: nothing is shared"
+    source = "reference of arXiv:2306.11879"
+    local = frozenset({Part.AFFINE, Part.STATISTICS, Part.COUNTERS, Part.REST})

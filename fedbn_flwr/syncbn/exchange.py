@@ -1,0 +1,96 @@
+"""What travels in one exchange of a synchronised step, and what the server makes of it.
+
+An exchange has a tag ``kind/k``, k counting the BatchNorm calls of the forward pass from 0. C is the layer's channels.
+
+| kind | sent by client i | shape | answer |
+|---|---|---|---|
+| ``mean`` | mean_i, eq. (39) | (C,) | mean = sum p_i mean_i |
+| ``variance`` | E_i[(y - mean)^2], eq. (40) | (C,) | var = sum p_i of it |
+| ``moments`` | mean_i; E_i[(y - mean_i)^2] | (2, C) | mean; var = sum p_i (var_i + (mean_i - mean)^2) |
+| ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i of both |
+
+The tensors are float64 for a float64 layer input and float32 for any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import ReplyError, unknown_name
+
+__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Exchanges", "Reduce", "combine", "num_exchanges"]
+
+Exchanges = Literal["3L+1", "2L+1"]
+"""``3L+1``: mean and variance one after the other, as in the paper; ``2L+1``: together, the same mathematics."""
+
+Backward = Literal["global", "own"]
+"""``global``: FedTAN, gradients with respect to the statistics are exchanged; ``own``: FedDNA, each client's own."""
+
+EXCHANGES: tuple[str, ...] = get_args(Exchanges)
+BACKWARDS: tuple[str, ...] = get_args(Backward)
+
+Reduce = Callable[[str, Tensor], Tensor]
+"""``reduce(tag, tensor)``: send ``tensor``, wait, return the server's answer (same shape, any device)."""
+
+_KINDS = ("mean", "variance", "moments", "gradients")
+
+
+def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the server's answer to one exchange.
+
+    Args:
+        tag: The exchange, ``kind/k``; see the module's table.
+        tensors: One tensor per client, all of one shape and dtype, in an order that does not depend on arrival.
+        weights: p_i, or the sizes |D_i| they are made of: positive, in the same order; divided by their sum here.
+
+    Returns:
+        A tensor of the shape, dtype and device of the first one, accumulated in float64 in the given order.
+
+    Raises:
+        ConfigError: The kind is unknown.
+        ReplyError: No tensors, unequal shapes or dtypes, or weights that do not fit.
+    """
+    kind = tag.partition("/")[0]
+    if kind not in _KINDS:
+        raise unknown_name("exchange", kind, _KINDS)
+    if not tensors or len({(t.shape, t.dtype) for t in tensors}) > 1:
+        seen = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "none"
+        raise ReplyError(f"exchange {tag!r} needs tensors of one shape and dtype, one per client; got {seen}.")
+    if len(weights) != len(tensors) or not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ReplyError(f"exchange {tag!r} needs {len(tensors)} positive, finite weights; got {list(weights)}.")
+    total = math.fsum(weights)
+    shares = [weight / total for weight in weights]
+    wide = [t.detach().to(torch.float64) for t in tensors]
+    result = _weighted_sum(wide, shares)
+    if kind == "moments":
+        # The spread of the client means is added as squares of differences: no E[y^2] - E[y]^2, nothing cancels.
+        result[1] = _weighted_sum([t[1] + (t[0] - result[0]).square() for t in wide], shares)
+    return result.to(tensors[0].dtype)
+
+
+def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    result = torch.zeros_like(tensors[0])
+    for tensor, share in zip(tensors, shares, strict=True):
+        result += share * tensor
+    return result
+
+
+def num_exchanges(num_layers: int, exchanges: Exchanges = "3L+1", backward: Backward = "global") -> int:
+    """Return the exchanges of a round: per BatchNorm call one or two forward and one or none backward, and the model.
+
+    The count is the paper's: it takes every layer's input to need a gradient (see ``SynchronisedStep``).
+
+    Raises:
+        ConfigError: ``exchanges`` or ``backward`` is unknown.
+    """
+    if exchanges not in EXCHANGES:
+        raise unknown_name("fedtan-exchanges", exchanges, EXCHANGES)
+    if backward not in BACKWARDS:
+        raise unknown_name("backward", backward, BACKWARDS)
+    forward = 2 if exchanges == "3L+1" else 1
+    return (forward + (backward == "global")) * num_layers + 1

@@ -1,0 +1,184 @@
+"""Fixtures of all tests: toy data, a tiny model in float64, and a federation whose messages can be looked into."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Before Flower is imported anywhere: no telemetry, no look at the network, no file in the user's home.
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
+os.environ.setdefault("FLWR_HOME", tempfile.mkdtemp(prefix="flwr-home-"))
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from fedbn_flwr.averaging import Array
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.exchange import PromptGrid
+from fedbn_flwr.records import from_record, to_record
+from fedbn_flwr.state import split_state
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass
+class Points:
+    """Labelled points in memory; ``asked`` collects the positions of every batch."""
+
+    inputs: Tensor
+    targets: Tensor
+    asked: list[list[int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        self.asked.append(positions.tolist())
+        return self.inputs[positions], self.targets[positions]
+
+
+MakePoints = Callable[..., Points]
+
+
+@pytest.fixture
+def points() -> MakePoints:
+    """``points(n, seed, shape=(5,), classes=3)``: n random points, shifted and scaled by client so clients differ."""
+
+    def make(num_examples: int, seed: int = 0, shape: tuple[int, ...] = (5,), classes: int = 3) -> Points:
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(num_examples, *shape, generator=generator, dtype=torch.float64) * (1 + 0.3 * seed) + seed
+        return Points(inputs, torch.randint(classes, (num_examples,), generator=generator))
+
+    return make
+
+
+MakeModel = Callable[..., nn.Module]
+
+
+@pytest.fixture
+def mlp() -> MakeModel:
+    """``mlp(norm=True, dropout=0.0)``: 5-4-3 with one BatchNorm1d, float64, the same weights every time."""
+
+    def make(norm: bool = True, dropout: float = 0.0, seed: int = 0) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            layers = [nn.Linear(5, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.ReLU()]
+            return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []), nn.Linear(4, 3)).double()
+
+    return make
+
+
+class Recorder(PromptGrid):
+    """Keeps every message sent, by type and node, and every reply."""
+
+    def __init__(self, grid: InProcessGrid) -> None:
+        super().__init__(grid)
+        self.inner = grid
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        batch = list(messages)
+        replies = list(self.inner.send_and_receive(batch, timeout=timeout))
+        self.sent += batch
+        self.received += replies
+        return replies
+
+    def config(self, message_type: str = "train") -> list[ConfigRecord]:
+        """Return the configs of the messages of a type, in the order sent."""
+        sent = [m for m in self.sent if m.metadata.message_type == message_type]
+        return [record for m in sent for record in m.content.config_records.values()]
+
+    def partition(self, node_id: int) -> int:
+        """Return a node's partition id."""
+        return list(self.inner.get_node_ids()).index(node_id)
+
+
+@dataclass
+class Outcome:
+    """A finished run."""
+
+    state: dict[str, Array]
+    strategy: FedAvg
+    grid: Recorder
+    result: Any
+    history: list[dict[str, Array]]
+    """The global state before round 1 and after each round."""
+
+
+Federate = Callable[..., Outcome]
+
+
+@pytest.fixture
+def federate() -> Iterator[Federate]:
+    """``federate(strategy, model, datasets, ...)``: run a strategy over TorchClients in process."""
+    grids: list[InProcessGrid] = []
+
+    def run(
+        strategy: FedAvg,
+        model: Callable[[], nn.Module],
+        datasets: Sequence[Any],
+        *,
+        rounds: int = 3,
+        rate: float = 0.1,
+        wrap: Callable[[Callable[[Context], Any]], ClientApp] = client_app,
+        client: type[TorchClient] = TorchClient,
+        grid_options: Mapping[str, Any] | None = None,
+        timeout: float = 60,
+        **settings: Any,
+    ) -> Outcome:
+        training = LocalTraining(learning_rate=LearningRate(rate), **{"batch_size": 4, **settings})
+
+        def client_fn(context: Context) -> TorchClient:
+            data = datasets[int(context.node_config["partition-id"])]
+            return client(model(), data, data, training, context=context, seed=7)
+
+        options = {"max_workers": 1, **(grid_options or {})}
+        inner = InProcessGrid(wrap(client_fn), len(datasets), **options)
+        grids.append(inner)
+        grid = Recorder(inner)
+        history: list[dict[str, Array]] = []
+        if strategy.parts is None:
+            strategy.parts = split_state(model())
+        result = strategy.start(
+            grid=grid,
+            initial_arrays=to_record(model().state_dict()),
+            num_rounds=rounds,
+            timeout=timeout,
+            evaluate_fn=lambda _, arrays: history.append(from_record(arrays)),
+        )
+        return Outcome(from_record(result.arrays), strategy, grid, result, history)
+
+    yield run
+    for grid in grids:
+        grid.close()
+
+
+SameBits = Callable[[Mapping[str, Array], Mapping[str, Array]], None]
+
+
+@pytest.fixture
+def same_bits() -> SameBits:
+    """``same_bits(a, b)``: two states have the same names in the same order, dtypes, shapes and bits."""
+
+    def check(a: Mapping[str, Array], b: Mapping[str, Array]) -> None:
+        assert list(a) == list(b)
+        for name in a:
+            assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+            assert np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes(), name
+
+    return check

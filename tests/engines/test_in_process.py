@@ -1,0 +1,284 @@
+"""The in-process engine: Flower's Grid in all that a strategy can see."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.client_app import ClientAppException
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.records import from_record, to_record
+from fedbn_flwr.strategies import FedAvg
+
+Handler = Callable[[Message, Context], Message]
+Open = Callable[..., InProcessGrid]
+
+
+def app_of(handler: Handler) -> ClientApp:
+    """An app that answers every kind of message with ``handler``."""
+    app = ClientApp()
+    for register in (app.train(), app.evaluate(), app.query()):
+        register(handler)
+    return app
+
+
+def echo(message: Message, context: Context) -> Message:
+    return Message(message.content, reply_to=message)
+
+
+@pytest.fixture
+def open_grid() -> Iterator[Open]:
+    grids: list[InProcessGrid] = []
+
+    def make(handler: Handler = echo, num_nodes: int = 3, **options) -> InProcessGrid:
+        grids.append(InProcessGrid(app_of(handler), num_nodes, **options))
+        return grids[-1]
+
+    yield make
+    for grid in grids:
+        grid.close()
+
+
+def to(grid: InProcessGrid, *partitions: int, kind: str = MessageType.TRAIN, content: RecordDict | None = None) -> list:
+    nodes = grid.get_node_ids()
+    return [Message(content or RecordDict(), nodes[i], kind) for i in partitions]
+
+
+def test_it_is_a_grid_with_the_same_calls() -> None:
+    assert issubclass(InProcessGrid, Grid)
+    for name in Grid.__abstractmethods__:
+        ours, theirs = getattr(InProcessGrid, name), getattr(Grid, name)
+        if callable(theirs):
+            assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name
+
+
+def test_nodes_have_ids_and_contexts_as_flowers(open_grid) -> None:
+    grid = open_grid(num_nodes=5, run_config={"x": 1}, node_configs=[{"city": c} for c in "abcde"])
+    ids = list(grid.get_node_ids())
+    assert len(set(ids)) == 5
+    assert all(0 < node_id < 2**63 for node_id in ids)
+    for partition, node_id in enumerate(ids):
+        context = grid.context(partition)
+        assert (context.node_id, context.run_id) == (node_id, grid.run.run_id)
+        assert context.node_config == {"partition-id": partition, "num-partitions": 5, "city": "abcde"[partition]}
+        assert context.run_config == {"x": 1}
+    assert list(open_grid(num_nodes=5, seed=1).get_node_ids()) != ids
+    assert list(open_grid(num_nodes=5).get_node_ids()) == ids
+    with pytest.raises(EngineError, match="^num_nodes=0 must be at least 1$"):
+        open_grid(num_nodes=0)
+
+
+def test_messages_arrive_and_replies_come_back(open_grid) -> None:
+    seen: list[Message] = []
+
+    def note(message: Message, context: Context) -> Message:
+        seen.append(message)
+        return echo(message, context)
+
+    grid = open_grid(note, max_workers=1)
+    sent = to(grid, 2, 0, content=RecordDict({"a": to_record({"x": np.arange(3.0)})}))
+    replies = grid.send_and_receive(sent)
+    assert [r.metadata.src_node_id for r in replies] == [m.metadata.dst_node_id for m in sent]
+    assert [r.metadata.reply_to_message_id for r in replies] == [m.metadata.message_id for m in seen]
+    ids = [m.metadata.message_id for m in seen + replies]
+    assert len(set(ids)) == 4
+    assert all(ids)
+    assert all(m.metadata.run_id == grid.run.run_id for m in seen)
+    assert from_record(replies[0].content["a"])["x"].tolist() == [0, 1, 2]
+
+
+def test_push_and_pull(open_grid) -> None:
+    gate = threading.Event()
+
+    def wait(message: Message, context: Context) -> Message:
+        gate.wait(5)
+        return echo(message, context)
+
+    grid = open_grid(wait)
+    ids = grid.push_messages(to(grid, 0, 1))
+    assert grid.pull_messages(ids) == []
+    gate.set()
+    deadline, got = time.monotonic() + 5, []
+    while len(got) < 2 and time.monotonic() < deadline:
+        got += grid.pull_messages(ids)
+    assert sorted(m.metadata.reply_to_message_id for m in got) == sorted(ids)
+    assert grid.pull_messages(ids) == [], "each reply is handed out once"
+    assert grid.pull_messages(["unknown"]) == []
+
+
+def test_create_message_and_unknown_nodes(open_grid) -> None:
+    grid = open_grid()
+    message = grid.create_message(RecordDict(), MessageType.QUERY, 12345, "g", 9.0)
+    assert (message.metadata.group_id, message.metadata.ttl) == ("g", 9.0)
+    with pytest.raises(EngineError, match="^no node 12345 among the 3 of this grid$"):
+        grid.push_messages([message])
+
+
+def test_what_an_app_does_to_its_records_stays_there(open_grid) -> None:
+    def spoil(message: Message, context: Context) -> Message:
+        message.content["config"]["round"] = -1
+        message.content["arrays"].clear()
+        return Message(RecordDict(), reply_to=message)
+
+    grid = open_grid(spoil)
+    content = RecordDict({"arrays": to_record({"x": np.ones(1)}), "config": ConfigRecord({"round": 1})})
+    grid.send_and_receive(to(grid, 0, 1, content=content))
+    assert content["config"]["round"] == 1
+    assert list(content["arrays"]) == ["x"]
+
+
+def test_context_state_is_kept_per_node_and_forgotten_on_error(open_grid) -> None:
+    def count(message: Message, context: Context) -> Message:
+        record = context.state.get("count", MetricRecord({"n": 0}))
+        context.state["count"] = MetricRecord({"n": record["n"] + 1})
+        if context.node_config["partition-id"] == 1 and record["n"] == 1:
+            raise RuntimeError("second time")
+        return Message(RecordDict({"count": context.state["count"]}), reply_to=message)
+
+    grid = open_grid(count)
+    for expected in ([1, 1, 1], [2, None, 2], [3, None, 3]):
+        replies = grid.send_and_receive(to(grid, 0, 1, 2))
+        assert [r.content["count"]["n"] if r.has_content() else None for r in replies] == expected
+    assert [grid.context(i).state["count"]["n"] for i in range(3)] == [3, 1, 3]
+
+
+def test_error_replies_are_flowers(open_grid) -> None:
+    """The text is built as Flower's simulation engine builds it (vce_api.worker, ray_actor)."""
+
+    def fail(message: Message, context: Context) -> Message:
+        raise ValueError("no such city: 'X'")
+
+    grid = open_grid(fail)
+    (reply,) = grid.send_and_receive(to(grid, 1))
+    exception = ClientAppException(str(ValueError("no such city: 'X'")))
+    assert reply.has_error()
+    assert reply.error.code == 2
+    assert reply.error.reason == str(type(exception)) + ":<'" + str(exception) + "'>"
+    assert reply.error.reason.startswith("<class 'flwr.clientapp.client_app.ClientAppException'>:<'\nException ")
+    assert reply.metadata.src_node_id == grid.get_node_ids()[1]
+    assert reply.metadata.message_id
+
+
+def test_an_app_without_a_handler_is_an_error_reply() -> None:
+    with InProcessGrid(ClientApp(), 1) as grid:
+        (reply,) = grid.send_and_receive(to(grid, 0, kind=MessageType.QUERY))
+    assert reply.error.code == 2
+
+
+def test_at_the_timeout_what_is_there_comes_back_and_late_replies_are_ignored(open_grid) -> None:
+    gate = threading.Event()
+
+    def slow(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 1 and not gate.is_set():
+            gate.wait(5)
+        return echo(message, context)
+
+    grid = open_grid(slow, max_workers=3)
+    start = time.monotonic()
+    replies = grid.send_and_receive(to(grid, 0, 1, 2), timeout=0.2)
+    assert 0.2 <= time.monotonic() - start < 1
+    nodes = grid.get_node_ids()
+    assert [r.metadata.src_node_id for r in replies] == [nodes[0], nodes[2]]
+    gate.set()
+    time.sleep(0.05)
+    again = to(grid, 0, 1, content=RecordDict({"second": ConfigRecord()}))
+    replies = grid.send_and_receive(again, timeout=5)
+    assert [r.metadata.src_node_id for r in replies] == nodes[:2]
+    assert all("second" in r.content for r in replies), "a late reply came back for another message"
+
+
+def test_a_node_works_on_one_message_at_a_time(open_grid) -> None:
+    busy: set[int] = set()
+    overlaps: list[int] = []
+
+    def work(message: Message, context: Context) -> Message:
+        if context.node_id in busy:
+            overlaps.append(context.node_id)
+        busy.add(context.node_id)
+        time.sleep(0.01)
+        busy.discard(context.node_id)
+        return echo(message, context)
+
+    grid = open_grid(work, max_workers=3)
+    assert len(grid.send_and_receive(to(grid, 0, 0, 1, 0, 1, 2))) == 6
+    assert overlaps == []
+
+
+def test_torch_threads_hold_in_client_threads_only(open_grid) -> None:
+    seen: list[int] = []
+
+    def note(message: Message, context: Context) -> Message:
+        seen.append(torch.get_num_threads())
+        return echo(message, context)
+
+    before = torch.get_num_threads()
+    grid = open_grid(note, torch_threads=2)
+    grid.send_and_receive(to(grid, 0, 1, 2))
+    assert set(seen) == {2}
+    assert torch.get_num_threads() == before
+
+
+def test_closing_drops_what_has_not_begun() -> None:
+    done: list[int] = []
+
+    def work(message: Message, context: Context) -> Message:
+        time.sleep(0.05)
+        done.append(1)
+        return echo(message, context)
+
+    with InProcessGrid(app_of(work), 1, max_workers=1) as grid:
+        grid.push_messages(to(grid, 0, 0, 0, 0, 0, 0))
+    assert len(done) < 6
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local"])
+def test_one_and_four_workers_give_the_same_bits_with_dropout(federate, points, mlp, same_bits, method: str) -> None:
+    from fedbn_flwr.strategies import FedBN
+
+    datasets = [points(n, i) for i, n in enumerate((6, 13, 9, 21))]
+    runs = [
+        federate(
+            FedAvg() if method == "fedavg" else FedBN(),
+            lambda: mlp(dropout=0.4),
+            datasets,
+            grid_options={"max_workers": workers, "seed": workers},
+        )
+        for workers in (1, 4)
+    ]
+    assert set(runs[0].grid.get_node_ids()).isdisjoint(runs[1].grid.get_node_ids())
+    same_bits(runs[0].state, runs[1].state)
+    assert runs[0].strategy.reports[-1].clients == runs[1].strategy.reports[-1].clients
+    assert runs[0].strategy.reports[-1].evaluations == runs[1].strategy.reports[-1].evaluations
+
+
+def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arrays = {k: v + context.node_config["partition-id"] for k, v in from_record(message.content["arrays"]).items()}
+        metrics = MetricRecord({"num-examples": 1 + context.node_config["partition-id"], "loss": 2.0})
+        return Message(RecordDict({"arrays": to_record(arrays), "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "accuracy": 0.5})}), reply_to=message)
+
+    with InProcessGrid(app, 3) as grid:
+        start: ArrayRecord = to_record({"x": np.zeros(2)})
+        result = FlowerFedAvg(min_available_nodes=3).start(grid=grid, initial_arrays=start, num_rounds=2, timeout=30)
+    np.testing.assert_allclose(from_record(result.arrays)["x"], 2 * (0 * 1 + 1 * 2 + 2 * 3) / 6)
+    assert result.evaluate_metrics_clientapp[2]["accuracy"] == pytest.approx(0.5)

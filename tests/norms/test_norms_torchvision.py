@@ -1,0 +1,52 @@
+"""Replacement on torchvision's own models: the number of layers, the paths, a forward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision.models
+from torch import nn
+
+from fedbn_flwr.norms import NORMS, replace_norm
+
+# ResNet-18: 17 and one for each of 3 shortcuts. DenseNet-121: one before each of 58 x 2 convolutions of its blocks and
+# of 3 transitions, one after the stem, one at the end. MobileNetV2 and GoogLeNet: one after each convolution.
+LAYERS = {"resnet18": 20, "mobilenet_v2": 52, "densenet121": 121, "googlenet": 57}
+
+
+def build(name: str) -> nn.Module:
+    options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    options = {"init_weights": False} if name == "vgg11" else options
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=5, **options)
+    return model
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
+    return request.param, build(request.param)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NORMS if kind != "batch"])
+def test_all_layers_of_a_torchvision_model(named: tuple[str, nn.Module], kind: str) -> None:
+    name, model = named
+    new, report = replace_norm(model, kind)
+    assert len(report) == LAYERS[name]
+    for row in report:
+        assert type(model.get_submodule(row.path)) is nn.BatchNorm2d
+        assert new.get_submodule(row.path).__class__.__name__ == row.new.partition("(")[0]
+    gone = {"running_mean", "running_var", "num_batches_tracked"} | ({"weight", "bias"} if kind == "none" else set())
+    norm_entries = {f"{row.path}.{leaf}" for row in report for leaf in gone}
+    assert [key for key in model.state_dict() if key not in norm_entries] == list(new.state_dict())
+    with torch.no_grad():
+        assert new(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
+
+
+def test_layers_whose_names_do_not_say_batchnorm_are_found() -> None:
+    paths = [row.path for row in replace_norm(build("resnet18"), "group")[1]]
+    assert [path for path in paths if "bn" not in path] == [f"layer{n}.0.downsample.1" for n in (2, 3, 4)]
+
+
+def test_a_model_without_batchnorm_gives_an_empty_report() -> None:
+    with torch.device("meta"):
+        model = build("vgg11")
+    assert not replace_norm(model, "group")[1]

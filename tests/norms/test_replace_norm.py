@@ -1,0 +1,273 @@
+"""What replace_norm keeps, shares, reports and refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.norms import NORMS, NormReport, Replacement, batchnorm_places, replace_norm
+
+REPLACING = [kind for kind in NORMS if kind != "batch"]
+GROUPED = ["group", "layer", "instance"]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Whitening(nn.BatchNorm2d):
+    """A BatchNorm that no name gives away."""
+
+
+class Fused(nn.BatchNorm2d):
+    def __init__(self, channels: int, act: nn.Module) -> None:
+        super().__init__(channels)
+        self.act = act
+
+
+class Twice(nn.Module):
+    """One BatchNorm object under two names of one parent and inside a shared block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.alias = self.first
+        self.again = self.first[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.again(self.alias(self.first(x)))
+        return y
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), Whitening(4), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4)))
+
+
+@pytest.mark.parametrize("kind", REPLACING)
+def test_every_batchnorm_goes_and_the_report_names_it(kind: str) -> None:
+    model = small()
+    new, report = replace_norm(model, kind)
+    assert [row.path for row in report] == ["1", "3.0"]
+    assert [row.old for row in report] == ["Whitening(4)", "BatchNorm2d(4)"]
+    assert not batchnorm_places(new)
+    assert len(batchnorm_places(model)) == 2, "the given model is left as it is"
+    assert new(torch.randn(2, 3, 8, 8)).shape == (2, 4, 6, 6)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_given_model_and_all_other_state_stay(kind: str) -> None:
+    model = small()
+    before = copy.deepcopy(model.state_dict())
+    new, _ = replace_norm(model, kind)
+    with torch.no_grad():
+        for tensor in new.state_dict().values():
+            tensor.zero_()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert type(new) is type(model)
+    assert [type(m) for m in new if not isinstance(m, nn.BatchNorm2d | nn.GroupNorm | nn.Identity | nn.Sequential)] == [
+        nn.Conv2d,
+        nn.ReLU,
+    ]
+
+
+def test_batch_is_an_identical_copy() -> None:
+    model = small()
+    new, report = replace_norm(model, "batch")
+    assert not report
+    assert new is not model
+    assert str(new) == str(model)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in new.state_dict().items())
+
+
+def test_none_is_identity() -> None:
+    new, report = replace_norm(small(), "none")
+    assert type(new.get_submodule("1")) is type(new.get_submodule("3.0")) is nn.Identity
+    assert new.get_submodule("0").bias is None, "no bias is added"
+    assert report.replaced[0] == Replacement("1", "Whitening(4)", "Identity()")
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_gamma_beta_eps_dtype_mode_and_requires_grad_are_kept(kind: str) -> None:
+    old = nn.BatchNorm2d(4, eps=0.25, dtype=torch.bfloat16)
+    nn.init.normal_(old.weight)
+    nn.init.normal_(old.bias)
+    old.weight.requires_grad_(False)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, dtype=torch.bfloat16), old)
+    model.train()
+    old.eval()
+    new, report = replace_norm(model, kind)
+    layer = new.get_submodule("1")
+    assert isinstance(layer, nn.GroupNorm)
+    assert torch.equal(layer.weight, old.weight)
+    assert torch.equal(layer.bias, old.bias)
+    assert layer.weight.data_ptr() != old.weight.data_ptr()
+    assert (layer.weight.dtype, layer.eps, layer.affine) == (torch.bfloat16, 0.25, True)
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
+    assert not layer.training
+    assert new.training
+    assert new.get_submodule("0").training
+    assert layer.num_groups == {"group": 2, "layer": 1, "instance": 4}[kind]
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    assert report.replaced[0].old == "BatchNorm2d(4, eps=0.25)"
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_device_is_kept(kind: str) -> None:
+    new, _ = replace_norm(nn.BatchNorm1d(4, device="meta"), kind)
+    assert new.weight.device.type == new.bias.device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("tracked", [True, False])
+def test_without_affine_there_are_no_parameters(kind: str, tracked: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4, affine=False, track_running_stats=tracked), nn.BatchNorm2d(4))
+    new, report = replace_norm(model, kind)
+    assert not new.get_submodule("0").affine
+    assert not new.get_submodule("0").state_dict()
+    assert len(report) == 2
+    assert ("track_running_stats=False" in report.replaced[0].old) is not tracked
+    assert new(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
+
+
+def test_gamma_without_beta() -> None:
+    old = nn.BatchNorm2d(4)
+    old.register_parameter("bias", None)
+    new, _ = replace_norm(old, "group")
+    assert set(new.state_dict()) == {"weight"}
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, Whitening])
+def test_every_type_and_a_model_that_is_the_layer(layer: type[nn.BatchNorm2d]) -> None:
+    new, report = replace_norm(layer(4), "group")
+    assert isinstance(new, nn.GroupNorm)
+    assert report.replaced == (Replacement("", f"{layer.__name__}(4)", "CheckedGroupNorm(2, 4)"),)
+    assert "(the model itself)" in str(report)
+
+
+@pytest.mark.parametrize("kind", REPLACING)
+def test_a_shared_layer_stays_one_shared_layer(kind: str) -> None:
+    new, report = replace_norm(Twice(), kind)
+    assert isinstance(new, Twice)
+    assert new.first is new.alias
+    assert new.first[1] is new.again
+    assert [row.path for row in report] == ["first.1", "alias.1", "again"]
+    assert not batchnorm_places(new)
+    assert new(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
+
+
+def test_tied_parameters_stay_tied() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+    model[1].weight = model[0].weight
+    model[3].weight = model[2].weight
+    new, _ = replace_norm(model, "layer")
+    assert new.get_parameter("0.weight") is new.get_parameter("1.weight")
+    assert new.get_parameter("0.bias") is not new.get_parameter("1.bias")
+    assert new.get_parameter("2.weight") is new.get_parameter("3.weight")
+
+
+def test_other_norm_layers_are_left() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm(3))
+    new, report = replace_norm(model, "none")
+    assert [type(m) for m in new.children()] == [nn.InstanceNorm2d, nn.GroupNorm, nn.LayerNorm]
+    assert not report
+    assert list(report) == []
+    assert str(report) == "norm 'none': no layer replaced"
+
+
+def test_report_is_frozen_and_reads_as_a_table() -> None:
+    report = replace_norm(small(), "group")[1]
+    assert isinstance(report, NormReport)
+    assert (report.kind, len(report)) == ("group", 2)
+    assert str(report).splitlines() == [
+        "norm 'group': 2 replaced",
+        "1    Whitening(4)    ->  CheckedGroupNorm(2, 4)",
+        "3.0  BatchNorm2d(4)  ->  CheckedGroupNorm(2, 4)",
+    ]
+    with pytest.raises(FrozenInstanceError):
+        report.kind = "none"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_option(groups: int) -> None:
+    assert replace_norm(nn.BatchNorm2d(4), "group", groups=groups)[0].num_groups == groups
+
+
+def test_indivisible_channels_name_every_layer() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(10)))
+    with pytest.raises(
+        NormLayerError, match=r"by 4 in 0 \(6 channels\), 2.0 \(10 channels\)\. .* fit every layer: 1, 2\."
+    ):
+        replace_norm(model, "group", groups=4)
+
+
+@pytest.mark.parametrize("groups", [0, -2, 2.0, True, "2"])
+def test_groups_must_be_a_positive_whole_number(groups: object) -> None:
+    with pytest.raises(ConfigError, match="groups is"):
+        replace_norm(nn.BatchNorm2d(4), "group", groups=groups)
+
+
+def test_unknown_kind_and_option() -> None:
+    with pytest.raises(ConfigError, match=r"unknown norm 'groups'. Did you mean 'group'\?"):
+        replace_norm(small(), "groups")
+    with pytest.raises(ConfigError, match=r"option of norm 'group' 'group'. Did you mean 'groups'\?"):
+        replace_norm(small(), "group", group=2)
+    with pytest.raises(ConfigError, match="option of norm 'layer' 'groups'"):
+        replace_norm(small(), "layer", groups=2)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_lazy_layers_that_saw_no_batch_are_refused_by_name(kind: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.LazyBatchNorm2d()))
+    with pytest.raises(NormLayerError, match=r"1\.0 \(LazyBatchNorm2d\).*Run one batch"):
+        replace_norm(model, kind)
+    model(torch.randn(2, 3, 2, 2))
+    assert len(replace_norm(model, kind)[1]) == (kind != "batch")
+
+
+def test_lazy_layer_without_any_tensor_never_learns_its_channels() -> None:
+    model = nn.Sequential(nn.LazyBatchNorm2d(affine=False, track_running_stats=False))
+    with pytest.raises(NormLayerError, match=r"not known yet for: 0 \(LazyBatchNorm2d\)"):
+        replace_norm(model, "none")
+
+
+@pytest.mark.parametrize("kind", REPLACING)
+def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(NormLayerError, match=r"0 \(Fused holds ReLU\)"):
+        replace_norm(nn.Sequential(Fused(4, nn.ReLU())), kind)
+    assert len(replace_norm(nn.Sequential(Fused(4, nn.Identity())), kind)[1]) == 1
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 1), (1, 4), (3, 4, 1, 1)])
+@pytest.mark.parametrize("training", [True, False])
+def test_groups_of_one_value_raise_with_the_path(shape: tuple[int, ...], training: bool) -> None:
+    inner = nn.BatchNorm2d(4) if len(shape) == 4 else nn.BatchNorm1d(4)
+    model, _ = replace_norm(nn.Sequential(nn.Sequential(inner)).train(training), "instance")
+    with pytest.raises(NormLayerError, match=r"at 0\.0: an input of shape .* in 4 groups has one value per group"):
+        model(torch.randn(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 2), (1, 4, 7)])
+def test_instance_norm_of_sequences_works(shape: tuple[int, ...]) -> None:
+    model, _ = replace_norm(nn.Sequential(nn.BatchNorm1d(4)), "instance")
+    assert model(torch.randn(shape)).abs().sum() > 1
+
+
+def test_new_layers_can_be_copied_and_pickled() -> None:
+    new, _ = replace_norm(small(), "group")
+    x = torch.randn(2, 3, 5, 5)
+    assert torch.equal(copy.deepcopy(new)(x), new(x))
+    layer = pickle.loads(pickle.dumps(new.get_submodule("1")))
+    assert torch.equal(layer.weight, new.get_parameter("1.weight"))
+    assert layer.path == "1"
+
+
+def test_registry_lines_are_complete() -> None:
+    assert list(NORMS) == ["batch", "group", "layer", "instance", "none"]
+    assert all(info.summary and info.source and "\n" not in info.summary for info in NORMS.values())

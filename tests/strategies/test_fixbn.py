@@ -1,0 +1,275 @@
+"""FixBN: FedAvg before T*, a centralised step with frozen BN after it, and the automatic T*."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.records import tensors
+from fedbn_flwr.state import split_state
+from fedbn_flwr.strategies import FedAvg, FixBN
+from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freeze_round
+
+SIZES = (6, 13, 9)
+STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+AFFINE = ("1.weight", "1.bias")
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate(SIZES)]
+
+
+def test_before_t_star_it_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
+    model = functools.partial(mlp, dropout=0.2)
+    fixed = federate(FixBN(freeze_at=3), model, datasets, rounds=5)
+    plain = federate(FedAvg(), model, datasets, rounds=5)
+    for server_round in range(4):
+        same_bits(fixed.history[server_round], plain.history[server_round])
+    for name in STATISTICS:
+        assert not np.array_equal(fixed.history[4][name], plain.history[4][name]), name
+    assert [r.phase for r in fixed.strategy.reports] == ["train"] * 3 + ["frozen"] * 2
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_after_t_star_a_round_is_a_centralised_step_with_frozen_bn(federate, datasets, mlp, decay: float) -> None:
+    """Full participation, one step on all local data of uneven clients: the gradient of the union's mean loss."""
+    run = federate(FixBN(freeze_at=2), mlp, datasets, rounds=6, batch_size=0, weight_decay=decay)
+    union = torch.cat([d.inputs for d in datasets]), torch.cat([d.targets for d in datasets])
+    model = mlp()
+    model.load_state_dict(tensors(run.history[2]))
+    model.train()
+    model[1].eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay)
+    for server_round in range(3, 7):
+        optimizer.zero_grad()
+        F.cross_entropy(model(union[0]), union[1]).backward()
+        optimizer.step()
+        got = tensors(run.history[server_round])
+        for name, want in model.state_dict().items():
+            torch.testing.assert_close(got[name], want, rtol=1e-12, atol=1e-14, msg=f"{server_round} {name}")
+        for name in STATISTICS:
+            assert run.history[server_round][name].tobytes() == run.history[2][name].tobytes(), name
+    for name in AFFINE:
+        assert not np.array_equal(run.history[6][name], run.history[2][name]), "gamma and beta still learn"
+
+
+def test_frozen_statistics_are_bit_identical_with_many_steps_and_partial_rounds(federate, points, mlp) -> None:
+    datasets = [points(5 + 3 * i, i) for i in range(5)]
+    run = federate(FixBN(0.5, freeze_at=0.4), functools.partial(mlp, dropout=0.1), datasets, rounds=5, local_epochs=2)
+    assert run.strategy.frozen_after == 2
+    for server_round in (3, 4, 5):
+        assert run.strategy.reports[server_round - 1].rejected == {}
+        for name in STATISTICS:
+            assert run.history[server_round][name].tobytes() == run.history[2][name].tobytes()
+            assert run.history[server_round][name].dtype == run.history[2][name].dtype
+
+
+def test_freeze_affine_freezes_gamma_and_beta_too(federate, datasets, mlp) -> None:
+    run = federate(FixBN(freeze_at=1, freeze_affine=True), mlp, datasets, rounds=3, weight_decay=0.1)
+    for name in run.state:
+        same = run.state[name].tobytes() == run.history[1][name].tobytes()
+        assert same == (name in STATISTICS + AFFINE), name
+    assert not np.array_equal(run.history[1]["1.weight"], run.history[0]["1.weight"])
+
+
+def test_clients_are_told(federate, datasets, mlp) -> None:
+    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
+    told = run.grid.config()
+    assert dict(told[0]) == {"server-round": 1}
+    assert dict(told[-1]) == {"server-round": 2, "rules": "freeze-bn", "freeze-affine": False, "frozen": True}
+    assert all("rules" not in config for config in run.grid.config("evaluate"))
+
+
+def test_nothing_is_frozen_when_t_star_is_the_last_round(federate, datasets, mlp, same_bits) -> None:
+    plain = federate(FedAvg(), mlp, datasets)
+    for at in (3, 1.0, 99):
+        same_bits(federate(FixBN(freeze_at=at), mlp, datasets).state, plain.state)
+
+
+def test_frozen_from_the_start(federate, datasets, mlp) -> None:
+    run = federate(FixBN(freeze_at=0), mlp, datasets, rounds=2)
+    assert run.state["1.running_var"].tolist() == [1, 1, 1, 1]
+    assert run.state["1.num_batches_tracked"] == 0
+
+
+@pytest.mark.parametrize(
+    ("at", "rounds", "t_star"),
+    [(7, 10, 7), (0, 10, 0), (0.5, 9, 4), (0.7, 10, 7), (0.29, 100, 29), (0.57, 100, 57), (1.0, 3, 3), ("auto", 9, None)],
+)
+def test_t_star(at, rounds: int, t_star: int | None) -> None:
+    assert freeze_round(at, rounds) == t_star
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze_at": "later"}, "freeze_at='later' must be a round (int), a fraction (float in [0, 1]) or 'auto'"),
+        ({"freeze_at": 1.5}, "freeze_at=1.5 must be a fraction in [0, 1]; for a round write an int"),
+        ({"freeze_at": float("nan")}, "freeze_at=nan must be a fraction in [0, 1]; for a round write an int"),
+        ({"freeze_at": -1}, "freeze_at=-1 must be a round >= 0"),
+        ({"freeze_window": 1}, "freeze_window=1 must be at least 2 rounds"),
+        ({"freeze_tau": 0.0}, "freeze_tau=0.0 must be above 0"),
+    ],
+)
+def test_settings_are_checked(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        FixBN(**settings)
+    assert str(error.value) == message
+
+
+def test_a_window_as_long_as_the_run_is_refused(federate, datasets, mlp) -> None:
+    for window in (3, 200):
+        with pytest.raises(ConfigError) as error:
+            federate(FixBN(freeze_at="auto", freeze_window=window), mlp, datasets, rounds=3)
+        assert str(error.value) == (
+            f"freeze_window={window} must be below the number of rounds, 3, for freeze_at='auto'. Use a smaller window, "
+            "more rounds, or a fixed freeze_at."
+        )
+    federate(FixBN(freeze_at="auto", freeze_window=2), mlp, datasets, rounds=3)
+
+
+def scripted(deltas: list[list[float]]) -> type[TorchClient]:
+    """A client that reports the deltas of a script, by round and partition."""
+
+    class Scripted(TorchClient):
+        def fit(self, parameters, config):
+            arrays, count, metrics = super().fit(parameters, config)
+            if "statistics-delta" in metrics:
+                metrics["statistics-delta"] = deltas[config["server-round"] - 1][self.partition_id]
+            return arrays, count, metrics
+
+    return Scripted
+
+
+def first_round_under(deltas: list[list[float]], window: int, tau: float) -> int:
+    """The rule, in rational arithmetic: p-weighted mean, population variance of the last W, first time below tau."""
+    means = [sum(Fraction(d) * n for d, n in zip(row, SIZES, strict=True)) / sum(SIZES) for row in deltas]
+    for t in range(window, len(means) + 1):
+        last = means[t - window : t]
+        centre = sum(last) / window
+        if sum((m - centre) ** 2 for m in last) / window < Fraction(tau):
+            return t
+    raise AssertionError("never")
+
+
+@pytest.mark.parametrize(("window", "tau", "t_star"), [(3, 0.012, 4), (3, 0.0116, 5), (2, 0.02, 3), (4, 0.012, 6)])
+def test_the_automatic_t_star_fires_in_the_round_the_rule_says(
+    federate, datasets, mlp, window: int, tau: float, t_star: int
+) -> None:
+    """tau = 0.012 lies between the population and the sample variance of round 4; unweighted means differ by round."""
+    base = [1.0, 0.5, 0.3, 0.25, 0.24, 0.235, 0.5, 0.9, 1.5]
+    tilt = [0.0, 0.03, 0.0, 0.015, 0.03, 0.0, 0.01, 0.0, 0.0]
+    deltas = [[b + 13 * k, b - 6 * k, b] for b, k in zip(base, tilt, strict=True)]
+    assert first_round_under(deltas, window, tau) == t_star
+    strategy = FixBN(freeze_at="auto", freeze_window=window, freeze_tau=tau)
+    run = federate(strategy, mlp, datasets, rounds=9, client=scripted(deltas))
+    assert strategy.frozen_after == t_star, "and for good, though the later deltas grow"
+    assert [r.phase for r in strategy.reports] == ["train"] * t_star + ["frozen"] * (9 - t_star)
+    assert strategy.deltas == pytest.approx(base[:t_star], rel=1e-12)
+    assert [c["rules"] for c in run.grid.config()] == ["report-drift"] * 3 * t_star + ["freeze-bn"] * 3 * (9 - t_star)
+    for name in STATISTICS:
+        assert run.state[name].tobytes() == run.history[t_star][name].tobytes()
+
+
+def test_watching_changes_no_bit(federate, datasets, mlp, same_bits) -> None:
+    never = federate(FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30), mlp, datasets, rounds=4)
+    assert never.strategy.frozen_after is None
+    same_bits(never.state, federate(FedAvg(), mlp, datasets, rounds=4).state)
+
+
+def test_delta_is_the_mean_absolute_change_of_the_statistics(federate, datasets, mlp) -> None:
+    run = federate(FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30), mlp, datasets, rounds=3, batch_size=0)
+    before = run.history[2]
+    for partition, data in enumerate(datasets):
+        model = mlp()
+        model.load_state_dict(tensors(before))
+        model.train()(data.inputs)
+        change = [np.abs(model.state_dict()[name].numpy() - before[name]).sum() for name in STATISTICS[:2]]
+        delta = run.strategy.reports[2].clients[str(partition)]["statistics-delta"]
+        assert delta == pytest.approx(sum(change) / 8, rel=1e-12)
+
+
+@pytest.mark.parametrize("delta", [float("nan"), -1.0, float("inf"), None])
+def test_a_delta_that_is_no_distance_is_refused(federate, datasets, mlp, delta: float | None) -> None:
+    class Odd(TorchClient):
+        def fit(self, parameters, config):
+            arrays, count, metrics = super().fit(parameters, config)
+            if self.partition_id == 2:
+                metrics.pop("statistics-delta", None)
+                if delta is not None:
+                    metrics["statistics-delta"] = delta
+            return arrays, count, metrics
+
+    run = federate(FixBN(freeze_at="auto", freeze_window=2), mlp, datasets, rounds=3, client=Odd)
+    (reason,) = run.strategy.reports[0].rejected.values()
+    assert "(partition 2): metric 'statistics-delta' is " in reason
+    assert reason.endswith(
+        "missing: the client's training must apply the rule 'report-drift'"
+        if delta is None
+        else f"is {delta}, which must be a finite number >= 0"
+    )
+
+
+def test_a_client_that_changes_what_is_frozen_is_refused_by_name(federate, datasets, mlp) -> None:
+    class Deaf(TorchClient):
+        def fit(self, parameters, config):
+            if self.partition_id == 1:
+                config.pop("rules", None)
+            return super().fit(parameters, config)
+
+    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2, client=Deaf)
+    assert run.strategy.reports[0].rejected == {}
+    node_id = run.grid.get_node_ids()[1]
+    assert run.strategy.reports[1].rejected == {
+        node_id: f"node {node_id} (partition 1): entry '1.running_mean' changed after T* = 1: the client trained with BN "
+        "in train mode. Its training must apply the rule 'freeze-bn'."
+    }
+    assert run.strategy.reports[1].participants == [0, 2]
+
+
+def test_the_rule_undoes_what_it_did() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2))
+    model[3].weight.requires_grad_(False)
+    wanted = [p.requires_grad for p in model.parameters()]
+    rule = FreezeBN(affine=True)
+    rule.begin(model.train())
+    assert [m.training for m in model] == [True, False, False, False]
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, False, False]
+    rule.end(model)
+    assert [p.requires_grad for p in model.parameters()] == wanted
+
+
+def test_subclasses_and_3d_layers_are_frozen_and_group_norm_is_not() -> None:
+    class Own(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(Own(2), nn.SyncBatchNorm(2), nn.BatchNorm3d(2), nn.GroupNorm(1, 2)).train()
+    FreezeBN(affine=False).begin(model)
+    assert [m.training for m in model] == [False, False, False, True]
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_drift_of_a_model_without_statistics_is_not_reported() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+    rule = ReportDrift()
+    rule.begin(model)
+    assert rule.end(model) == {}
+
+
+def test_the_layer_keeps_its_statistics_eps_and_counters(federate, datasets, mlp) -> None:
+    """Freezing is eval mode, not another layer: the split of the model is the same before and after."""
+    model = mlp()
+    before = copy.deepcopy(dict(split_state(model).part_of))
+    FreezeBN(affine=True).begin(model)
+    assert dict(split_state(model).part_of) == before
+    assert type(model[1]) is nn.BatchNorm1d

@@ -1,0 +1,164 @@
+"""FedBN, SiloBN, MTFL and Standalone: what they keep never travels, and the rest is FedAvg."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+import torchvision.models as tv
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.averaging import average
+from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.records import from_record, tensors, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.state import split_state
+from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
+from fedbn_flwr.training import LearningRate, LocalTraining, train
+
+METHODS = [FedBN, SiloBN, MTFL, Standalone]
+LEAVES = {
+    "fedbn": {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"},
+    "silobn": {"running_mean", "running_var", "num_batches_tracked"},
+    "mtfl": {"weight", "bias"},
+}
+
+
+def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
+    """What a method keeps, from walking the modules."""
+    if method is Standalone:
+        return set(model.state_dict())
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    return {f"{path}.{leaf}" for path, layer in layers for leaf in layer.state_dict() if leaf in LEAVES[method.name]}
+
+
+@pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
+def test_on_a_model_without_bn_it_is_fedavg_bit_for_bit(federate, points, mlp, same_bits, method) -> None:
+    datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
+    model = functools.partial(mlp, norm=False, dropout=0.2)
+    mine, plain = [federate(strategy, model, datasets) for strategy in (method(), FedAvg())]
+    for a, b in zip(mine.history, plain.history, strict=True):
+        same_bits(a, b)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_against_the_method_written_out(federate, points, mlp, same_bits, method, fraction: float) -> None:
+    """Every client's own entries live on; absent clients keep theirs; the shared ones are averaged."""
+    sizes, model = (6, 13, 9, 5), functools.partial(mlp, dropout=0.2)
+    datasets = [points(n, i) for i, n in enumerate(sizes)]
+    run = federate(method(fraction_train=fraction, seed=1), model, datasets, rounds=4)
+    own = local_names(method, model())
+    start = {name: array.copy() for name, array in to_state(model().state_dict()).items()}
+    shared = {name: array for name, array in start.items() if name not in own}
+    kept: list[Mapping[str, np.ndarray]] = [{name: start[name] for name in own} for _ in sizes]
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    seen: set[int] = set()
+    for report in run.strategy.reports:
+        assert len(report.participants) == 4 * fraction
+        states = []
+        for i in report.participants:
+            net = model()
+            net.load_state_dict(tensors({**shared, **kept[i]}))
+            stream = functools.partial(lambda r, k, purpose: torch_generator(7, purpose, r, k), report.server_round, i)
+            train(net, datasets[i], settings, learning_rate=0.1, stream=stream)
+            state = {name: array.copy() for name, array in to_state(net.state_dict()).items()}
+            kept[i] = {name: state[name] for name in own}
+            states.append({name: array for name, array in state.items() if name not in own})
+        seen |= set(report.participants)
+        if method is not Standalone:
+            shared = average(states, [float(sizes[i]) for i in report.participants], split_state(model()))
+        for i, note in report.evaluations.items():
+            net = model()
+            net.load_state_dict(tensors({**shared, **kept[int(i)]}))
+            assert note["loss"] == evaluate(net, datasets[int(i)]).loss, "personalised: shared entries and own ones"
+    for name in start:
+        same_bits({name: run.state[name]}, {name: shared.get(name, start[name])})
+    for i in seen:
+        state = from_record(run.grid.inner.context(i).state["fedbn-flwr.local"])
+        same_bits(state, {name: kept[i][name] for name in start if name in own})
+    assert all("fedbn-flwr.local" not in run.grid.inner.context(i).state for i in set(range(4)) - seen)
+
+
+def test_standalone_is_training_alone(federate, points, mlp, same_bits) -> None:
+    """The other clients make no difference, and neither does how many there are."""
+    datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
+    many = federate(Standalone(), mlp, datasets)
+    few = federate(Standalone(), mlp, datasets[:2])
+    for i in range(2):
+        states = [from_record(run.grid.inner.context(i).state["fedbn-flwr.local"]) for run in (many, few)]
+        same_bits(*states)
+    assert [r.train.up for r in many.strategy.reports] == [0, 0, 0]
+
+
+def unnamed() -> nn.Module:
+    block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4), nn.BatchNorm1d(4)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), block, *head)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": functools.partial(tv.resnet18, num_classes=3),
+    "densenet121": functools.partial(tv.densenet121, num_classes=3),
+    "mobilenet_v2": functools.partial(tv.mobilenet_v2, num_classes=3),
+    "unnamed": unnamed,
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> Callable[[str], nn.Module]:
+    """Models are built once, from a seed, and copied."""
+    built: dict[str, nn.Module] = {}
+
+    def get(name: str) -> nn.Module:
+        if name not in built:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                built[name] = MODELS[name]()
+        return copy.deepcopy(built[name])
+
+    return get
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_message_carries_a_local_part(federate, points, made, method, name: str) -> None:
+    datasets = [points(2 + i, i, shape=(3, 32, 32)) for i in range(2)]
+    strategy = method(fraction_evaluate=0.0)
+    run = federate(strategy, functools.partial(made, name), datasets, rounds=2, local_steps=1, batch_size=0, rate=1e-3)
+    everything = list(made(name).state_dict())
+    own = local_names(method, made(name))
+    shared = [n for n in everything if n not in own]
+    sent = [m for m in run.grid.sent if m.metadata.message_type == "train"]
+    replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
+    assert [r.rejected for r in strategy.reports] == [{}, {}]
+    assert [list(m.content["arrays"]) for m in sent] == [everything, everything, shared, shared]
+    assert [list(m.content["arrays"]) for m in replies] == [shared] * 4
+    for message in replies:
+        assert list(message.content.array_records) == ["arrays"], "no other way out"
+    for partition in range(2):
+        assert set(run.grid.inner.context(partition).state["fedbn-flwr.local"]) == own
+    down, up = strategy.reports[1].train.down, strategy.reports[1].train.up
+    floats = sum(t.numel() * 4 for n, t in made(name).state_dict().items() if n in shared and t.is_floating_point())
+    assert (down, up) == (floats, 2 * floats)
+
+
+def test_a_client_that_uploads_its_own_part_is_refused(federate, points, mlp) -> None:
+    from fedbn_flwr.client import TorchClient
+
+    class Chatty(TorchClient):
+        def fit(self, parameters, config):
+            arrays, count, metrics = super().fit(parameters, config)
+            if self.partition_id == 1:
+                metrics.pop("array-names")
+                return self.get_parameters({}), count, {**metrics, "array-names": str(list(self.parts.names)).replace("'", '"')}
+            return arrays, count, metrics
+
+    run = federate(FedBN(), mlp, [points(6, 0), points(7, 1), points(8, 2)], rounds=1, client=Chatty)
+    (reason,) = run.strategy.reports[0].rejected.values()
+    assert "entry '1.weight' was not asked for" in reason

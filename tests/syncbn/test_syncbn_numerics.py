@@ -1,0 +1,130 @@
+"""Float32 and bfloat16: as good as torch's own BatchNorm, also where the mean is far above the deviation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from fedbn_flwr.syncbn import combine, synchronised
+from fedbn_flwr.syncbn.layer import local_moments
+
+MODES = ("3L+1", "2L+1")
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_float32_is_as_near_to_float64_as_torch_is(lab, name, exchanges):
+    torch.manual_seed(1)
+    options = {"dropout": 0.0} if name == "mobilenet_v2" else {}
+    model = torchvision.models.get_model(name, num_classes=3, **options)
+    batches = [(x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))]
+    wide = copy.deepcopy(model).double()
+    oracle = lab.centralised(wide, [(x.double(), target) for x, target in batches])
+    torch_error = lab.distance(lab.centralised(model, batches), oracle, wide.state_dict())
+    error = lab.distance(lab.federated(model, batches, (5, 3), exchanges=exchanges), oracle, wide.state_dict())
+    assert 0 < error <= 3 * torch_error
+
+
+def far_clients(offset: float, spread: float) -> list[Tensor]:
+    g = torch.Generator().manual_seed(3)
+    return [
+        (offset + spread * (torch.randn(n, 4, 16, 16, generator=g, dtype=torch.float64) + 0.5 * i)).float()
+        for i, n in enumerate((8, 12, 4))
+    ]
+
+
+def one_layer(lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor], exchanges: str) -> dict[str, Tensor]:
+    """Output, input gradient and statistics of one layer over the clients ``parts``, put together."""
+    inputs = [part.clone().requires_grad_() for part in parts]
+    outputs: list[Tensor | None] = [None] * len(parts)
+
+    def loss(y: Tensor, index: Tensor) -> Tensor:
+        outputs[int(index)] = y.detach()
+        return (y * upstream[int(index)].to(y.dtype)).sum() / len(y)
+
+    sizes = [len(part) for part in parts]
+    batches = [(x, torch.tensor(i)) for i, x in enumerate(inputs)]
+    state = lab.federated(layer, batches, sizes, loss=loss, exchanges=exchanges)
+    gradients = [x.grad * len(x) / sum(sizes) for x in inputs]
+    return {"y": torch.cat(outputs), "dy": torch.cat(gradients), **{k: state[k] for k in state if "running" in k}}
+
+
+def one_layer_torch(layer: nn.Module, parts: list[Tensor], upstream: list[Tensor]) -> dict[str, Tensor]:
+    layer = copy.deepcopy(layer).to(parts[0].dtype)
+    x = torch.cat(parts).requires_grad_()
+    y = layer(x)
+    ((y * torch.cat(upstream).to(y.dtype)).sum() / len(x)).backward()
+    return {"y": y.detach(), "dy": x.grad, "running_mean": layer.running_mean, "running_var": layer.running_var}
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize(("offset", "spread"), [(1e4, 1e-2), (1e4, 1.0), (-3e2, 1e-2), (0.0, 1.0)])
+def test_a_mean_far_above_the_deviation_loses_no_more_digits_than_torch(lab, offset, spread, exchanges):
+    parts = far_clients(offset, spread)
+    upstream = [part.double().sub(offset).mul(3 / spread).cos() for part in parts]
+    layer = nn.BatchNorm2d(4, momentum=1.0)
+    exact = one_layer_torch(layer, [part.double() for part in parts], upstream)
+    by_torch = one_layer_torch(layer, parts, upstream)
+    ours = one_layer(lab, layer, parts, upstream, exchanges)
+    # What rounding a mean to float32 is worth in units of the deviation: torch's output is off by that much too. Fused
+    # moments round each client's mean before the spread of the means is formed, so their variance is off by as much;
+    # one after the other, only its square is left.
+    rounding = 2**-23 * abs(offset) / spread
+    for name, value in exact.items():
+        ours_error, torch_error = ((r[name].double() - value).abs().max() / value.abs().max() for r in (ours, by_torch))
+        of_mean = name == "y" or (exchanges == "2L+1" and name in {"dy", "running_var"})
+        assert ours_error <= 1.5 * torch_error + of_mean * rounding + rounding**2 + 2**-22, name
+
+
+def test_local_variance_is_about_the_mean_before_it_was_rounded():
+    x = torch.cat(far_clients(1e4, 1e-2))
+    wide = x.double().transpose(0, 1).flatten(1)
+    centred, centre, mean, var = local_moments(x)
+    torch.testing.assert_close(var.double(), wide.var(1, correction=0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(mean.double(), wide.mean(1), rtol=2**-23, atol=0)
+    assert torch.equal(centred + centre.view(1, -1, 1, 1), x)
+
+
+def test_bfloat16_autocast_keeps_the_statistics_in_float32(lab):
+    torch.manual_seed(1)
+    model = torchvision.models.resnet18(num_classes=3)
+    batches = [(x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))]
+    meeting = lab.Meeting((5, 3))
+    found = lab.federated(model, batches, (5, 3), autocast=True, meeting=meeting)
+    assert {dtype for _, _, dtype in meeting.log} == {torch.float32}
+    oracle = lab.centralised(model, batches)
+    by_torch = lab.centralised(model, batches, autocast=True)
+    assert lab.distance(found, oracle, model.state_dict()) < 2 * lab.distance(by_torch, oracle, model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_low_precision_model_keeps_its_types(dtype):
+    layer = nn.BatchNorm1d(4).to(dtype)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    plain = copy.deepcopy(layer)
+    plain_x = x.detach().clone().requires_grad_()
+    with synchronised(layer, lambda tag, tensor: tensor, batch_size=6, union_batch_size=6):
+        y = layer(x)
+        y.sin().sum().backward()
+    plain_y = plain(plain_x)
+    plain_y.sin().sum().backward()
+    for ours, theirs in [(y, plain_y), (x.grad, plain_x.grad), (layer.weight.grad, plain.weight.grad)]:
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0.02, atol=0.0)
+
+
+def test_fused_moments_do_not_cancel():
+    means, variances, weights = (1e8, 1e8 + 3, 1e8 - 5), (1e-3, 2e-3, 4e-3), (2, 5, 3)
+    tensors = [torch.tensor([[m], [v]], dtype=torch.float64) for m, v in zip(means, variances, strict=True)]
+    result = combine("moments/0", tensors, weights)
+    offsets = torch.tensor([0.0, 3.0, -5.0], dtype=torch.float64)
+    p = torch.tensor(weights, dtype=torch.float64) / 10
+    spread = (p * (torch.tensor(variances, dtype=torch.float64) + (offsets - (p * offsets).sum()) ** 2)).sum()
+    torch.testing.assert_close(result[1, 0], spread, rtol=1e-7, atol=0)
+    alike = [torch.tensor([[1e4], [1e-6]])] * 3
+    torch.testing.assert_close(combine("moments/0", alike, (1, 1, 1)), alike[0], rtol=1e-7, atol=0)

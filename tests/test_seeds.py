@@ -1,0 +1,43 @@
+"""One seed, many streams."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import torch
+
+from fedbn_flwr.seeds import derive_seed, numpy_generator, torch_generator
+
+
+def test_the_seed_is_the_documented_hash() -> None:
+    digest = hashlib.sha256(b"3/batches/12/0").digest()
+    assert derive_seed(3, "batches", 12, 0) == int.from_bytes(digest[:8], "big") >> 1
+
+
+def test_streams_differ_by_each_part_of_their_name() -> None:
+    names = [(0, "batches", 1, 2), (1, "batches", 1, 2), (0, "dropout", 1, 2), (0, "batches", 2, 1), (0, "batches", 12)]
+    seeds = [derive_seed(seed, purpose, *keys) for seed, purpose, *keys in names]
+    assert len(set(seeds)) == len(names)
+    draws = {tuple(torch.rand(4, generator=torch_generator(*name)).tolist()) for name in names}
+    assert len(draws) == len(names)
+
+
+def test_a_stream_repeats_in_another_process() -> None:
+    program = "from fedbn_flwr.seeds import numpy_generator as n; print(n(5, 'x', 'a', 1).integers(10**9))"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(printed) == numpy_generator(5, "x", "a", 1).integers(10**9)
+
+
+def test_global_generators_are_left_alone() -> None:
+    torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    torch.rand(3, generator=torch_generator(0, "x"))
+    numpy_generator(0, "x").random(3)
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)
+
+
+def test_generators_are_on_the_cpu() -> None:
+    assert torch_generator(0, "x").device.type == "cpu"
