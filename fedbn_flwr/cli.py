@@ -101,6 +101,7 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
 def sweep(
     study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the study's base.")] = None,
     engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write its table with mean and standard deviation."""
@@ -109,7 +110,7 @@ def sweep(
 
     with _exit_codes():
         _quiet_flower()
-        grid = Study.load(study)
+        grid = Study.load(study, set_ or [])
         total = sum(1 for _ in grid.cells())
         with _progress(total, grid.name) as follow:
             table = launch(grid, out, engine.value, lambda cell, index, _: follow.cell(cell.name, index))

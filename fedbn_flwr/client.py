@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.averaging import Array
+from fedbn_flwr.carriers import Pending
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.journal import ANSWERS, forget, recall
 from fedbn_flwr.local_state import LocalState
 from fedbn_flwr.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
@@ -75,9 +77,10 @@ class TorchClient(NumPyClient):
         self.loss_fn = loss_fn
 
     def get_properties(self, config: Config) -> Config:
-        """Return ``num-examples`` of the training set and, where it is known, ``partition-id``."""
+        """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``."""
         known = {} if self.partition_id is None else {"partition-id": self.partition_id}
-        return {**known, "num-examples": len(self.train_data)}
+        size = len(self.train_data)
+        return {**known, "num-examples": size, "batch-size": self.settings.first_batch(size)}
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""
@@ -90,6 +93,9 @@ class TorchClient(NumPyClient):
             The shared entries, the size of the training set |D_i| (not the examples processed), and the metrics
             ``train-loss``, ``train-accuracy``, ``examples-processed``, ``steps``, ``dropped-batches`` and the rules'.
 
+        Under FedTAN by messages it returns, until the synchronised step is through, the one array of the next
+        exchange, named ``fedtan/TAG``.
+
         Raises:
             StateError: the arrays, or the part kept here, do not fit the model.
             DataError: nothing to train on.
@@ -97,16 +103,23 @@ class TorchClient(NumPyClient):
         server_round = int(config.get("server-round", 1))
         local = self._local_parts(config)
         store = LocalState(self.context, self.parts, self.model)
+        if "fedtan-attempt" in config:
+            parameters, config = recall(self.context, parameters, config)
         self._load(parameters, config, store)
-        result = train(
-            self.model,
-            self.train_data,
-            self.settings,
-            learning_rate=self.settings.learning_rate.at(server_round, bool(config.get("frozen", False))),
-            stream=functools.partial(self._stream, server_round),
-            rules=client_rules(config),
-            loss_fn=self.loss_fn,
-        )
+        try:
+            result = train(
+                self.model,
+                self.train_data,
+                self.settings,
+                learning_rate=self.settings.learning_rate.at(server_round, bool(config.get("frozen", False))),
+                stream=functools.partial(self._stream, server_round),
+                rules=client_rules(config),
+                loss_fn=self.loss_fn,
+            )
+        except Pending as exchange:
+            name = json.dumps([f"{ANSWERS}/{exchange.tag}"])
+            return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
+        forget(self.context)
         state = self._state()
         if local:
             store.keep({name: state[name] for name in self.parts.select(local)}, server_round)
@@ -120,7 +133,9 @@ class TorchClient(NumPyClient):
             **result.metrics,
         }
         if local:
-            metrics |= {ARRAY_NAMES: json.dumps(shared), "local-sha256": store.sha256()}
+            metrics["local-sha256"] = store.sha256()
+        if local or ARRAY_NAMES in config:
+            metrics[ARRAY_NAMES] = json.dumps(shared)
         return [state[name] for name in shared], len(self.train_data), metrics
 
     def evaluate(self, parameters: list[Array], config: Config) -> tuple[float, int, Config]:

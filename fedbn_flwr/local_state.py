@@ -43,7 +43,7 @@ class LocalState:
         about = self._context.state.config_records[_ABOUT]
         if about["version"] != _VERSION or about["fingerprint"] != self._fingerprint:
             raise StateError(
-                f"the entries this client kept (version {about['version']!s}, round {about['server-round']!s}) belong to "
+                f"what this client kept (version {about['version']!s}, round {about['server-round']!s}) belongs to "
                 f"another model: its names, layer types or shapes changed (first of ours: '{names[0]}'). Start a "
                 "new run, or give the model back."
             )

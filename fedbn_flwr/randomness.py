@@ -34,8 +34,22 @@ _NAMES: Mapping[Any, tuple[str, ...]] = {
         "scaled_dot_product_attention",
     ),
     torch: (
+        "_sample_dirichlet",
+        "_standard_gamma",
+        "alpha_dropout",
+        "alpha_dropout_",
         "bernoulli",
+        "binomial",
+        "dropout",
+        "dropout_",
+        "feature_alpha_dropout",
+        "feature_alpha_dropout_",
+        "feature_dropout",
+        "feature_dropout_",
+        "gru",
+        "lstm",
         "multinomial",
+        "native_dropout",
         "normal",
         "poisson",
         "rand",
@@ -45,7 +59,10 @@ _NAMES: Mapping[Any, tuple[str, ...]] = {
         "randn",
         "randn_like",
         "randperm",
+        "rnn_relu",
+        "rnn_tanh",
         "rrelu",
+        "rrelu_",
     ),
     Tensor: (
         "bernoulli",
@@ -115,11 +132,15 @@ class _PrivateStream(TorchFunctionMode):
 
 
 @contextmanager
-def private_randomness(seed: int, device: torch.device) -> Iterator[None]:
+def private_randomness(seed: int, device: torch.device) -> Iterator[torch.Generator]:
     """Draw every random number of this thread's forward passes on ``device`` from a stream seeded with ``seed``.
 
     The same seed gives the same numbers whether clients run in turn, in threads or in processes. What a model draws
     through functions torch does not tag as random stays with the default generators.
+
+    Yields:
+        The stream's generator, whose state may be read and set back.
     """
-    with _PrivateStream(torch.Generator(device).manual_seed(seed)):
-        yield
+    generator = torch.Generator(device).manual_seed(seed)
+    with _PrivateStream(generator):
+        yield generator

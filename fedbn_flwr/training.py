@@ -6,6 +6,7 @@ updated once per step by the layers themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
+StepResult = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
+Compute = Callable[[], StepResult]
 Stream = Callable[[str], torch.Generator]
 
 
@@ -99,6 +102,10 @@ class LocalTraining:
     weight_decay: float = 0.0
     amp: bool = False
 
+    def first_batch(self, num_examples: int) -> int:
+        """Return the examples in the first step's batch."""
+        return min(self.batch_size or num_examples, num_examples)
+
     def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[Tensor]:
         """Yield the positions of each step's batch."""
         size = self.batch_size or num_examples
@@ -122,6 +129,18 @@ class Rule:
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return a term to add to the loss of a step (it does not count in the reported loss), or None."""
         return None
+
+    def synchronises(self, step: int) -> bool:
+        """Tell whether step ``step`` (from 0) sees the other clients' batches: their union decides what BN can take."""
+        return False
+
+    def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> StepResult:
+        """Return ``compute()``, the forward and backward pass of a step; it may be called again for a fresh start.
+
+        Every call of ``compute`` takes the same batch and the same random numbers; the model's state is the caller's
+        to restore. What is raised here ends the round's training.
+        """
+        return compute()
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Undo what ``begin`` changed in the model's settings; return metrics for the reply."""
@@ -189,29 +208,22 @@ def train(
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, correct; read once at the end
     processed = steps = dropped = 0
     singletons_fit: bool | None = None
-    with private_randomness(stream("dropout").initial_seed(), device):
-        for positions in settings.batches(len(data), stream("batches")):
+    with private_randomness(stream("dropout").initial_seed(), device) as random:
+        for step, positions in enumerate(settings.batches(len(data), stream("batches"))):
             inputs, targets = data.batch(positions, augment)
-            inputs = as_model_input(inputs, device, dtype)
-            if len(positions) == 1:
+            inputs, targets = as_model_input(inputs, device, dtype), targets.to(device)
+            if len(positions) == 1 and not any(rule.synchronises(step) for rule in rules):
                 singletons_fit = _takes_one_example(model, inputs) if singletons_fit is None else singletons_fit
                 if not singletons_fit:
                     dropped += 1
                     continue
-            targets = targets.to(device)
-            autocast = torch.autocast(device.type, torch.bfloat16) if settings.amp else nullcontext()
-            with autocast:
-                outputs = model(inputs)
-                loss = loss_fn(outputs, targets)
-            total = loss
+            compute = _step(model, inputs, targets, optimizer, rules, loss_fn, settings.amp, random)
             for rule in rules:
-                if (penalty := rule.penalty(model)) is not None:
-                    total = total + penalty
-            optimizer.zero_grad(set_to_none=True)
-            total.backward()  # type: ignore[no-untyped-call]
+                compute = functools.partial(rule.run_step, step, model, len(positions), compute)
+            loss, outputs = compute()
             optimizer.step()
-            totals[0] += loss.detach().double() * len(positions)
-            totals[1] += (outputs.detach().argmax(1) == targets).sum()
+            totals[0] += loss.double() * len(positions)
+            totals[1] += (outputs.argmax(1) == targets).sum()
             processed += len(positions)
             steps += 1
     metrics = {key: value for rule in rules for key, value in rule.end(model).items()}
@@ -222,6 +234,35 @@ def train(
         )
     loss_sum, correct = totals.tolist()
     return TrainResult(loss_sum / processed, correct / processed, processed, steps, dropped, metrics)
+
+
+def _step(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    optimizer: torch.optim.SGD,
+    rules: Sequence[Rule],
+    loss_fn: LossFn,
+    amp: bool,
+    random: torch.Generator,
+) -> Compute:
+    """Return the function that does one forward and backward pass, from the same random state at every call."""
+    state = random.get_state()
+
+    def compute() -> StepResult:
+        random.set_state(state)
+        with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
+            outputs = model(inputs)
+            loss = loss_fn(outputs, targets)
+        total = loss
+        for rule in rules:
+            if (penalty := rule.penalty(model)) is not None:
+                total = total + penalty
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), outputs.detach()
+
+    return compute
 
 
 def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:

@@ -13,7 +13,7 @@ TORCH_ONLY = ("averaging", "data", "errors", "evaluation", "models", "norms", "r
 TORCH_ONLY += ("training",)
 EDGE = ("records", "local_state", "exchange")  # know Flower's records, and nothing of strategies or clients
 FORBIDDEN = {
-    **{name: ("client", "engines", "exchange", "experiment", "cli", "app", "strategies") for name in TORCH_ONLY + EDGE},
+    **dict.fromkeys(TORCH_ONLY + EDGE, ("client", "engines", "exchange", "experiment", "cli", "app", "strategies")),
     "strategies": ("client", "engines", "experiment", "cli", "app"),
     "client": ("engines", "experiment", "cli", "app"),
     "engines": ("strategies", "client", "experiment", "cli", "app"),

@@ -56,7 +56,7 @@ def test_another_model_is_refused() -> None:
     with pytest.raises(StateError) as error:
         store(context, nn.Sequential(nn.BatchNorm1d(5))).load(STATISTICS)
     assert str(error.value) == (
-        "the entries kept by this client (version 1, round 4) belong to another model: its names, layer types or "
+        "the entries this client kept (version 1, round 4) belong to another model: its names, layer types or "
         "shapes changed (first of ours: '0.running_mean'). Start a new run, or give the model back."
     )
 

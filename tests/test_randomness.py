@@ -15,6 +15,8 @@ from fedbn_flwr.randomness import private_randomness
 
 CPU = torch.device("cpu")
 X = torch.ones(40, 6)
+ATTENTION = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+LSTM = nn.LSTM(6, 6, num_layers=2, dropout=0.5)
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "Dropout": lambda: nn.Dropout(0.5)(X),
     "Dropout1d": lambda: nn.Dropout1d(0.5)(X.reshape(10, 4, 6)),
@@ -26,6 +28,14 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "StochasticDepth": lambda: StochasticDepth(0.5, "row")(X),
     "attention": lambda: F.scaled_dot_product_attention(X[None], X[None], X[None], dropout_p=0.5),
     "gumbel": lambda: F.gumbel_softmax(X),
+    "torch.dropout": lambda: torch.dropout(X, 0.5, True),
+    "torch.alpha_dropout": lambda: torch.alpha_dropout(X, 0.5, True),
+    "native_dropout": lambda: torch.native_dropout(X, 0.5, True)[0],
+    "MultiheadAttention": lambda: ATTENTION(X[None], X[None], X[None])[0].detach(),
+    "LSTM": lambda: LSTM(X[None])[0].detach(),
+    "binomial": lambda: torch.binomial(X * 10, X / 2),
+    "poisson": lambda: torch.poisson(X),
+    "Gamma": lambda: torch.distributions.Gamma(X, X).sample(),
     "rand": lambda: torch.rand(9),
     "randn_like": lambda: torch.randn_like(X),
     "randint": lambda: torch.randint(1000, (9,)),

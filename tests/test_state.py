@@ -38,7 +38,9 @@ def test_all_layers_of_known_models(make: Callable[[], nn.Module], num_layers: i
     with torch.device("meta"):
         model = make()
     parts = split_state(model)
-    assert len(parts.layers) == num_layers == sum(isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d) for m in model.modules())
+    assert (
+        len(parts.layers) == num_layers == sum(isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d) for m in model.modules())
+    )
     assert sizes(parts) == (2 * num_layers, 2 * num_layers, num_layers, num_rest)
     assert parts.names == tuple(model.state_dict())
     assert sorted(parts.affine + parts.statistics + parts.counters + parts.rest) == sorted(parts.names)
@@ -64,6 +66,7 @@ def test_names_do_not_decide() -> None:
     parts = split_state(model)
     assert parts.rest == ("bn1.weight", "bn1.bias", "running_mean.weight", "running_mean.bias")
     assert split_state(model.state_dict()).rest == parts.rest
+    assert split_state({"a.best_running_mean": 0, "a.best_weight": 0, "a.weight": 0}).layers == ()
 
 
 def test_a_path_that_is_a_prefix_of_another() -> None:

@@ -155,7 +155,7 @@ def test_a_client_that_lost_its_part_says_so(client) -> None:
 
 def test_arrays_that_do_not_fit(client) -> None:
     start = client.get_parameters({})
-    with pytest.raises(StateError, match="^received 8 arrays for 9 entries; the model has 9$"):
+    with pytest.raises(StateError, match=r"^received 8 arrays for 9 entries; the model has 9$"):
         client.fit(start[:-1], {})
     swapped = [start[0].T, *start[1:]]
     with pytest.raises(StateError, match=r"^entry '0.weight' has shape \(5, 4\), the model has \(4, 5\)$"):
@@ -176,5 +176,5 @@ def test_no_data_and_unknown_rules(points, mlp) -> None:
     with pytest.raises(DataError, match="no training examples"):
         client.fit(client.get_parameters({}), {})
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
-    with pytest.raises(ConfigError, match="unknown client rule 'proximall'. Did you mean 'proximal'?"):
+    with pytest.raises(ConfigError, match=r"unknown client rule 'proximall'\. Did you mean 'proximal'?"):
         client.fit(client.get_parameters({}), {"rules": "proximall"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def run(model: nn.Module, data, rate: float = 0.1, **changes) -> TrainResult:
 
 
 def by_hand(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], rate: float, momentum=0.0, decay=0.0) -> list:
-    """Plain SGD, written out (Sutskever's form of torch: v = m v + g, w -= lr v); returns (loss, right, size) a step."""
+    """Plain SGD, written out (v = m v + g, w -= lr v, torch's form); returns (loss, right, size) a step."""
     velocity: dict[str, Tensor] = {}
     notes = []
     model.train()
@@ -71,7 +72,7 @@ def test_an_epoch_uses_every_example_once_in_a_fresh_order(points, mlp) -> None:
     data = points(10)
     run(mlp(), data, batch_size=4, local_epochs=2)
     assert [len(p) for p in data.asked] == [4, 4, 2, 4, 4, 2]
-    first, second = [sum(data.asked[i : i + 3], []) for i in (0, 3)]
+    first, second = [list(chain(*data.asked[i : i + 3])) for i in (0, 3)]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second != list(range(10))
 
@@ -82,7 +83,7 @@ def test_local_steps_draw_with_replacement(points, mlp) -> None:
     assert (result.num_steps, result.num_processed) == (40, 200)
     assert {len(p) for p in data.asked} == {5}
     assert any(len(set(p)) < 5 for p in data.asked)
-    assert set(sum(data.asked, [])) == set(range(6))
+    assert set(chain(*data.asked)) == set(range(6))
 
 
 @pytest.mark.parametrize("changes", [{"local_steps": 3}, {"local_epochs": 3}])
@@ -107,7 +108,7 @@ def test_learning_rate_over_rounds() -> None:
     rate = LearningRate(1.0, (2, "freeze", 4), (0.5, 0.1, 0.25))
     assert [rate.at(r) for r in (1, 2, 3, 4, 5)] == [1.0, 1.0, 0.5, 0.5, 0.125]
     assert [rate.at(r, frozen=True) for r in (2, 3)] == [0.1, 0.05]
-    with pytest.raises(ConfigError, match="^1 decays of the learning rate but 0 factors$"):
+    with pytest.raises(ConfigError, match=r"^1 decays of the learning rate but 0 factors$"):
         LearningRate(1.0, (2,))
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="must be a finite number above 0"):
@@ -183,7 +184,7 @@ def test_what_else_takes_a_batch_of_one(points, mlp, change: str) -> None:
 
 
 def test_nothing_to_train_on(points, mlp) -> None:
-    with pytest.raises(DataError, match="^no training examples: leave this client out or give it data$"):
+    with pytest.raises(DataError, match=r"^no training examples: leave this client out or give it data$"):
         run(mlp(), points(0))
     with pytest.raises(DataError) as error:
         run(mlp(), points(3), batch_size=1)

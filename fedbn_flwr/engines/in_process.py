@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from logging import DEBUG
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedbn_flwr.carriers import Meeting, seats_of
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.seeds import numpy_generator
 
@@ -78,10 +80,10 @@ class InProcessGrid(Grid):
             self._contexts[node_id] = Context(
                 self._run.run_id, node_id, node_config, RecordDict(), dict(run_config or {})
             )
-        workers = max_workers or os.cpu_count() or 1
-        self._pool = ThreadPoolExecutor(
-            min(workers, num_nodes), thread_name_prefix="client", initializer=_set_threads(torch_threads)
-        )
+        # A thread per node, for clients that meet in mid-step must all be under way; otherwise few compute at a time.
+        self._slots = threading.Semaphore(max_workers or os.cpu_count() or 1)
+        self._meetings: dict[str, Meeting] = {}
+        self._pool = ThreadPoolExecutor(num_nodes, thread_name_prefix="client", initializer=_set_threads(torch_threads))
         self._busy: dict[int, threading.Lock] = {node_id: threading.Lock() for node_id in self._contexts}
         self._waiting: dict[str, Future[Message]] = {}
 
@@ -117,6 +119,14 @@ class InProcessGrid(Grid):
     def get_node_ids(self) -> list[int]:
         """Return the node ids, by partition id."""
         return list(self._contexts)
+
+    def open_meeting(self, meeting_id: str, meeting: Meeting) -> None:
+        """Let the clients of a round meet in mid-step (``carriers.seat_here(meeting_id)`` in a client's thread)."""
+        self._meetings[meeting_id] = meeting
+
+    def close_meeting(self, meeting_id: str) -> None:
+        """Forget a meeting."""
+        del self._meetings[meeting_id]
 
     def context(self, partition_id: int) -> Context:
         """Return a node's context, to look into what it keeps."""
@@ -166,16 +176,21 @@ class InProcessGrid(Grid):
 
     def _work(self, message: Message) -> Message:
         node_id = message.metadata.dst_node_id
-        with self._busy[node_id]:  # a node works on one message at a time
+        meetings = [meeting for meeting in list(self._meetings.values()) if node_id in meeting.members]
+        # A node works on one message at a time.
+        with self._busy[node_id], nullcontext() if meetings else self._slots:
             context = copy.deepcopy(self._contexts[node_id])
             try:
-                reply = self._client_app(message, context)
+                with seats_of(lambda meeting_id: self._meetings[meeting_id].seat(node_id)):
+                    reply = self._client_app(message, context)
                 self._contexts[node_id] = context
             except Exception as error:
                 log(DEBUG, traceback.format_exc())
                 raised = ClientAppException(str(error))
                 reason = f"{type(raised)}:<'{raised}'>"
                 reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+        for meeting in meetings:
+            meeting.leave(node_id, "ended its work before the step was done")
         reply.metadata.__dict__["_message_id"] = self._new_id()
         return reply
 

@@ -18,7 +18,7 @@ from fedbn_flwr.models import model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
-__all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar"]
+__all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar", "read_overrides", "split"]
 
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
@@ -229,12 +229,7 @@ class Config(BaseModel):
             if not isinstance(read, dict):
                 raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
             values.update(read)
-        for override in overrides:
-            key, separator, value = override.partition("=")
-            if not separator:
-                raise ConfigError(f"--set {override!r} must be key=value")
-            values[key.strip()] = yaml.safe_load(value) if value.strip() else ""
-        return cls.make(values)
+        return cls.make({**values, **read_overrides(overrides)})
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
@@ -242,6 +237,21 @@ class Config(BaseModel):
         if self.local_steps:
             values["local-epochs"] = 0
         return values
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of ``key=value`` texts; values are read as YAML.
+
+    Raises:
+        ConfigError: a text has no "=".
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {override!r} must be key=value")
+        values[key.strip()] = yaml.safe_load(value) if value.strip() else ""
+    return values
 
 
 def split(text: str) -> list[str]:

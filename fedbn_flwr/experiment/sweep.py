@@ -27,7 +27,7 @@ import io
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config, Scalar
+from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.launch import Engine, run
 from fedbn_flwr.experiment.output import read_metrics, write_atomically
@@ -61,14 +61,21 @@ class Study(BaseModel):
     paper: dict[str, float] = Field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path) -> Study:
+    def load(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
         """Read a study file and check the config of every run in it.
+
+        Args:
+            path: the YAML file.
+            overrides: ``key=value`` settings over its ``base`` (a data folder, say).
 
         Raises:
             ConfigError: every problem found, each with the run it is in.
         """
         try:
-            study = cls.model_validate(yaml.safe_load(path.read_text()))
+            read = yaml.safe_load(path.read_text())
+            if overrides and isinstance(read, dict):
+                read["base"] = {**read.get("base", {}), **read_overrides(overrides)}
+            study = cls.model_validate(read)
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"study {path}: {error}") from error
         except ValidationError as error:

@@ -23,11 +23,12 @@ __all__ = ["Node", "Roster"]
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the run; None where its app did not say."""
+    """A node of the run; None where its app did not say. ``batch_size`` is that of the first local step."""
 
     node_id: int
     partition_id: int | None = None
     num_examples: int | None = None
+    batch_size: int | None = None
 
     @property
     def label(self) -> str:
@@ -118,9 +119,6 @@ class Roster:
 
 def _describe(node: Node, reply: Message) -> Node:
     for metrics in reply.content.metric_records.values():
-        partition_id, num_examples = metrics.get("partition-id"), metrics.get("num-examples")
-        if isinstance(partition_id, int):
-            node = replace(node, partition_id=partition_id)
-        if isinstance(num_examples, int) and num_examples >= 0:
-            node = replace(node, num_examples=num_examples)
+        said = {field: metrics.get(field.replace("_", "-")) for field in ("partition_id", "num_examples", "batch_size")}
+        node = replace(node, **{field: value for field, value in said.items() if isinstance(value, int) and value >= 0})
     return node

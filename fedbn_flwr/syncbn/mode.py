@@ -133,16 +133,18 @@ class _Link:
         self._layer = layer
         self._answered = False
 
-    def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        centred, centre, mean, var = local_moments(y)
+    def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        centred, centre, local = local_moments(y)
         if self._step.fused:
-            self.mean, self.var = self._step.exchange(f"moments/{self._index}", torch.stack([mean, var]))
-            centred += per_channel(centre - self.mean, y)
+            self.mean, rest, self.var = self._step.exchange(f"moments/{self._index}", local)
+            # In this order: centre and mean are near each other and cancel, the rest is far below either.
+            centred += per_channel(centre - self.mean - rest, y)
         else:
-            self.mean = self._step.exchange(f"mean/{self._index}", mean)
+            self.mean = self._step.exchange(f"mean/{self._index}", local[0])
+            rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
             self.var = self._step.exchange(f"variance/{self._index}", mean_square(centred))
-        return centred, self.mean, self.var
+        return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:
         if self._step.own:

@@ -46,8 +46,9 @@ def synchronised(
     is then half-way: running statistics and counters of the layers passed, ``.grad`` of the parameters done. Restore
     the state dict, the gradients and the random state before the step is redone.
 
-    Calls without gradient (``torch.no_grad``) are synchronised forward too, as a centralised step would see the union
-    in them. A loss scale, where one is used, must be the same on all clients: gradients are averaged as they come.
+    Every client must run the same model from the same state, so that the k-th call of BatchNorm is the same layer on
+    all. Calls without gradient (``torch.no_grad``) are synchronised forward too, as a centralised step would see the
+    union in them. A loss scale, if any, must be the same on all clients: gradients are averaged as they come.
 
     Args:
         model: The model; its BatchNorm layers are watched and named in errors. Not changed otherwise.

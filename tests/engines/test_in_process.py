@@ -76,7 +76,7 @@ def test_nodes_have_ids_and_contexts_as_flowers(open_grid) -> None:
         assert context.run_config == {"x": 1}
     assert list(open_grid(num_nodes=5, seed=1).get_node_ids()) != ids
     assert list(open_grid(num_nodes=5).get_node_ids()) == ids
-    with pytest.raises(EngineError, match="^num_nodes=0 must be at least 1$"):
+    with pytest.raises(EngineError, match=r"^num_nodes=0 must be at least 1$"):
         open_grid(num_nodes=0)
 
 
@@ -122,7 +122,7 @@ def test_create_message_and_unknown_nodes(open_grid) -> None:
     grid = open_grid()
     message = grid.create_message(RecordDict(), MessageType.QUERY, 12345, "g", 9.0)
     assert (message.metadata.group_id, message.metadata.ttl) == ("g", 9.0)
-    with pytest.raises(EngineError, match="^no node 12345 among the 3 of this grid$"):
+    with pytest.raises(EngineError, match=r"^no node 12345 among the 3 of this grid$"):
         grid.push_messages([message])
 
 

@@ -20,7 +20,9 @@ BAD = 1
 Spoil = Callable[[RecordDict], None]
 
 
-def spoiling(spoil: Spoil, client_fn, *, kind: str = MessageType.TRAIN, rounds: tuple[int, ...] = (1, 2, 3)) -> ClientApp:
+def spoiling(
+    spoil: Spoil, client_fn, *, kind: str = MessageType.TRAIN, rounds: tuple[int, ...] = (1, 2, 3)
+) -> ClientApp:
     """The usual app, but partition BAD spoils its replies to messages of a kind."""
     whole, app = client_app(client_fn), ClientApp()
 

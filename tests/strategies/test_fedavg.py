@@ -96,7 +96,9 @@ def test_one_client_is_training_alone(federate, points, mlp, same_bits) -> None:
 def test_a_client_without_data_evaluates_but_does_not_train(federate, points, mlp) -> None:
     run = federate(FedAvg(), mlp, [points(8, 0), points(0), points(5, 2)], rounds=1)
     assert run.strategy.reports[0].participants == [0, 2]
-    assert [run.grid.partition(m.metadata.dst_node_id) for m in run.grid.sent if m.metadata.message_type == "train"] == [0, 2]
+    assert [
+        run.grid.partition(m.metadata.dst_node_id) for m in run.grid.sent if m.metadata.message_type == "train"
+    ] == [0, 2]
 
 
 def test_eval_every(federate, datasets, mlp) -> None:
@@ -137,7 +139,11 @@ def test_flowers_positional_arguments() -> None:
     strategy = FedAvg(0.5, 0.25, 3, 4, 5, "weight", "model", "told", variance="pooled", seed=9)
     assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_train_nodes) == (0.5, 0.25, 3)
     assert (strategy.min_evaluate_nodes, strategy.min_available_nodes) == (4, 5)
-    assert (strategy.weighted_by_key, strategy.arrayrecord_key, strategy.configrecord_key) == ("weight", "model", "told")
+    assert (strategy.weighted_by_key, strategy.arrayrecord_key, strategy.configrecord_key) == (
+        "weight",
+        "model",
+        "told",
+    )
     assert (strategy.params.variance, strategy.params.seed) == ("pooled", 9)
 
 
@@ -148,7 +154,7 @@ def test_unknown_and_wrong_arguments() -> None:
         "FedAvg: FedAvg.__init__() got an unexpected keyword argument 'freeze_at'. Beside Flower's own arguments it "
         "takes: eval_every, min_replies, seed, variance, parts."
     )
-    with pytest.raises(ConfigError, match="unknown variance 'poled'. Did you mean 'pooled'?"):
+    with pytest.raises(ConfigError, match=r"unknown variance 'poled'\. Did you mean 'pooled'?"):
         FedAvg(variance="poled")
     for key in ("min_replies", "eval_every"):
         with pytest.raises(ConfigError, match=f"^{key}=0 must be at least 1$"):
@@ -176,14 +182,14 @@ def chosen(run) -> list[list[int]]:
 
 def test_sampling_is_seeded_by_partition_not_by_node_id(federate, points, mlp, same_bits) -> None:
     datasets = [points(5 + i, i) for i in range(6)]
-    runs = [
-        federate(FedAvg(0.5, 0.5, seed=3), mlp, datasets, rounds=4, grid_options={"seed": seed}) for seed in (1, 2)
-    ]
+    runs = [federate(FedAvg(0.5, 0.5, seed=3), mlp, datasets, rounds=4, grid_options={"seed": seed}) for seed in (1, 2)]
     assert runs[0].grid.get_node_ids() != runs[1].grid.get_node_ids()
     assert chosen(runs[0]) == chosen(runs[1])
     assert all(len(r) == 3 == len(set(r)) and r == sorted(r) for r in chosen(runs[0]))
     assert len({tuple(r) for r in chosen(runs[0])}) > 1, "every round draws anew"
-    assert [list(r.evaluations) for r in runs[0].strategy.reports] == [list(r.evaluations) for r in runs[1].strategy.reports]
+    assert [list(r.evaluations) for r in runs[0].strategy.reports] == [
+        list(r.evaluations) for r in runs[1].strategy.reports
+    ]
     same_bits(runs[0].state, runs[1].state)
     assert chosen(federate(FedAvg(0.5, 0.5, seed=4), mlp, datasets, rounds=4)) != chosen(runs[0])
 
@@ -236,7 +242,9 @@ def test_a_plain_flower_numpy_client_app_is_told_what_to_do(datasets, mlp) -> No
     with InProcessGrid(app, 2) as grid:
         strategy = FedAvg()
         result = strategy.start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=1, timeout=30)
-    assert all("make it with fedbn_flwr.client_app(client_fn)" in text for text in strategy.reports[0].rejected.values())
+    assert all(
+        "make it with fedbn_flwr.client_app(client_fn)" in text for text in strategy.reports[0].rejected.values()
+    )
     assert len(strategy.reports[0].rejected) == 2
     assert list(from_record(result.arrays)) == list(mlp().state_dict()), "the initial model, not an empty record"
 

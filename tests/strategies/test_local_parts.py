@@ -156,7 +156,11 @@ def test_a_client_that_uploads_its_own_part_is_refused(federate, points, mlp) ->
             arrays, count, metrics = super().fit(parameters, config)
             if self.partition_id == 1:
                 metrics.pop("array-names")
-                return self.get_parameters({}), count, {**metrics, "array-names": str(list(self.parts.names)).replace("'", '"')}
+                return (
+                    self.get_parameters({}),
+                    count,
+                    {**metrics, "array-names": str(list(self.parts.names)).replace("'", '"')},
+                )
             return arrays, count, metrics
 
     run = federate(FedBN(), mlp, [points(6, 0), points(7, 1), points(8, 2)], rounds=1, client=Chatty)

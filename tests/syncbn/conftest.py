@@ -188,6 +188,7 @@ def client_batches(shape: Sequence[int], sizes: Sequence[int], *, classes: int =
 def lab() -> SimpleNamespace:
     return SimpleNamespace(
         Meeting=Meeting,
+        sgd_step=sgd_step,
         federated=federated,
         centralised=centralised,
         weighted_centralised=weighted_centralised,

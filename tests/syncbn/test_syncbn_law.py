@@ -13,20 +13,41 @@ from torch.nn import functional
 MODES = ("3L+1", "2L+1")
 
 
+def trained(model: nn.Module) -> nn.Module:
+    """Float64, with affine parameters (one gamma zero) and running statistics as after some training."""
+    g = torch.Generator().manual_seed(4)
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
+                if value.is_floating_point():
+                    value.data.uniform_(-1 if name in {"bias", "running_mean"} else 0.5, 1.5, generator=g)
+            if layer.affine:
+                layer.weight.data[0] = 0
+    return model.double()
+
+
 def vision_model(name: str) -> nn.Module:
     options = {
         "mobilenet_v2": {"dropout": 0.0},
         "googlenet": {"aux_logits": False, "init_weights": False, "dropout": 0.0},
     }.get(name, {})
     torch.manual_seed(1)
-    return torchvision.models.get_model(name, num_classes=3, **options).double()
+    return trained(torchvision.models.get_model(name, num_classes=3, **options))
 
 
 def mlp() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)
-    ).double()
+    return trained(
+        nn.Sequential(
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            nn.ReLU(),
+            nn.Linear(8, 7),
+            nn.BatchNorm1d(7),
+            nn.Tanh(),
+            nn.Linear(7, 3),
+        )
+    )
 
 
 class OwnForward(nn.BatchNorm2d):
@@ -85,16 +106,15 @@ def test_clients_may_weigh_other_than_their_batches(lab, name):
 
 def test_every_way_to_call_batch_norm(lab):
     torch.manual_seed(2)
-    model = Branches().double()
+    model = trained(Branches())
     batches = lab.client_batches((2, 6, 6), (1, 4))
     check(lab, model, batches, (1, 4), lab.centralised(model, batches))
 
 
 def test_three_dimensions(lab):
     torch.manual_seed(2)
-    model = nn.Sequential(
-        nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 2), nn.BatchNorm3d(3), nn.Flatten(), nn.Tanh()
-    ).double()
+    layers = [nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 2), nn.BatchNorm3d(3), nn.Flatten()]
+    model = trained(nn.Sequential(*layers, nn.Tanh()))
     batches = lab.client_batches((2, 4, 4, 4), (2, 2, 2))
     check(lab, model, batches, (1, 1, 1), lab.centralised(model, batches))
 
@@ -156,7 +176,7 @@ def test_own_gradients_are_each_client_s_derivative(lab):
         # The variance is a function of y at a mean that is held: the path through the mean is not counted.
         spread = (y - mean).square().mean(0)
         own_var = spread - spread.detach() + var
-        out = (y - own_mean) / (own_var + model[1].eps).sqrt()
+        out = (y - own_mean) / (own_var + model[1].eps).sqrt() * model[1].weight + model[1].bias
         (gradient,) = torch.autograd.grad(loss(out, target), model[0].weight)
         expected = expected + len(x) / 8 * gradient
     got = (start["0.weight"] - found["0.weight"]) / 0.1 - 1e-2 * start["0.weight"]

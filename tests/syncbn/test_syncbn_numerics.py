@@ -13,6 +13,7 @@ from fedbn_flwr.syncbn import combine, synchronised
 from fedbn_flwr.syncbn.layer import local_moments
 
 MODES = ("3L+1", "2L+1")
+KEPT = ("running_mean", "running_var", "weight")
 
 
 @pytest.mark.parametrize("exchanges", MODES)
@@ -38,7 +39,7 @@ def far_clients(offset: float, spread: float) -> list[Tensor]:
 
 
 def one_layer(lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor], exchanges: str) -> dict[str, Tensor]:
-    """Output, input gradient and statistics of one layer over the clients ``parts``, put together."""
+    """Output, input gradient, statistics and stepped weight of one layer over the clients ``parts``, put together."""
     inputs = [part.clone().requires_grad_() for part in parts]
     outputs: list[Tensor | None] = [None] * len(parts)
 
@@ -50,25 +51,26 @@ def one_layer(lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor]
     batches = [(x, torch.tensor(i)) for i, x in enumerate(inputs)]
     state = lab.federated(layer, batches, sizes, loss=loss, exchanges=exchanges)
     gradients = [x.grad * len(x) / sum(sizes) for x in inputs]
-    return {"y": torch.cat(outputs), "dy": torch.cat(gradients), **{k: state[k] for k in state if "running" in k}}
+    return {"y": torch.cat(outputs), "dy": torch.cat(gradients), **{name: state[name] for name in KEPT}}
 
 
-def one_layer_torch(layer: nn.Module, parts: list[Tensor], upstream: list[Tensor]) -> dict[str, Tensor]:
+def one_layer_torch(lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor]) -> dict[str, Tensor]:
     layer = copy.deepcopy(layer).to(parts[0].dtype)
     x = torch.cat(parts).requires_grad_()
     y = layer(x)
     ((y * torch.cat(upstream).to(y.dtype)).sum() / len(x)).backward()
-    return {"y": y.detach(), "dy": x.grad, "running_mean": layer.running_mean, "running_var": layer.running_var}
+    state = lab.sgd_step(layer)
+    return {"y": y.detach(), "dy": x.grad, **{name: state[name] for name in KEPT}}
 
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize(("offset", "spread"), [(1e4, 1e-2), (1e4, 1.0), (-3e2, 1e-2), (0.0, 1.0)])
 def test_a_mean_far_above_the_deviation_loses_no_more_digits_than_torch(lab, offset, spread, exchanges):
     parts = far_clients(offset, spread)
-    upstream = [part.double().sub(offset).mul(3 / spread).cos() for part in parts]
+    upstream = [part.double().sub(offset).mul(3 / spread).cos() + 0.5 for part in parts]
     layer = nn.BatchNorm2d(4, momentum=1.0)
-    exact = one_layer_torch(layer, [part.double() for part in parts], upstream)
-    by_torch = one_layer_torch(layer, parts, upstream)
+    exact = one_layer_torch(lab, layer, [part.double() for part in parts], upstream)
+    by_torch = one_layer_torch(lab, layer, parts, upstream)
     ours = one_layer(lab, layer, parts, upstream, exchanges)
     # What rounding a mean to float32 is worth in units of the deviation: torch's output is off by that much too. Fused
     # moments round each client's mean before the spread of the means is formed, so their variance is off by as much;

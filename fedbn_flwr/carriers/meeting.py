@@ -1,0 +1,206 @@
+"""A barrier that reduces: the clients of one round, each in a thread, meet at every exchange.
+
+In process the clients' own threads wait here; over the channel the server's threads wait for them. A member that
+leaves, stalls, or sends what cannot be used is dropped, and the others begin the step again, so that it stays exact.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.carriers.seat import Dropped, Redo, Seat
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.syncbn import combine
+
+__all__ = ["Meeting", "Member", "seat_here", "seats_of"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of the round: its weight |D_i|, the examples b_i of its first batch, and its name in messages."""
+
+    weight: float
+    batch_size: int
+    name: str
+
+
+@dataclass
+class _Exchange:
+    """One exchange of one attempt."""
+
+    attempt: int
+    deadline: float | None = None
+    sent: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    answer: Tensor | None = None
+    aborted: bool = False
+
+
+class Meeting:
+    """The members of one round; thread-safe.
+
+    Args:
+        members: by node id, in the order in which sums are taken.
+        timeout: seconds an exchange waits for its last member, from its first.
+        min_members: members below which the step is given up.
+
+    Attributes:
+        members: as given.
+        dropped: node id to the reason why it was dropped.
+        exchanges: exchanges answered, of all attempts.
+        bytes_down: bytes of the answers, each broadcast counted once.
+        bytes_up: bytes of what the members sent.
+    """
+
+    def __init__(self, members: Mapping[int, Member], timeout: float, min_members: int = 1) -> None:
+        self.members = dict(members)
+        self._timeout = timeout
+        self._min_members = min_members
+        self._changed = threading.Condition()
+        self._exchange = _Exchange(0)
+        self._closed: set[int] = set()
+        self.dropped: dict[int, str] = {}
+        self.exchanges = self.bytes_down = self.bytes_up = 0
+
+    def seat(self, node_id: int) -> Seat:
+        """Return the place of a member."""
+        return _Seat(self, node_id)
+
+    def begin(self, node_id: int) -> tuple[int, int]:
+        """Return (attempt, examples in the union of the batches of the members that are left)."""
+        with self._changed:
+            self._refuse_dropped(node_id)
+            return self._exchange.attempt, sum(self.members[i].batch_size for i in self._left())
+
+    def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
+        """Wait for all members' tensors of this exchange and return the answer; see ``Seat.reduce``."""
+        with self._changed:
+            self._refuse_dropped(node_id)
+            exchange = self._exchange
+            if attempt != exchange.attempt:
+                raise Redo(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
+            if not bool(torch.isfinite(tensor).all()):
+                self._drop({node_id: f"sent a value that is not finite in exchange '{tag}'"})
+                self._refuse_dropped(node_id)
+            exchange.sent[node_id] = (tag, tensor)
+            exchange.deadline = exchange.deadline or time.monotonic() + self._timeout
+            self.bytes_up += tensor.numel() * tensor.element_size()
+            self._settle()
+            while exchange.answer is None and not exchange.aborted:
+                if not self._changed.wait(exchange.deadline - time.monotonic()):
+                    late = [i for i in self._left() if i not in exchange.sent]
+                    self._drop(dict.fromkeys(late, f"did not send exchange '{tag}' within {self._timeout:g} s"))
+            if exchange.answer is not None:
+                return exchange.answer
+            self._refuse_dropped(node_id)
+            raise Redo("a client was lost in mid-step")
+
+    def close(self, node_id: int) -> None:
+        """Note that a member needs no more exchanges."""
+        with self._changed:
+            self._closed.add(node_id)
+            self._settle()
+
+    def leave(self, node_id: int, reason: str) -> None:
+        """Note that a member is gone; before it has closed its seat, that drops it."""
+        with self._changed:
+            if node_id in self._left() and node_id not in self._closed:
+                self._drop({node_id: reason})
+
+    def _left(self) -> list[int]:
+        return [node_id for node_id in self.members if node_id not in self.dropped]
+
+    def _refuse_dropped(self, node_id: int) -> None:
+        if node_id not in self.members:
+            raise Dropped(f"node {node_id} is not a member of this round")
+        if node_id in self.dropped:
+            raise Dropped(
+                f"{self.members[node_id].name} was dropped from the synchronised step: it {self.dropped[node_id]}. "
+                "All clients of a round must run at the same time; in simulation add --federation-config "
+                f"'client-resources-num-cpus=1 init-args-num-cpus={len(self.members)}'."
+            )
+        if len(self._left()) < self._min_members:
+            raise Dropped(f"{len(self._left())} clients are left for the synchronised step, {self._min_members} needed")
+
+    def _drop(self, reasons: Mapping[int, str]) -> None:
+        """Drop members and abort the exchange: those left begin the step again."""
+        self.dropped.update(reasons)
+        self._exchange.aborted = True
+        self._exchange = _Exchange(self._exchange.attempt + 1)
+        self._changed.notify_all()
+
+    def _settle(self) -> None:
+        """Answer the exchange once every member left has sent, or drop those that do not fit the others."""
+        exchange, left = self._exchange, self._left()
+        if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
+            return
+        kinds = {i: (tag, tuple(t.shape), t.dtype) for i, (tag, t) in exchange.sent.items()}
+        usual, _ = Counter(kinds.values()).most_common(1)[0]
+        odd = {i: f"sent {kind} where the others sent {usual}" for i, kind in kinds.items() if kind != usual}
+        if closed := [i for i in left if i not in exchange.sent]:
+            odd = {i: f"wanted exchange {kinds[i]} when {len(closed)} others were done" for i in kinds}
+        if odd:
+            self._drop(odd)
+            return
+        order = [i for i in left if i in exchange.sent]
+        weights = [self.members[i].weight for i in order]
+        exchange.answer = combine(usual[0], [exchange.sent[i][1] for i in order], weights)
+        self.exchanges += 1
+        self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
+        self._exchange = _Exchange(exchange.attempt)
+        self._changed.notify_all()
+
+
+class _Seat:
+    """A member's place, in its own thread."""
+
+    def __init__(self, meeting: Meeting, node_id: int) -> None:
+        self._meeting = meeting
+        self._node_id = node_id
+        self._attempt = 0
+
+    def begin(self) -> int:
+        self._attempt, union = self._meeting.begin(self._node_id)
+        return union
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        return self._meeting.reduce(self._node_id, self._attempt, tag, tensor)
+
+    def close(self) -> None:
+        self._meeting.close(self._node_id)
+
+
+# Which meetings the code running in this thread may sit at: set by the engine around a client's work.
+_HERE: ContextVar[Callable[[str], Seat]] = ContextVar("seats")
+
+
+@contextmanager
+def seats_of(find: Callable[[str], Seat]) -> Iterator[None]:
+    """Let the code of the block find its seats through ``find(meeting_id)``."""
+    token = _HERE.set(find)
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
+
+
+def seat_here(meeting_id: str) -> Seat:
+    """Return this client's seat at a meeting in this process.
+
+    Raises:
+        EngineError: no engine of this process has such a meeting.
+    """
+    try:
+        return _HERE.get()(meeting_id)
+    except (LookupError, KeyError) as error:
+        raise EngineError(
+            f"no meeting {meeting_id!r} in this process; fedtan-exchange must be messages or channel"
+        ) from error

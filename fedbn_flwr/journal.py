@@ -1,0 +1,64 @@
+"""What a client remembers of a step that is carried by messages: the round's model and the answers so far.
+
+It lies in Flower's ``Context.state`` from the first message of the round to the last; the engine keeps it or, where the
+app failed, puts it back.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context
+
+from fedbn_flwr.averaging import Array
+from fedbn_flwr.carriers import Replay
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.records import from_record, tensors, to_record
+
+__all__ = ["ANSWERS", "forget", "recall"]
+
+ANSWERS = "fedtan"  # the ArrayRecord of an exchange: one entry, named by its tag
+_MODEL, _GIVEN, _ABOUT = "fedbn-flwr.step.model", "fedbn-flwr.step.answers", "fedbn-flwr.step"
+_NAMES = "array-names"
+
+
+def recall(
+    context: Context | None, parameters: list[Array], config: dict[str, Any]
+) -> tuple[list[Array], dict[str, Any]]:
+    """Take in one message of the step; return the round's model and a config that holds the seat to replay from.
+
+    Args:
+        context: where the journal lies.
+        parameters: the model in the round's first message, and the newest answer in every later one.
+        config: with ``array-names`` (JSON; answers are called ``fedtan/TAG``), ``fedtan-attempt`` and ``fedtan-union``.
+
+    Raises:
+        StateError: there is no context, or it has forgotten the round's model.
+    """
+    if context is None:
+        raise StateError("FedTAN by messages keeps the step in the client's Context; pass context= from client_fn")
+    state, server_round, attempt = context.state, int(config["server-round"]), int(config["fedtan-attempt"])
+    arrays = dict(zip(json.loads(config[_NAMES]), parameters, strict=True))
+    prefix = f"{ANSWERS}/"
+    answers = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    model = {name: array for name, array in arrays.items() if not name.startswith(prefix)}
+    about = dict(state.config_records.get(_ABOUT, {}))
+    if model:
+        state[_MODEL], state[_GIVEN] = to_record(model), ArrayRecord()
+    elif about.get("server-round") != server_round:
+        raise StateError(f"the model of round {server_round} was sent to this client in an earlier message, now lost")
+    elif about.get("attempt") != attempt:
+        state[_GIVEN] = ArrayRecord()
+    state[_ABOUT] = ConfigRecord({"server-round": server_round, "attempt": attempt})
+    state.array_records[_GIVEN].update(to_record(answers))
+    kept = from_record(state.array_records[_MODEL])
+    seat = Replay(tensors(from_record(state.array_records[_GIVEN])), int(config["fedtan-union"]))
+    return list(kept.values()), {**config, _NAMES: json.dumps(list(kept)), "fedtan-seat": seat}
+
+
+def forget(context: Context | None) -> None:
+    """Drop the journal: the round is done."""
+    for key in (_MODEL, _GIVEN, _ABOUT):
+        if context is not None and key in context.state:
+            del context.state[key]

@@ -1,0 +1,190 @@
+"""FedTAN: in the first local step of each round all clients act as one batch, layer by layer.
+
+Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", arXiv:2301.02982,
+Algorithms 1-3.
+
+=========  ================================================================================================
+sent down  the whole state; then, per BN layer, the global mean, variance, and the gradients w.r.t. both
+sent up    per BN layer the local ones; at the end the whole state
+kept       nothing (carried by messages: model and answers of the round, until its end)
+cost       per round F + 2 S floats down and up per client, S = running statistics; 3L + 1 exchanges, or 2L + 1 with
+           mean and variance together (ResNet-20: F = 271,098, S = 1,376, L = 19)
+=========  ================================================================================================
+
+N clients, p_i, E local steps, L BN layers, ``union_batch_size`` = sum of the first batches b_i. Steps 2..E are
+ordinary local steps; then everything is averaged, eq. (7). The arithmetic of a synchronised layer is in
+``fedbn_flwr.syncbn``, the carriers of the exchanges in ``fedbn_flwr.carriers``.
+
+Differs from the paper: running variances take torch's n/(n-1) correction with n of the union (the paper's (2b) and
+(6) are biased); one SGD optimizer for all E steps (the authors' code restarts it after the first). Law: with E = 1
+and plain SGD the averaged model equals one centralized step on sum p_i mean_i(loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from torch import nn
+
+from fedbn_flwr.carriers import Redo, Seat, seat_here
+from fedbn_flwr.carriers.meeting import Member
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.strategies.carry import Carry, carry_by_meeting, carry_by_messages
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.syncbn import Backward, Exchanges, synchronised
+from fedbn_flwr.training import Compute, Rule, StepResult
+
+__all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedTANParams(FedAvgParams):
+    """Parameters of FedTAN.
+
+    Attributes:
+        fedtan_exchanges: "3L+1" as in the paper, or "2L+1": mean and variance travel together.
+        fedtan_exchange: what carries them where the clients are not in this process: "messages" or "channel".
+        fedtan_timeout: seconds an exchange waits for its last client.
+    """
+
+    fedtan_exchanges: Exchanges = "3L+1"
+    fedtan_exchange: str = "messages"
+    fedtan_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.fedtan_exchanges not in ("3L+1", "2L+1"):
+            raise unknown_name("fedtan_exchanges", self.fedtan_exchanges, ["3L+1", "2L+1"])
+        if self.fedtan_exchange not in CARRIERS:
+            raise unknown_name("fedtan_exchange", self.fedtan_exchange, CARRIERS)
+        if not self.fedtan_timeout > 0:
+            raise ConfigError(f"fedtan_timeout={self.fedtan_timeout} must be above 0 seconds")
+
+
+CARRIERS = ("messages",)
+
+
+class SynchroniseFirstStep(Rule):
+    """Client half: the first step's BN layers reduce through ``seat``; a lost client makes it begin again."""
+
+    def __init__(self, seat: Seat, exchanges: Exchanges, backward: Backward) -> None:
+        self._seat = seat
+        self._exchanges: Exchanges = exchanges
+        self._backward: Backward = backward
+
+    def synchronises(self, step: int) -> bool:
+        """Tell that the first step sees the union of the batches."""
+        return step == 0
+
+    def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> StepResult:
+        """Run the first step synchronised, from the same state and batch until it comes through."""
+        if step > 0:
+            return compute()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        while True:
+            union = self._seat.begin()
+            try:
+                with synchronised(
+                    model,
+                    self._seat.reduce,
+                    batch_size=batch_size,
+                    union_batch_size=union,
+                    exchanges=self._exchanges,
+                    backward=self._backward,
+                ):
+                    result = compute()
+            except Redo:
+                model.load_state_dict(before)
+                continue
+            self._seat.close()
+            return result
+
+
+def _synchronise(config: Mapping[str, Any]) -> Rule:
+    seat = config["fedtan-seat"] if "fedtan-seat" in config else seat_here(str(config["fedtan-meeting"]))
+    return SynchroniseFirstStep(seat, config["fedtan-exchanges"], config["fedtan-backward"])
+
+
+class FedTAN(FedAvg):
+    """FedAvg whose first local step is synchronised layer by layer."""
+
+    name = "fedtan"
+    summary_line = "first local step synchronised layer by layer over all clients"
+    source = "Wang 2023, arXiv:2301.02982"
+    needs_batchnorm = True
+    Params = FedTANParams
+    rules = {"synchronise-first-step": _synchronise}
+    backward: Backward = "global"
+
+    _carry: Carry | None = None
+    _expected = 0  # exchanges of a round, once one has shown it
+
+    def synchronises(self, server_round: int) -> bool:
+        """Tell whether the round's first step is synchronised."""
+        return True
+
+    def phase(self, server_round: int) -> str:
+        """Return "synchronised" where the round's first step is."""
+        return "synchronised" if self.synchronises(server_round) else super().phase(server_round)
+
+    def client_config(self, server_round: int) -> dict[str, Any]:
+        """Tell the clients to synchronise their first step."""
+        if not self.synchronises(server_round):
+            return super().client_config(server_round)
+        exchanges, backward = self.params.fedtan_exchanges, self.backward
+        own = {"rules": "synchronise-first-step", "fedtan-exchanges": exchanges, "fedtan-backward": backward}
+        return _joined(super().client_config(server_round), own)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Open what carries the exchanges; by messages, drive them here, and the replies are there already."""
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        self._carry = None
+        if not messages or not self.synchronises(server_round):
+            return messages
+        members = {message.metadata.dst_node_id: self._member(message) for message in messages}
+        timeout, least = self.params.fedtan_timeout, self.params.min_replies
+        if callable(getattr(grid, "open_meeting", None)):
+            self._carry = carry_by_meeting(grid, messages, members, timeout, least)
+        else:
+            expected, wait = self._expected, max(timeout, self._timeout)
+            self._carry = carry_by_messages(grid, messages, members, timeout, wait, least, expected)
+            self._expected = self._carry.exchanges
+        return self._carry.messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Note what the exchanges moved and who was dropped in mid-step; then average as FedAvg does."""
+        if self._carry is not None:
+            replies = [*replies, *self._carry.replies]
+            report = self.reports[-1]
+            for node_id, reason in self._carry.close(report.train).items():
+                node = self._roster.of(node_id)
+                report.rejected[node_id] = f"{node}: {reason}"
+                log(WARNING, "round %d: %s %s; the step was redone without it", server_round, node, reason)
+        return super().aggregate_train(server_round, replies)
+
+    def _member(self, message: Message) -> Member:
+        node = self._roster.of(message.metadata.dst_node_id)
+        if node.num_examples is None or not node.batch_size:
+            raise ConfigError(
+                f"strategy {self.name!r} needs to know the training examples and the first batch's size of {node} "
+                "before the round: answer the query with num-examples and batch-size (fedbn_flwr.client_app around a "
+                "TorchClient does)."
+            )
+        return Member(node.num_examples, node.batch_size, str(node))
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both messages to the clients as one, the lists of rules joined."""
+    rules = ",".join(filter(None, (str(config.get("rules", "")) for config in (first, second))))
+    return {**first, **second, "rules": rules}
