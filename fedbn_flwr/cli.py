@@ -97,7 +97,7 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/study_digits.yaml --out runs/digits")
+@app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/demo.yaml --out runs/digits")
 def sweep(
     study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],

@@ -85,9 +85,10 @@ def mlp() -> MakeModel:
 class Recorder(PromptGrid):
     """Keeps every message sent, by type and node, and every reply."""
 
-    def __init__(self, grid: InProcessGrid) -> None:
+    def __init__(self, grid: InProcessGrid, backwards: bool = False) -> None:
         super().__init__(grid)
         self.inner = grid
+        self.backwards = backwards
         self.sent: list[Message] = []
         self.received: list[Message] = []
 
@@ -96,7 +97,7 @@ class Recorder(PromptGrid):
         replies = list(self.inner.send_and_receive(batch, timeout=timeout))
         self.sent += batch
         self.received += replies
-        return replies
+        return replies[::-1] if self.backwards else replies
 
     def config(self, message_type: str = "train") -> list[ConfigRecord]:
         """Return the configs of the messages of a type, in the order sent."""
@@ -125,7 +126,10 @@ Federate = Callable[..., Outcome]
 
 @pytest.fixture
 def federate() -> Iterator[Federate]:
-    """``federate(strategy, model, datasets, ...)``: run a strategy over TorchClients in process."""
+    """``federate(strategy, model, datasets, ...)``: run a strategy over TorchClients in process.
+
+    ``backwards``: replies arrive in reverse order.
+    """
     grids: list[InProcessGrid] = []
 
     def run(
@@ -139,6 +143,7 @@ def federate() -> Iterator[Federate]:
         client: type[TorchClient] = TorchClient,
         grid_options: Mapping[str, Any] | None = None,
         timeout: float = 60,
+        backwards: bool = False,
         **settings: Any,
     ) -> Outcome:
         training = LocalTraining(learning_rate=LearningRate(rate), **{"batch_size": 4, **settings})
@@ -150,7 +155,7 @@ def federate() -> Iterator[Federate]:
         options = {"max_workers": 1, **(grid_options or {})}
         inner = InProcessGrid(wrap(client_fn), len(datasets), **options)
         grids.append(inner)
-        grid = Recorder(inner)
+        grid = Recorder(inner, backwards)
         history: list[dict[str, Array]] = []
         if strategy.parts is None:
             strategy.parts = split_state(model())

@@ -149,7 +149,7 @@ def test_query_tells_partition_and_size(client_fn, open_grid) -> None:
     grid = open_grid(client_app(client_fn))
     for partition, size in enumerate(SIZES):
         reply = ask(grid, RecordDict(), MessageType.QUERY, partition)
-        assert dict(reply.content["metrics"]) == {"partition-id": partition, "num-examples": size}
+        assert dict(reply.content["metrics"]) == {"partition-id": partition, "num-examples": size, "batch-size": 4}
 
 
 class Plain(NumPyClient):

@@ -56,7 +56,7 @@ def test_another_model_is_refused() -> None:
     with pytest.raises(StateError) as error:
         store(context, nn.Sequential(nn.BatchNorm1d(5))).load(STATISTICS)
     assert str(error.value) == (
-        "the entries this client kept (version 1, round 4) belong to another model: its names, layer types or "
+        "what this client kept (version 1, round 4) belongs to another model: its names, layer types or "
         "shapes changed (first of ours: '0.running_mean'). Start a new run, or give the model back."
     )
 
@@ -65,7 +65,7 @@ def test_another_layer_type_of_the_same_names_is_refused(mlp) -> None:
     context = empty_context()
     keep(context, nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)))
     model = nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4))
-    with pytest.raises(StateError, match="belong to another model"):
+    with pytest.raises(StateError, match="belongs to another model"):
         store(context, model).load(STATISTICS)
 
 

@@ -41,10 +41,10 @@ def test_get_parameters_is_the_whole_state_dict_in_order(client) -> None:
 
 
 def test_get_properties(client, points, mlp) -> None:
-    assert client.get_properties({}) == {"partition-id": 3, "num-examples": 10}
-    assert TorchClient(mlp(), points(4), points(1), SETTINGS).get_properties({}) == {"num-examples": 4}
+    assert client.get_properties({}) == {"partition-id": 3, "num-examples": 10, "batch-size": 4}
+    assert TorchClient(mlp(), points(4), points(1), SETTINGS).get_properties({}) == {"num-examples": 4, "batch-size": 4}
     named = TorchClient(mlp(), points(4), points(1), SETTINGS, context=context(), partition_id=1)
-    assert named.get_properties({}) == {"partition-id": 1, "num-examples": 4}
+    assert named.get_properties({}) == {"partition-id": 1, "num-examples": 4, "batch-size": 4}
 
 
 @pytest.mark.parametrize("server_round", [1, 2])

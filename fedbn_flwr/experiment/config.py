@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedbn_flwr.data import PARTITIONS, Augment
 from fedbn_flwr.data.datasets import DATASETS
@@ -40,8 +41,7 @@ class Config(BaseModel):
         extra="forbid",
         frozen=True,
         alias_generator=lambda name: name.replace("_", "-"),
-        validate_by_name=True,
-        validate_by_alias=True,
+        allow_inf_nan=False,
     )
 
     strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
@@ -97,21 +97,40 @@ class Config(BaseModel):
     freeze_affine: bool = _key("methods", False, "fixbn freezes gamma and beta as well")
     freeze_window: int = _key("methods", 200, "window W of `freeze-at=auto`, rounds; must be below R", ge=2)
     freeze_tau: float = _key("methods", 1e-6, "threshold tau of `freeze-at=auto`", gt=0)
+    fedtan_rounds: int | float | str = _key("methods", 0.1, "M of fedtan2: a round (int), a fraction of R or `auto`")
+    fedtan_exchanges: Literal["3L+1", "2L+1"] = _key("methods", "3L+1", "2L+1: mean and variance travel together")
+    fedtan_exchange: Literal["messages", "channel"] = _key(
+        "methods", "messages", "carrier of FedTAN's exchanges between processes; in process clients meet at a barrier"
+    )
+    fedtan_timeout: float = _key("methods", 120.0, "seconds an exchange of FedTAN waits for its last client", gt=0)
+    fedtan_bind: str = _key("methods", "127.0.0.1:0", "where the channel listens, host:port; port 0 = a free one")
+    fedtan_address: str = _key("methods", "", "host:port that clients connect to; empty = where the channel listens")
+    fedtan_tls_dir: str = _key("methods", "", "folder with ca.crt, server.crt, server.key; empty = loopback only")
 
     out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number: pydantic would read them as 1 and 0."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError(f"{str(value).lower()} is neither a number nor text")
+        return value
 
     @field_validator("lr_decay_factor", "lr_decay_at", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
-    @field_validator("freeze_at", mode="after")
+    @field_validator("freeze_at", "fedtan_rounds", mode="after")
     @classmethod
     def _freeze_at(cls, value: int | float | str) -> int | float | str:
         if isinstance(value, str) and value != "auto":
             raise ValueError(f"{value!r} is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'")
         if isinstance(value, float) and not 0 <= value <= 1:
             raise ValueError(f"{value} is not a fraction in [0, 1]; for a round write an int")
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{value} is not a round; the first is 1, and 0 freezes from the start")
         return value
 
     @model_validator(mode="after")
@@ -136,11 +155,15 @@ class Config(BaseModel):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
-        if self.strategy == "fixbn" and self.freeze_at == "auto" and self.freeze_window >= self.num_server_rounds:
-            problems.append(
-                f"freeze-window={self.freeze_window} must be below num-server-rounds={self.num_server_rounds} for "
-                "freeze-at=auto"
-            )
+        for strategy, key, value in (
+            ("fixbn", "freeze-at", self.freeze_at),
+            ("fedtan2", "fedtan-rounds", self.fedtan_rounds),
+        ):
+            if self.strategy == strategy and value == "auto" and self.freeze_window >= self.num_server_rounds:
+                problems.append(
+                    f"freeze-window={self.freeze_window} must be below num-server-rounds={self.num_server_rounds} for "
+                    f"{key}=auto"
+                )
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -160,7 +183,8 @@ class Config(BaseModel):
             elif isinstance(value, int) and value >= 0:
                 after.append(value)
             elif isinstance(value, float) and 0 <= value <= 1:
-                after.append(math.floor(value * self.num_server_rounds))
+                # As the decimal it is written as: floor(0.29 * 100) is 29, not the 28 of binary floating point.
+                after.append(math.floor(Fraction(text) * self.num_server_rounds))
             else:
                 raise ConfigError(f"lr-decay-at: {text!r} is not a round (int), a fraction in [0, 1] or 'freeze'")
         factors = [_number(text) for text in split(self.lr_decay_factor)]
@@ -208,10 +232,10 @@ class Config(BaseModel):
                 bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
                 if not bad:
                     break
-                remaining = {key: value for key, value in remaining.items() if key not in bad}
+                remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if lines:
             raise ConfigError("\n".join(lines))
-        return config
+        return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -234,8 +258,6 @@ class Config(BaseModel):
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
         values: dict[str, Scalar] = self.model_dump(by_alias=True)
-        if self.local_steps:
-            values["local-epochs"] = 0
         return values
 
 
@@ -243,14 +265,17 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings of ``key=value`` texts; values are read as YAML.
 
     Raises:
-        ConfigError: a text has no "=".
+        ConfigError: a text has no "=", or its value cannot be read.
     """
     values: dict[str, Any] = {}
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
             raise ConfigError(f"--set {override!r} must be key=value")
-        values[key.strip()] = yaml.safe_load(value) if value.strip() else ""
+        try:
+            values[key.strip()] = yaml.safe_load(value) if value.strip() else ""
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override!r}: {error}") from error
     return values
 
 
@@ -279,7 +304,7 @@ def _try(problems: list[str], check: Any) -> None:
 def _explain(problem: Any, keys: Sequence[str]) -> list[str]:
     """Return pydantic's problem in the words of the user: key, value, what is allowed."""
     key = str(problem["loc"][0]) if problem["loc"] else ""
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "invalid_key"):
         near = difflib.get_close_matches(key, keys, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else " See docs/config.md for all keys."
         return [f"unknown key {key!r}.{hint}"]

@@ -93,7 +93,7 @@ class RunFolder:
         """Write the model (with what it holds as metadata), the curves and, last, the summary."""
         from fedbn_flwr.experiment.curves import draw_curves
 
-        arrays = {name: np.ascontiguousarray(array) for name, array in state.items()}
+        arrays = {name: np.asarray(array, order="C") for name, array in state.items()}  # keeps 0-dim counters 0-dim
         write_atomically(self.path / "model.safetensors", save(arrays, metadata=dict(about)))
         write_atomically(self.path / "curves.png", draw_curves({"": read_metrics(self.path / "metrics.jsonl")}))
         write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")

@@ -56,7 +56,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 
     Raises:
         ConfigError: the settings cannot run here, the federation has another size, the folder is in use.
-        EngineError: no nodes.
+        EngineError: no nodes, or not one round with enough usable replies.
     """
     if config.strategy == CENTRALIZED:
         raise ConfigError(
@@ -86,6 +86,11 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
         )
     finally:
         recorder.close()
+    if all(report.kept_previous for report in strategy.reports):
+        first = next((why for report in strategy.reports for why in report.rejected.values()), "no reply came")
+        raise EngineError(
+            f"nothing was trained: no round had min-replies={config.min_replies} usable replies. First refused: {first}"
+        )
     final = from_record(result.arrays if len(result.arrays) else initial)
     return recorder.finish(final, strategy)
 

@@ -199,9 +199,11 @@ def _config(items: tuple[tuple[str, Any], ...]) -> Config:
 def check(config: Config) -> None:
     """Refuse before any work what cannot run here: no such device, no such folder, a method without its layers.
 
+    The model is built and tried on two black images: what raises there would raise in every client.
+
     Raises:
-        ConfigError: every such problem, one a line.
-        NormLayerError: the strategy needs BatchNorm and the model has none.
+        ConfigError: every such problem, one a line; an augmentation that does not fit the images.
+        NormLayerError: the strategy needs BatchNorm and the model has none; a norm that does not fit the layers.
     """
     problems = []
     try:
@@ -217,17 +219,27 @@ def check(config: Config) -> None:
         problems.append(f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data.")
     if problems:
         raise ConfigError("\n".join(problems))
+    model = make_model(config)
     strategy = STRATEGIES.get(config.strategy)
-    if strategy is not None and strategy.needs_batchnorm:
-        model = make_model(config)
-        if not split_state(model).layers:
-            norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
-            kinds = " and ".join(sorted({kind for _, kind in norms}))
-            has = f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
-            raise NormLayerError(
-                f"strategy {config.strategy!r} needs BatchNorm; model {config.model!r} has {has}. Use "
-                "strategy='fedavg' or norm='batch'."
-            )
+    if strategy is not None and strategy.needs_batchnorm and not split_state(model).layers:
+        norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
+        kinds = " and ".join(sorted({kind for _, kind in norms}))
+        has = f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
+        raise NormLayerError(
+            f"strategy {config.strategy!r} needs BatchNorm; model {config.model!r} has {has}. Use "
+            "strategy='fedavg' or norm='batch'."
+        )
+    _try_model(config, model)
+
+
+def _try_model(config: Config, model: nn.Module) -> None:
+    info = DATASETS[config.dataset]
+    channels, size = input_shape(config.model, info.channels, info.size)
+    images = torch.zeros(2, channels, size, size, dtype=torch.uint8)
+    if augment := Augment.parse(config.augment):
+        images = augment(images, torch.Generator())
+    with torch.no_grad():
+        model.eval()(images.float())
 
 
 def _norm_kind(module: nn.Module) -> str:

@@ -4,13 +4,8 @@ A study file::
 
     name: digits
     base: {dataset: digits, model: lenet, num-clients: 5}
-
-Methods:
-      FedAvg+BN: {strategy: fedavg}
-      FedBN: {strategy: fedbn}
-    splits:
-      iid: {partition: iid}
-      non-iid: {partition: classes, classes-per-client: 2}
+    methods: {FedAvg+BN: {strategy: fedavg}, FedBN: {strategy: fedbn}}
+    splits: {iid: {partition: iid}, non-iid: {partition: classes, classes-per-client: 2}}
     seeds: [0, 1, 2]
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35}
@@ -74,7 +69,7 @@ class Study(BaseModel):
         try:
             read = yaml.safe_load(path.read_text())
             if overrides and isinstance(read, dict):
-                read["base"] = {**read.get("base", {}), **read_overrides(overrides)}
+                read["base"] = {**(read.get("base") or {}), **read_overrides(overrides)}
             study = cls.model_validate(read)
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"study {path}: {error}") from error

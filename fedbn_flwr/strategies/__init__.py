@@ -11,16 +11,31 @@ from fedbn_flwr.strategies.fedbn import FedBN
 from fedbn_flwr.strategies.feddna import FedDNA
 from fedbn_flwr.strategies.fedprox import FedProx
 from fedbn_flwr.strategies.fedtan import FedTAN
+from fedbn_flwr.strategies.fedtan2 import FedTAN2
 from fedbn_flwr.strategies.fixbn import FixBN
 from fedbn_flwr.strategies.mtfl import MTFL
 from fedbn_flwr.strategies.silobn import SiloBN
 from fedbn_flwr.strategies.standalone import Standalone
 from fedbn_flwr.training import Rule
 
-__all__ = ["MTFL", "STRATEGIES", "FedAvg", "FedBN", "FedDNA", "FedProx", "FedTAN", "FixBN", "SiloBN", "Standalone", "client_rules"]
+__all__ = [
+    "MTFL",
+    "STRATEGIES",
+    "FedAvg",
+    "FedBN",
+    "FedDNA",
+    "FedProx",
+    "FedTAN",
+    "FedTAN2",
+    "FixBN",
+    "SiloBN",
+    "Standalone",
+    "client_rules",
+]
 
 STRATEGIES: Mapping[str, type[FedAvg]] = {
-    strategy.name: strategy for strategy in (FedAvg, FedProx, FedBN, SiloBN, MTFL, FixBN, FedTAN, FedDNA, Standalone)
+    strategy.name: strategy
+    for strategy in (FedAvg, FedProx, FedBN, SiloBN, MTFL, FixBN, FedTAN, FedTAN2, FedDNA, Standalone)
 }
 
 

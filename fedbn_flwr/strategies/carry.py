@@ -14,12 +14,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.carriers import Meeting, Member
+from fedbn_flwr.carriers.channel import ChannelServer
 from fedbn_flwr.journal import ANSWERS
 from fedbn_flwr.records import from_record, num_bytes, tensors, to_record
 from fedbn_flwr.strategies.report import Traffic
 from fedbn_flwr.syncbn import combine
 
-__all__ = ["Carry", "carry_by_meeting", "carry_by_messages"]
+__all__ = ["Carry", "carry_by_channel", "carry_by_meeting", "carry_by_messages"]
 
 
 @dataclass
@@ -57,10 +58,29 @@ def carry_by_meeting(
 
     def finish() -> tuple[Traffic, Mapping[int, str]]:
         grid.close_meeting(meeting_id)
-        return Traffic(meeting.exchanges, meeting.bytes_down, meeting.bytes_up), meeting.dropped
+        return _moved(meeting), meeting.dropped
 
     told = {"fedtan-meeting": meeting_id}
     return Carry([_with(message, told) for message in messages], finish)
+
+
+def carry_by_channel(
+    channel: ChannelServer,
+    messages: Sequence[Message],
+    members: Mapping[int, Member],
+    timeout: float,
+    min_members: int,
+) -> Carry:
+    """Let the clients meet behind the server's port; each gets its one TRAIN message, with a token of its own."""
+    meeting = Meeting(members, timeout, min_members)
+    tokens = channel.admit(meeting)
+
+    def finish() -> tuple[Traffic, Mapping[int, str]]:
+        channel.dismiss(meeting)
+        return _moved(meeting), meeting.dropped
+
+    told = {"fedtan-address": channel.address, "fedtan-ca": channel.certificate, "fedtan-timeout": timeout}
+    return Carry([_with(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages], finish)
 
 
 def carry_by_messages(
@@ -112,6 +132,10 @@ def carry_by_messages(
         traffic.down += num_bytes(answer)[0]
         traffic.up += sum(t.numel() * t.element_size() for _, t in sent.values())
     return Carry([], lambda: (traffic, dropped))
+
+
+def _moved(meeting: Meeting) -> Traffic:
+    return Traffic(meeting.exchanges, meeting.bytes_down, meeting.bytes_up)
 
 
 def _with(message: Message, told: Mapping[str, Any]) -> Message:

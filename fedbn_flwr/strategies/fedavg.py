@@ -41,7 +41,7 @@ from fedbn_flwr.strategies.report import RoundReport, Traffic
 from fedbn_flwr.strategies.roster import Node, Roster
 from fedbn_flwr.training import Rule
 
-__all__ = ["FedAvg", "FedAvgParams", "Reply"]
+__all__ = ["FedAvg", "FedAvgParams", "Reply", "joined"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +334,12 @@ class FedAvg(FlowerFedAvg):
     def _in_order(self, replies: Iterable[Message]) -> list[tuple[Node, Message]]:
         pairs = [(self._roster.of(message.metadata.src_node_id), message) for message in replies]
         return sorted(pairs, key=lambda pair: pair[0].order)
+
+
+def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both messages to the clients as one, the lists of rules joined."""
+    rules = ",".join(filter(None, (str(config.get("rules", "")) for config in (first, second))))
+    return {**first, **second, "rules": rules}
 
 
 def _advice(reason: str) -> str:

@@ -30,13 +30,15 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fedbn_flwr.carriers import Redo, Seat, seat_here
+from fedbn_flwr.carriers.channel import ChannelSeat, ChannelServer
 from fedbn_flwr.carriers.meeting import Member
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.strategies.carry import Carry, carry_by_meeting, carry_by_messages
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.strategies.carry import Carry, carry_by_channel, carry_by_meeting, carry_by_messages
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
 from fedbn_flwr.syncbn import Backward, Exchanges, synchronised
 from fedbn_flwr.training import Compute, Rule, StepResult
 
@@ -51,11 +53,17 @@ class FedTANParams(FedAvgParams):
         fedtan_exchanges: "3L+1" as in the paper, or "2L+1": mean and variance travel together.
         fedtan_exchange: what carries them where the clients are not in this process: "messages" or "channel".
         fedtan_timeout: seconds an exchange waits for its last client.
+        fedtan_bind: where the channel listens, host:port; port 0 = a free one.
+        fedtan_address: what clients connect to; "" = where it listens.
+        fedtan_tls_dir: folder with ca.crt, server.crt, server.key; "" = plaintext, on loopback only.
     """
 
     fedtan_exchanges: Exchanges = "3L+1"
     fedtan_exchange: str = "messages"
     fedtan_timeout: float = 120.0
+    fedtan_bind: str = "127.0.0.1:0"
+    fedtan_address: str = ""
+    fedtan_tls_dir: str = ""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -68,7 +76,7 @@ class FedTANParams(FedAvgParams):
             raise ConfigError(f"fedtan_timeout={self.fedtan_timeout} must be above 0 seconds")
 
 
-CARRIERS = ("messages",)
+CARRIERS = ("messages", "channel")
 
 
 class SynchroniseFirstStep(Rule):
@@ -108,7 +116,14 @@ class SynchroniseFirstStep(Rule):
 
 
 def _synchronise(config: Mapping[str, Any]) -> Rule:
-    seat = config["fedtan-seat"] if "fedtan-seat" in config else seat_here(str(config["fedtan-meeting"]))
+    seat: Seat
+    if "fedtan-seat" in config:
+        seat = config["fedtan-seat"]
+    elif "fedtan-address" in config:
+        address, token = str(config["fedtan-address"]), str(config["fedtan-token"])
+        seat = ChannelSeat(address, token, bytes(config["fedtan-ca"]), float(config["fedtan-timeout"]))
+    else:
+        seat = seat_here(str(config["fedtan-meeting"]))
     return SynchroniseFirstStep(seat, config["fedtan-exchanges"], config["fedtan-backward"])
 
 
@@ -124,7 +139,17 @@ class FedTAN(FedAvg):
     backward: Backward = "global"
 
     _carry: Carry | None = None
+    _channel: ChannelServer | None = None
     _expected = 0  # exchanges of a round, once one has shown it
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """Run the rounds; see ``FedAvg.start``. A channel is closed at the end."""
+        try:
+            return super().start(*args, **kwargs)
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
 
     def synchronises(self, server_round: int) -> bool:
         """Tell whether the round's first step is synchronised."""
@@ -140,7 +165,7 @@ class FedTAN(FedAvg):
             return super().client_config(server_round)
         exchanges, backward = self.params.fedtan_exchanges, self.backward
         own = {"rules": "synchronise-first-step", "fedtan-exchanges": exchanges, "fedtan-backward": backward}
-        return _joined(super().client_config(server_round), own)
+        return joined(super().client_config(server_round), own)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -154,6 +179,11 @@ class FedTAN(FedAvg):
         timeout, least = self.params.fedtan_timeout, self.params.min_replies
         if callable(getattr(grid, "open_meeting", None)):
             self._carry = carry_by_meeting(grid, messages, members, timeout, least)
+        elif self.params.fedtan_exchange == "channel":
+            if self._channel is None:
+                params: FedTANParams = self.params
+                self._channel = ChannelServer(params.fedtan_bind, params.fedtan_address, params.fedtan_tls_dir)
+            self._carry = carry_by_channel(self._channel, messages, members, timeout, least)
         else:
             expected, wait = self._expected, max(timeout, self._timeout)
             self._carry = carry_by_messages(grid, messages, members, timeout, wait, least, expected)
@@ -182,9 +212,3 @@ class FedTAN(FedAvg):
                 "TorchClient does)."
             )
         return Member(node.num_examples, node.batch_size, str(node))
-
-
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both messages to the clients as one, the lists of rules joined."""
-    rules = ",".join(filter(None, (str(config.get("rules", "")) for config in (first, second))))
-    return {**first, **second, "rules": rules}

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from logging import INFO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,12 +38,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.averaging import State, normalise
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply, joined
 from fedbn_flwr.training import Rule
 
-__all__ = ["FixBN", "FixBNParams", "FreezeBN", "ReportDrift", "freeze_round"]
+__all__ = ["FixBN", "FixBNParams", "FreezeBN", "FreezeSettings", "Freezing", "ReportDrift", "freeze_round"]
 
-_DELTA = "statistics-delta"
+DELTA = "statistics-delta"
+
+
+class FreezeSettings(NamedTuple):
+    """When BN is frozen, and whether gamma and beta are too: T* or "auto", then W and tau."""
+
+    at: int | float | str
+    affine: bool
+    window: int
+    tau: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +137,7 @@ class ReportDrift(Rule):
         if not pairs:
             return {}
         drift = torch.stack([(now.double() - before.double()).abs().sum() for now, before in pairs]).sum()
-        return {_DELTA: float(drift) / sum(s.numel() for s in self._received)}
+        return {DELTA: float(drift) / sum(s.numel() for s in self._received)}
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
@@ -145,27 +154,34 @@ def _drift(_: Mapping[str, Any]) -> Rule:
     return ReportDrift()
 
 
-class FixBN(FedAvg):
-    """FedAvg that freezes the BN statistics after round T* (``frozen_after``; None until it is known)."""
+class Freezing(FedAvg):
+    """What FixBN and FedTAN-II share: BN statistics that stay as they are after a round known or found out.
 
-    name = "fixbn"
-    summary_line = "BN statistics frozen mid-way, after round T*"
-    source = "Zhong 2023, arXiv:2303.06530"
+    Attributes:
+        frozen_after: the round after which they are frozen; None until it is known.
+        deltas: the p-weighted mean of delta_m, round by round, while it is being looked for.
+    """
+
     needs_batchnorm = True
-    Params = FixBNParams
     rules = {"freeze-bn": _freeze, "report-drift": _drift}
 
     frozen_after: int | None = None
+    deltas: list[float]
+
+    def freeze_settings(self) -> FreezeSettings:
+        """Return when to freeze, and what."""
+        raise NotImplementedError
 
     def begin(self) -> None:
-        """Fix T* where it is known; check the window against the number of rounds."""
-        rounds = self.num_rounds or 0
-        self.deltas: list[float] = []
-        self.frozen_after = freeze_round(self.params.freeze_at, rounds)
-        if self.frozen_after is None and self.params.freeze_window >= rounds:
+        """Fix the round where it is known; check the window against the number of rounds."""
+        super().begin()
+        rounds, settings = self.num_rounds or 0, self.freeze_settings()
+        self.deltas = []
+        self.frozen_after = freeze_round(settings.at, rounds)
+        if self.frozen_after is None and settings.window >= rounds:
             raise ConfigError(
-                f"freeze_window={self.params.freeze_window} must be below the number of rounds, {rounds}, for "
-                "freeze_at='auto'. Use a smaller window, more rounds, or a fixed freeze_at."
+                f"freeze_window={settings.window} must be below the number of rounds, {rounds}, where the round to "
+                "freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
     def frozen(self, server_round: int) -> bool:
@@ -173,34 +189,37 @@ class FixBN(FedAvg):
         return self.frozen_after is not None and server_round > self.frozen_after
 
     def phase(self, server_round: int) -> str:
-        """Return "frozen" after T*, "train" before."""
-        return "frozen" if self.frozen(server_round) else "train"
+        """Return "frozen" once BN is, the method's own word before."""
+        return "frozen" if self.frozen(server_round) else super().phase(server_round)
 
     def client_config(self, server_round: int) -> dict[str, Any]:
-        """Tell the clients to freeze, or to report delta_m while T* is being looked for."""
+        """Tell the clients to freeze, or to report delta_m while the round is being looked for."""
+        told = super().client_config(server_round)
         if self.frozen(server_round):
-            return {"rules": "freeze-bn", "freeze-affine": self.params.freeze_affine, "frozen": True}
-        return {"rules": "report-drift"} if self.frozen_after is None else {}
+            own = {"rules": "freeze-bn", "freeze-affine": self.freeze_settings().affine, "frozen": True}
+            return joined(told, own)
+        return joined(told, {"rules": "report-drift"}) if self.frozen_after is None else told
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply that changed what is frozen, or lacks delta_m while T* is being looked for."""
+        """Refuse a reply that changed what is frozen, or lacks delta_m while it is needed."""
+        super().check(server_round, reply, before)
         if self.frozen_after is None:
-            if _DELTA not in reply.metrics:
+            if DELTA not in reply.metrics:
                 raise ReplyError(
-                    f"metric '{_DELTA}' is missing: the client's training must apply the rule 'report-drift'"
+                    f"metric '{DELTA}' is missing: the client's training must apply the rule 'report-drift'"
                 )
-            if not 0 <= reply.metrics[_DELTA] < math.inf:
-                raise ReplyError(f"metric '{_DELTA}' is {reply.metrics[_DELTA]}, which must be a finite number >= 0")
+            if not 0 <= reply.metrics[DELTA] < math.inf:
+                raise ReplyError(f"metric '{DELTA}' is {reply.metrics[DELTA]}, which must be a finite number >= 0")
         if self.frozen(server_round):
             for name in self._frozen_names():
                 if not np.array_equal(reply.state[name], before[name]):
                     raise ReplyError(
-                        f"entry '{name}' changed after T* = {self.frozen_after}: the client trained with BN in train "
-                        "mode. Its training must apply the rule 'freeze-bn'."
+                        f"entry '{name}' changed after round {self.frozen_after}, when it was frozen: the client "
+                        "trained with BN in train mode. Its training must apply the rule 'freeze-bn'."
                     )
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; after T* put the frozen entries back bit for bit; look for T* where it is automatic."""
+        """Average; once frozen, put the frozen entries back bit for bit; look for the round where it is automatic."""
         state = super().combine(server_round, replies, before)
         if self.frozen(server_round):
             state.update({name: before[name] for name in self._frozen_names()})
@@ -210,12 +229,26 @@ class FixBN(FedAvg):
 
     def _frozen_names(self) -> tuple[str, ...]:
         parts = self._known_parts
-        return parts.statistics + parts.counters + (parts.affine if self.params.freeze_affine else ())
+        return parts.statistics + parts.counters + (parts.affine if self.freeze_settings().affine else ())
 
     def _watch(self, server_round: int, replies: Sequence[Reply]) -> None:
-        p = normalise(self.weights(replies))
-        self.deltas.append(sum(w * reply.metrics[_DELTA] for w, reply in zip(p, replies, strict=True)))
-        window = self.deltas[-self.params.freeze_window :]
-        if len(window) == self.params.freeze_window and float(np.var(window)) < self.params.freeze_tau:
+        settings, p = self.freeze_settings(), normalise(self.weights(replies))
+        self.deltas.append(sum(w * reply.metrics[DELTA] for w, reply in zip(p, replies, strict=True)))
+        window = self.deltas[-settings.window :]
+        if len(window) == settings.window and float(np.var(window)) < settings.tau:
             self.frozen_after = server_round
-            log(INFO, "FixBN: T* = %d (variance of delta over %d rounds under tau)", server_round, len(window))
+            log(INFO, "BN frozen after round %d: variance of delta over %d rounds under tau", server_round, len(window))
+
+
+class FixBN(Freezing):
+    """FedAvg that freezes the BN statistics after round T* (``frozen_after``)."""
+
+    name = "fixbn"
+    summary_line = "BN statistics frozen mid-way, after round T*"
+    source = "Zhong 2023, arXiv:2303.06530"
+    Params = FixBNParams
+
+    def freeze_settings(self) -> FreezeSettings:
+        """Return T*, W and tau."""
+        params: FixBNParams = self.params
+        return FreezeSettings(params.freeze_at, params.freeze_affine, params.freeze_window, params.freeze_tau)

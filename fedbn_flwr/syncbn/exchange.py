@@ -29,9 +29,10 @@ __all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Exchanges", "Reduce", "combine
 Exchanges = Literal["3L+1", "2L+1"]
 """``3L+1``: mean and variance one after the other, as in the paper; ``2L+1``: together, the same mathematics.
 
-``2L+1`` moves C floats more per layer and direction than the statistics hold, 3 C for 2 C: the spread of the clients'
-means is taken between means already rounded for the way, and without the rests a mean of 1e4 over a deviation of 1e-2
-would cost the variance 2% in float32. ``3L+1`` measures the spread about one mean on the clients and needs no rest.
+``2L+1`` moves C floats more per BatchNorm call and direction than ``3L+1`` does forward, 3 C for 2 C, for the rests of
+the means: the spread of the clients' means is taken on the server, and between means rounded to float32 it would cost a
+variance with mean 1e4 and deviation 1e-2 about 2%. With them float32 is exact to some roundings at any mean. ``3L+1``
+takes the spread about one mean on the clients; rounding that mean costs it about the digits that torch's layer loses.
 """
 
 Backward = Literal["global", "own"]
@@ -59,7 +60,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
     Raises:
         ConfigError: The kind is unknown.
-        ReplyError: No tensors, unequal shapes or dtypes, or weights that do not fit.
+        ReplyError: No tensors, unequal or wrong shapes, unequal dtypes, or weights that do not fit.
     """
     kind = tag.partition("/")[0]
     if kind not in _KINDS:
@@ -67,6 +68,8 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     if not tensors or len({(t.shape, t.dtype) for t in tensors}) > 1:
         seen = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "none"
         raise ReplyError(f"exchange {tag!r} needs tensors of one shape and dtype, one per client; got {seen}.")
+    if kind == "moments" and (tensors[0].dim() != 2 or len(tensors[0]) != 3):
+        raise ReplyError(f"exchange {tag!r} needs tensors of shape (3, C); got {tuple(tensors[0].shape)}.")
     if len(weights) != len(tensors) or not all(math.isfinite(w) and w > 0 for w in weights):
         raise ReplyError(f"exchange {tag!r} needs {len(tensors)} positive, finite weights; got {list(weights)}.")
     total = math.fsum(weights)

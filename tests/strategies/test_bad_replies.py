@@ -248,7 +248,8 @@ def test_a_client_that_does_not_answer_in_time(federate, datasets, mlp, same_bit
     same_bits(run.state, without_bad(1).state)
 
 
-def test_a_client_that_lost_its_own_part_is_sent_the_start_again(federate, datasets, mlp) -> None:
+@pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.EVALUATE])
+def test_a_client_that_lost_its_own_part_is_sent_the_start_again(federate, datasets, mlp, kind: str) -> None:
     """As after a restarted SuperNode: the context is empty, the server thinks the client has had the start."""
     lost = []
 
@@ -257,10 +258,10 @@ def test_a_client_that_lost_its_own_part_is_sent_the_start_again(federate, datas
 
         def answer(message: Message, context: Context) -> Message:
             config = next(iter(message.content.config_records.values()), ConfigRecord())
-            if config.get("server-round") == 2 and context.node_config["partition-id"] == BAD and not lost:
+            asked = config.get("server-round"), message.metadata.message_type, context.node_config["partition-id"]
+            if asked == (2, kind, BAD) and not lost:
                 lost.append(context.state.pop("fedbn-flwr.local"))
                 context.state.pop("fedbn-flwr.local.about")
-                context.state["empty"] = ConfigRecord()
             return whole(message, context)
 
         for register in (app.train(), app.evaluate(), app.query()):
@@ -269,7 +270,8 @@ def test_a_client_that_lost_its_own_part_is_sent_the_start_again(federate, datas
 
     run = federate(FedBN(), mlp, datasets, rounds=4, wrap=forgetful)
     # An error rolls the context back, so the client has its part again in this engine; the server sends it anyway.
-    assert [r.participants for r in run.strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+    second = [0, 2] if kind == MessageType.TRAIN else [0, 1, 2]
+    assert [r.participants for r in run.strategy.reports] == [[0, 1, 2], second, [0, 1, 2], [0, 1, 2]]
     (reason,) = run.strategy.reports[1].rejected.values()
     assert "no value for 5 entries ('1.weight', ...)" in reason
     node_id = run.grid.get_node_ids()[BAD]

@@ -62,6 +62,14 @@ def test_rounds_are_local_training_and_the_weighted_average(federate, datasets, 
     same_bits(run.state, state)
 
 
+def test_the_order_of_arrival_does_not_matter(federate, points, mlp, same_bits) -> None:
+    datasets = [points(5 + 3 * i, i) for i in range(5)]
+    runs = [federate(FedAvg(variance="pooled"), mlp, datasets, backwards=backwards) for backwards in (False, True)]
+    same_bits(runs[0].state, runs[1].state)
+    assert runs[0].result.train_metrics_clientapp == runs[1].result.train_metrics_clientapp
+    assert runs[0].result.evaluate_metrics_clientapp == runs[1].result.evaluate_metrics_clientapp
+
+
 def test_evaluation_is_of_the_new_global_model(federate, datasets, mlp) -> None:
     run = federate(FedAvg(), mlp, datasets, rounds=1)
     model = mlp()

@@ -141,8 +141,8 @@ def test_a_window_as_long_as_the_run_is_refused(federate, datasets, mlp) -> None
         with pytest.raises(ConfigError) as error:
             federate(FixBN(freeze_at="auto", freeze_window=window), mlp, datasets, rounds=3)
         assert str(error.value) == (
-            f"freeze_window={window} must be below the number of rounds, 3, for freeze_at='auto'. Use a smaller "
-            "window, more rounds, or a fixed freeze_at."
+            f"freeze_window={window} must be below the number of rounds, 3, where the round to freeze after "
+            "is 'auto'. Use a smaller window, more rounds, or a fixed round."
         )
     federate(FixBN(freeze_at="auto", freeze_window=2), mlp, datasets, rounds=3)
 
@@ -240,10 +240,24 @@ def test_a_client_that_changes_what_is_frozen_is_refused_by_name(federate, datas
     assert run.strategy.reports[0].rejected == {}
     node_id = run.grid.get_node_ids()[1]
     assert run.strategy.reports[1].rejected == {
-        node_id: f"node {node_id} (partition 1): entry '1.running_mean' changed after T* = 1: the client trained with "
-        "BN in train mode. Its training must apply the rule 'freeze-bn'."
+        node_id: f"node {node_id} (partition 1): entry '1.running_mean' changed after round 1, when it was frozen: the "
+        "client trained with BN in train mode. Its training must apply the rule 'freeze-bn'."
     }
     assert run.strategy.reports[1].participants == [0, 2]
+
+
+def test_counters_are_frozen_with_the_statistics(federate, datasets, mlp) -> None:
+    class Counts(TorchClient):
+        def fit(self, parameters, config):
+            arrays, count, metrics = super().fit(parameters, config)
+            arrays[6] = arrays[6] + self.partition_id
+            return arrays, count, metrics
+
+    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2, client=Counts)
+    reasons = list(run.strategy.reports[1].rejected.values())
+    assert ["entry '1.num_batches_tracked' changed" in reason for reason in reasons] == [True] * 2, (
+        "partition 0 adds nothing"
+    )
 
 
 def test_the_rule_undoes_what_it_did() -> None:

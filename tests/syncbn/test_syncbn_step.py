@@ -52,7 +52,8 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
         assert tensor.dtype == torch.float32
         seen.append(tag)
         channels = {"0": 5, "1": 3}[tag[-1]]
-        assert tensor.shape == ((channels,) if tag[:-2] in {"mean", "variance"} else (2, channels))
+        rows = {"moments": (3,), "gradients": (2,)}.get(tag[:-2], ())
+        assert tensor.shape == (*rows, channels)
         return tensor
 
     with synchronised(
@@ -283,9 +284,9 @@ def test_combine_weighs_in_the_given_order_and_keeps_the_type():
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, -2.0])]
     assert torch.equal(combine("mean/0", tensors, (3, 1)), torch.tensor([1.75, 1.0]))
     assert torch.equal(combine("gradients/2", tensors, (0.75, 0.25)), torch.tensor([1.75, 1.0]))
-    moments = [torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0], [6.0]])]
+    moments = [torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[4.0], [0.0], [6.0]])]
     assert torch.equal(
-        combine("moments/0", moments, (3, 1)), torch.tensor([[1.75], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]])
+        combine("moments/0", moments, (3, 1)), torch.tensor([[1.75], [0.0], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]])
     )
     assert combine("mean/0", [t.half() for t in tensors], (1, 1)).dtype == torch.float16
     assert torch.equal(tensors[0], torch.tensor([1.0, 2.0]))
@@ -297,6 +298,8 @@ def test_combine_weighs_in_the_given_order_and_keeps_the_type():
         ("median/0", [2], [1], ConfigError),
         ("mean/0", [], [], ReplyError),
         ("mean/0", [2, 3], [1, 1], ReplyError),
+        ("moments/0", [(2, 5)], [1], ReplyError),
+        ("moments/0", [3], [1], ReplyError),
         ("mean/0", [2, 2], [1], ReplyError),
         ("mean/0", [2, 2], [1, 0], ReplyError),
         ("mean/0", [2, 2], [1, float("nan")], ReplyError),

@@ -1,0 +1,173 @@
+"""Bad input from the command line: the exact message, exit code 2, and no folder made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedbn_flwr.app import client_app, main
+from fedbn_flwr.cli import app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.experiment import run as run_module
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.run import serve
+
+BAD = {
+    "unknown key": (["learning-rat=0.1"], "unknown key 'learning-rat'. Did you mean 'learning-rate'?"),
+    "both ways to count": (
+        ["local-steps=5", "local-epochs=2"],
+        "local-steps=5 and local-epochs=2 are both set; set one of them",
+    ),
+    "no BatchNorm under silobn": (
+        ["strategy=silobn", "model=resnet20", "norm=group"],
+        "strategy 'silobn' needs BatchNorm; model 'resnet20' has only GroupNorm (norm, layer1.0.norm1, ...). Use "
+        "strategy='fedavg' or norm='batch'.",
+    ),
+    "no norm at all under fixbn": (
+        ["strategy=fixbn", "norm=none"],
+        "strategy 'fixbn' needs BatchNorm; model 'mlp' has no normalisation. Use strategy='fedavg' or norm='batch'.",
+    ),
+    "a norm that does not fit": (
+        ["model=mlp", "norm=instance"],
+        "the norm layer at norm: an input of shape (2, 30) in 30 groups has one value per group, so the output would "
+        "always be beta. Use norm='group' with fewer groups or norm='layer'.",
+    ),
+    "a crop that misses": (
+        ["augment=crop28"],
+        "augment: crop28 could miss an image of 28x28 pixels altogether. Use crop1 to crop27.",
+    ),
+    "more classes per client than classes": (
+        ["classes-per-client=11"],
+        "classes-per-client=11 is more than the 10 classes of dataset=digits; use 1 to 10",
+    ),
+    "an empty partition": (
+        ["num-clients=1430", "classes-per-client=1"],
+        "partition 'classes' leaves clients without examples (partition 142: 0 examples, partition 428: 0 examples, "
+        "partition 1283: 0 examples, partition 1284: 0 examples, partition 1285: 0 examples and 1 more; the other 1424 "
+        "share 1438). Use fewer clients, more classes per client or a larger data set.",
+    ),
+    "more clients than examples": (
+        ["num-clients=2000", "partition=iid"],
+        "num-clients=2000: more than the 1438 training examples. Use fewer clients.",
+    ),
+    "no data folder": (
+        ["dataset=mnist"],
+        "data set 'mnist' is not embedded and data-dir is not set. Set data-dir to the folder that holds MNIST/raw/ with "
+        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each as it "
+        "is or with .gz, or to one where they may be downloaded; or use dataset='digits', which is embedded.",
+    ),
+    "a data folder that is missing": (
+        ["dataset=mnist", "data-dir=/no/such/folder"],
+        "data-dir='/no/such/folder' is not a folder. Create it, or name the one with the data.",
+    ),
+}
+
+
+def refused(arguments: list[str]) -> str:
+    """What the command says on stderr; it must end with 2."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    return result.stderr.strip()
+
+
+@pytest.mark.parametrize("engine", ["in-process", "simulation"])
+@pytest.mark.parametrize("name", BAD)
+def test_the_message_and_nothing_written(name: str, engine: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings, message = BAD[name]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    assert refused(["run", *arguments, "--engine", engine, "--out", "out"]) == message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cuda_without_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = refused(["run", "--set", "device=cuda", "--out", "out"])
+    assert said == "device=cuda: 0 CUDA device(s) found here. Use device=cpu, or device=auto."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_problems_of_the_machine_at_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = refused(["run", "--set", "device=cuda", "--set", "data-dir=/no/such", "--out", str(tmp_path / "out")])
+    assert said.split("\n") == [
+        "device=cuda: 0 CUDA device(s) found here. Use device=cpu, or device=auto.",
+        "data-dir='/no/such' is not a folder. Create it, or name the one with the data.",
+    ]
+
+
+def test_an_output_folder_in_use(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "summary.json").write_text("{}")
+    expected = f"out={str(out)!r} is in use; results are never overwritten. Choose another folder."
+    assert refused(["run", "--out", str(out)]) == expected
+    assert [path.name for path in out.iterdir()] == ["summary.json"]
+    assert (out / "summary.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("found", [2, 4])
+def test_a_federation_of_another_size(found: int, quick_config, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_module, "NODE_GRACE", 0.3)
+    config = quick_config()
+    with (
+        InProcessGrid(client_app, found, run_config=config.to_mapping()) as grid,
+        pytest.raises(ConfigError) as caught,
+    ):
+        serve(grid, config, tmp_path / "out")
+    assert str(caught.value) == (
+        f"num-clients=3, but the federation has {found} node(s). In simulation add --federation-config "
+        "'num-supernodes=3' to `flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all there are."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_federation_without_nodes(quick_config, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_module, "NODE_GRACE", 0.1)
+    with InProcessGrid(client_app, 1) as grid:
+        monkeypatch.setattr(grid, "get_node_ids", list)
+        with pytest.raises(EngineError, match=r"no nodes connected within 0\.1 s; start the SuperNodes first"):
+            serve(grid, quick_config(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_nodes_there_are(quick_config, tmp_path: Path) -> None:
+    config = quick_config(**{"num-clients": 0})
+    with InProcessGrid(client_app, 4, run_config=config.to_mapping()) as grid:
+        serve(grid, config, tmp_path / "out")
+    assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 4
+
+
+def test_what_flwr_run_refuses(quick_config, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    centralized = quick_config(strategy="centralized")
+    with InProcessGrid(client_app, 1) as grid:
+        with pytest.raises(ConfigError) as caught:
+            serve(grid, centralized, tmp_path / "out")
+        assert str(caught.value) == (
+            "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
+            "strategy=centralized`, not with `flwr run`."
+        )
+        context = grid.context(0)
+        context.run_config = quick_config(out="runs/1").to_mapping()
+        with pytest.raises(ConfigError) as caught:
+            main(grid, context)
+        assert str(caught.value) == (
+            "out='runs/1' is relative, and under `flwr run` the working directory is not yours. Write "
+            "out='/the/absolute/path/runs/1'."
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_of_flwr_run_go_to_the_flower_home_by_default(quick_config, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    config = quick_config(**{"num-clients": 0})
+    with InProcessGrid(client_app, 2, run_config=config.to_mapping()) as grid:
+        context = grid.context(0)
+        main(grid, context)
+        assert (tmp_path / "home" / "fedbn-runs" / str(context.run_id) / "summary.json").is_file()

@@ -1,0 +1,242 @@
+"""The config: the same keys in every place, every problem at once, and the rules between keys."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from flwr.common.config import parse_config_args
+
+from fedbn_flwr.engines.flower_run import toml_pairs
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.reference import config_table
+from fedbn_flwr.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+
+# A value other than its default for every key: each must arrive as it was sent.
+OTHERS: dict[str, Any] = {
+    "data-dir": "/data/with space and 'quotes'",
+    "eval-on": "global,personal-own",
+    "lr-decay-at": "0.5,15",
+    "lr-decay-factor": "0.1,0.2",
+    "augment": "crop2,flip",
+    "freeze-at": "auto",
+    "freeze-window": 5,
+    "freeze-tau": 1e-9,
+    "local-steps": 5,
+    "local-epochs": 0,
+    "device": "cpu",
+    "amp": True,
+    "freeze-affine": True,
+    "variance": "pooled",
+    "strategy": "fixbn",
+    "norm-groups": 5,
+    "model": "torchvision:resnet18",
+    "partition": "dirichlet",
+    "out": "/tmp/ünï",
+    "num-classes": 12,
+    "fraction-train": 0.5,
+}
+
+
+def refused(values: dict[str, Any], **options: Any) -> list[str]:
+    """The lines of the error."""
+    with pytest.raises(ConfigError) as caught:
+        Config.make(values, **options)
+    return str(caught.value).split("\n")
+
+
+def through_flower(config: Config) -> dict[str, Any]:
+    """The mapping as Flower's command line hands it to the app, types included."""
+    return dict(parse_config_args([toml_pairs(config.to_mapping())]))
+
+
+# --- one schema, everywhere ------------------------------------------------------------------------------------------
+
+
+def test_every_key_stands_with_its_default_in_the_toml() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert declared == Config.make({}).to_mapping()
+    kinds = {key: type(value) for key, value in declared.items()}
+    assert kinds == {key: type(value) for key, value in Config.make({}).to_mapping().items()}, "1 is not 1.0 to Flower"
+
+
+def test_every_parameter_of_a_strategy_is_a_key() -> None:
+    """A parameter without a key could not be set from anywhere but Python."""
+    keys = set(Config.model_fields)
+    for strategy in STRATEGIES.values():
+        assert set(strategy.Params.__dataclass_fields__) <= keys, strategy.name
+
+
+def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
+    values = {**OTHERS, "num-server-rounds": 30}
+    config = Config.make(values)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert Config.load(path) == config
+    assert Config.load(None, [f"{key}={yaml.safe_dump(value).split(chr(10))[0]}" for key, value in values.items()]) == (
+        config
+    )
+    assert Config.make(through_flower(config), complete=True) == config
+
+
+@pytest.mark.parametrize("settings", [{}, OTHERS, {"local-epochs": 3}, {"freeze-at": 7}, {"freeze-at": 0.3}, {"seed": 9}])
+def test_to_mapping_round_trip(settings: dict[str, Any]) -> None:
+    config = Config.make(settings)
+    assert Config.make(config.to_mapping()) == config
+    assert Config.make(config.to_mapping(), complete=True) == config
+    carried = through_flower(config)
+    assert carried == config.to_mapping()
+    assert {key: type(value) for key, value in carried.items()} == {k: type(v) for k, v in config.to_mapping().items()}
+    assert Config.make(carried, complete=True) == config
+
+
+def test_set_goes_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("learning-rate: 0.5\nseed: 3\n")
+    config = Config.load(path, ["seed=4", "data-dir="])
+    assert (config.learning_rate, config.seed, config.data_dir) == (0.5, 4, "")
+
+
+def test_the_page_of_keys_is_up_to_date() -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    assert page == config_table(), "run: python -m fedbn_flwr.experiment.reference > docs/config.md"
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(Config.make({}).to_mapping())
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_at_once() -> None:
+    values = {"learning-rat": 1, "batch-size": 0.5, "strategy": "fedbm", "seed": -1, "lr-decay-at": "soon", "nonsense": 2}
+    assert refused(values) == [
+        "seed=-1: input should be greater than or equal to 0",
+        "batch-size=0.5: input should be a valid integer, got a number with a fractional part",
+        "unknown key 'learning-rat'. Did you mean 'learning-rate'?",
+        "unknown key 'nonsense'. See docs/config.md for all keys.",
+        "unknown strategy 'fedbm'. Did you mean 'fedbn'? Allowed: " + ", ".join(sorted([*STRATEGIES, "centralized"])) + ".",
+        "lr-decay-at: 'soon' is not a round (int), a fraction in [0, 1] or 'freeze'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"local_steps": 3}, "unknown key 'local_steps'. Did you mean 'local-steps'?"),
+        ({7: 3}, "unknown key '7'. See docs/config.md for all keys."),
+        ({"freeze-at": -1}, "freeze-at: -1 is not a round; the first is 1, and 0 freezes from the start"),
+        ({"freeze-at": 1.5}, "freeze-at: 1.5 is not a fraction in [0, 1]; for a round write an int"),
+        (
+            {"freeze-at": "half"},
+            "freeze-at: 'half' is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'",
+        ),
+        ({"batch-size": True}, "batch-size: true is neither a number nor text"),
+        ({"freeze-at": False}, "freeze-at: false is neither a number nor text"),
+        ({"learning-rate": float("inf")}, "learning-rate=inf: input should be a finite number"),
+        ({"learning-rate": 0}, "learning-rate=0: input should be greater than 0"),
+        ({"variance": "mode"}, "variance='mode': input should be 'mean' or 'pooled'"),
+        ({"eval-on": "global,own"}, "unknown eval-on 'own'. Allowed: global, personal-global, personal-own."),
+        ({"num-classes": 5}, "num-classes=5 is fewer than the 10 of dataset=digits"),
+        ({"local-epochs": 0}, "local-steps and local-epochs are both 0: nothing to train; set one of them above 0"),
+        (
+            {"strategy": "fixbn", "freeze-at": "auto"},
+            "freeze-window=200 must be below num-server-rounds=20 for freeze-at=auto",
+        ),
+    ],
+)
+def test_one_problem(values: dict[str, Any], line: str) -> None:
+    assert refused(values) == [line]
+
+
+def test_a_list_or_null_is_no_value() -> None:
+    assert refused({"eval-on": ["global"], "data-dir": None}) == [
+        "data-dir=None: input should be a valid string",
+        "eval-on=['global']: input should be a valid string",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("- a\n- b\n", "must be a mapping of keys to values, not list"), ("a: [", "config ")]
+)
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Config.load(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Config.load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(("override", "message"), [("seed", "must be key=value"), ("seed=[", "--set 'seed='")])
+def test_an_override_that_cannot_be_read(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[").replace("seed='", r"seed=\['")):
+        Config.load(None, [override])
+
+
+# --- rules between keys ----------------------------------------------------------------------------------------------
+
+
+def test_local_steps_take_the_place_of_the_default_epochs() -> None:
+    config = Config.make({"local-steps": 5})
+    assert (config.local_steps, config.local_epochs) == (5, 0)
+    assert (Config.make({}).local_steps, Config.make({}).local_epochs) == (0, 1)
+    assert Config.make({"local-epochs": 3}).local_epochs == 3
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_both_local_steps_and_local_epochs_are_an_error(epochs: int) -> None:
+    line = f"local-steps=5 and local-epochs={epochs} are both set; set one of them"
+    assert refused({"local-steps": 5, "local-epochs": epochs}) == [line]
+
+
+def test_flower_hands_over_every_key_so_a_default_counts_as_not_set() -> None:
+    everything = Config.make({}).to_mapping()
+    assert Config.make({**everything, "local-steps": 5}, complete=True).local_steps == 5
+    line = "local-steps=5 and local-epochs=2 are both set; set one of them"
+    assert refused({**everything, "local-steps": 5, "local-epochs": 2}, complete=True) == [line]
+
+
+@pytest.mark.parametrize(
+    ("at", "factor", "expected"),
+    [
+        ("", "0.1", ((), ())),
+        ("0.5,0.75", "0.1", ((10, 15), (0.1, 0.1))),
+        ("3,freeze", "0.1,0.2", ((3, "freeze"), (0.1, 0.2))),
+        (0.5, 0.2, ((10,), (0.2,))),
+        (6, "0.5", ((6,), (0.5,))),
+    ],
+)
+def test_decays(at: Any, factor: Any, expected: Any) -> None:
+    assert Config.make({"lr-decay-at": at, "lr-decay-factor": factor}).decays() == expected
+
+
+def test_a_fraction_is_the_decimal_it_is_written_as() -> None:
+    assert Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100}).decays() == ((29,), (0.1,))
+
+
+@pytest.mark.parametrize("factor", ["0.1,0.2", "", "-1", "0", "x"])
+def test_decay_factors_that_do_not_fit(factor: str) -> None:
+    line = f"lr-decay-factor={factor!r} must be one number above 0, or one for each of the 3 entries of lr-decay-at"
+    assert refused({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}) == [line]
+
+
+@pytest.mark.parametrize("value", [7, 0, 0.3, 1.0, "auto"])
+def test_freeze_at_keeps_its_type(value: Any) -> None:
+    config = Config.make({"freeze-at": value})
+    assert (config.freeze_at, type(config.freeze_at)) == (value, type(value))
+
+
+def test_what_is_tested_by_default() -> None:
+    for name, strategy in STRATEGIES.items():
+        wanted = ("personal-own",) if strategy.local else ("global",)
+        assert Config.make({"strategy": name}).evaluations() == wanted, name
+    assert Config.make({"eval-on": " personal-global , global"}).evaluations() == ("personal-global", "global")

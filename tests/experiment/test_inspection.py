@@ -1,0 +1,92 @@
+"""What ``inspect`` foretells is what a round in process moves, for every strategy and model; the papers' sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from flwr.app import Context
+
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
+from fedbn_flwr.models import build_model, input_shape
+from fedbn_flwr.records import to_record
+from fedbn_flwr.state import Part
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies.report import Traffic
+
+CLIENTS = 5
+MODELS = {"resnet20 batch": ("resnet20", "batch"), "resnet20 group": ("resnet20", "group"), "mlp": ("mlp", "batch")}
+
+
+class Noise:
+    """A few random images in place of a data set."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        self.images = torch.randn(4, channels, size, size, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, positions: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[positions], positions % 10
+
+
+def measured(strategy: str, model: str, norm: str, rounds: int) -> list[Traffic]:
+    """The training traffic of the rounds of a real federation."""
+    dataset = "cifar10" if model == "resnet20" else "mnist"
+    settings = {"dataset": dataset, "batch-size": 2, "local-steps": 1, "learning-rate": 0.001}
+    config = Config.make({"strategy": strategy, "model": model, "norm": norm, **settings})
+    data = Noise(*input_shape(model, *((3, 32) if model == "resnet20" else (1, 28))))
+
+    def client_fn(context: Context) -> TorchClient:
+        return TorchClient(make_model(config), data, data, local_training(config), context=context)
+
+    method = make_strategy(config, make_model(config), CLIENTS)
+    method.fraction_evaluate = 0.0
+    with InProcessGrid(client_app(client_fn), CLIENTS) as grid:
+        method.start(grid=grid, initial_arrays=to_record(make_model(config).state_dict()), num_rounds=rounds, timeout=60)
+    assert all(report.participants == list(range(CLIENTS)) for report in method.reports)
+    return [report.train for report in method.reports]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_foretold_is_measured(strategy: str, model: str) -> None:
+    name, norm = MODELS[model]
+    dataset = (3, 32) if name == "resnet20" else (1, 28)
+    built = build_model(name, num_classes=10, channels=dataset[0], size=dataset[1], norm=norm)
+    found = inspect_model(built, strategy, CLIENTS)
+    if norm == "group" and STRATEGIES[strategy].needs_batchnorm:
+        assert any("no BatchNorm" in warning for warning in found.warnings)
+    assert measured(strategy, name, norm, 3) == [found.first, found.later, found.later]
+
+
+@pytest.mark.parametrize(
+    ("norm", "floats", "statistics", "megabytes"), [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)]
+)
+def test_resnet20_has_the_papers_sizes(norm: str, floats: int, statistics: int, megabytes: float) -> None:
+    """arXiv:2301.02982, Tables 3 and 4: floats of ResNet-20 and MB of a FedAvg round with 5 clients."""
+    model = build_model("resnet20", num_classes=10, channels=3, size=32, norm=norm)
+    found = inspect_model(model, "fedavg", CLIENTS)
+    assert sum(found.floats.values()) == floats
+    assert found.floats[Part.STATISTICS] == statistics
+    assert found.counters == {part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part}
+    assert math.isclose(found.later.megabytes, megabytes, abs_tol=5e-5)
+    traffic = measured("fedavg", "resnet20", norm, 1)[0]
+    assert (traffic.down, traffic.up) == (4 * floats, 4 * floats * CLIENTS)
+    assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
+
+
+def test_warnings_name_what_a_method_would_not_do() -> None:
+    plain = torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    assert inspect_model(plain, "fedbn", 2).warnings == (
+        "1 BN layer(s) have no gamma and beta to keep: ",
+        "1 BN layer(s) track no running statistics and use the batch's own in testing: ",
+    )
+    model = build_model("mlp", num_classes=10, channels=1, size=28)
+    assert all(inspect_model(model, strategy, 2).warnings == () for strategy in STRATEGIES)

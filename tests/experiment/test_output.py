@@ -1,0 +1,110 @@
+"""The output folder: whole files only, results never overwritten."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors import safe_open
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions, write_atomically
+
+STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_holds_what_the_contract_says(tmp_path: Path) -> None:
+    config = Config.make({"seed": 3})
+    folder = RunFolder(tmp_path / "deep" / "run", config)
+    assert names(folder.path) == ["config.yaml"]
+    assert Config.make(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
+    folder.add_round({"round": 1, "test-accuracy": 0.5, "test-loss": 1.0})
+    folder.add_round({"round": 2, "test-accuracy": 0.7, "test-loss": 0.5})
+    folder.finish(STATE, {"format": "pt", "affine": "global"}, {"final": {"round": 2}})
+    assert names(folder.path) == ["config.yaml", "curves.png", "metrics.jsonl", "model.safetensors", "summary.json"]
+    assert json.loads((folder.path / "summary.json").read_text()) == {"final": {"round": 2}}
+    with safe_open(folder.path / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt", "affine": "global"}
+        for name, array in STATE.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "half")
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["summary.json"], "no temporary file is left"
+
+
+def test_numbers_json_does_not_have_are_null(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", Config.make({}))
+    folder.add_round({"round": 1, "train-loss": math.nan, "clients": {"0": {"loss": math.inf}}, "list": [1.0, -math.inf]})
+    line = (folder.path / "metrics.jsonl").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    read = json.loads(line, parse_constant=refuse)
+    assert read == {"round": 1, "train-loss": None, "clients": {"0": {"loss": None}}, "list": [1.0, None]}
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", Config.make({}))
+    folder.add_round({"round": 1})
+    folder.add_round({"round": 2})
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read_metrics(path) == [{"round": 1}]
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize("used", ["file inside", "a file", "hidden file inside"])
+def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
+    out = tmp_path / "run"
+    if used == "a file":
+        out.write_text("")
+    else:
+        out.mkdir()
+        (out / (".keep" if used == "hidden file inside" else "notes.txt")).write_text("")
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(out, Config.make({}))
+    assert str(caught.value) == (
+        f"out={str(out)!r} is in use; results are never overwritten. Choose another folder."
+    )
+    assert not (out / "config.yaml").exists()
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    RunFolder(tmp_path, Config.make({}))
+    assert names(tmp_path) == ["config.yaml"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"out='.*run' cannot be written: .*Not a directory"):
+        RunFolder(tmp_path / "file" / "run", Config.make({}))
+
+
+def test_versions_name_what_a_result_depends_on() -> None:
+    found = versions()
+    assert {"python", "fedbn-flwr", "flwr", "torch", "numpy"} <= set(found)
+    assert "not installed" not in found.values()

@@ -1,0 +1,221 @@
+"""Runs on digits from config to folder, for every strategy: the contract of the folder, the ledger, and the seeds."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from matplotlib import image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fedbn_flwr.app import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.experiment.curves import draw_curves
+from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.setup import federation, make_model
+from fedbn_flwr.records import state_sha256, to_state
+from fedbn_flwr.strategies import STRATEGIES
+
+METHODS = [*STRATEGIES, CENTRALIZED]
+FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}
+LEDGER = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
+    """One short run of every method."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {"num-clients": 3, "num-server-rounds": 3, "local-steps": 4, "batch-size": 16, "learning-rate": 0.2}
+    made = {}
+    for name in METHODS:
+        made[name] = run(Config.make({**settings, "strategy": name}), folder / name), folder / name
+    return made
+
+
+def test_the_matrix_is_full(runs) -> None:
+    assert set(runs) == set(STRATEGIES) | {"centralized"}
+    strategies = Path(__file__).parents[2] / "fedbn_flwr/strategies"
+    sources = "\n".join(path.read_text() for path in strategies.glob("*.py"))
+    named = {line.split('"')[1] for line in sources.splitlines() if line.startswith('    name = "')} | {"fedavg"}
+    assert named == set(STRATEGIES), "a strategy with a file and no line in the registry"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_folder(name: str, runs) -> None:
+    summary, out = runs[name]
+    assert {path.name for path in out.iterdir()} == FILES
+    assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    config = Config.load(out / "config.yaml")
+    assert (config.strategy, config.num_clients, config.out) == (name, 3, str(out))
+    lines = read_metrics(out / "metrics.jsonl")
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert all(line["rejected"] == [] for line in lines)
+    assert all(np.isfinite(line["train-loss"]) and 0 <= line["train-accuracy"] <= 1 for line in lines)
+    assert summary["rounds"] == 3
+    assert summary["ledger"]["examples"] == sum(line["examples"] for line in lines)
+    headline = "test-accuracy" if name == CENTRALIZED or not STRATEGIES[name].local else "personal-own-accuracy"
+    assert summary["headline"] == headline
+    assert summary["final"][headline] == lines[-1][headline]
+    assert summary["best"][headline] == max(line[headline] for line in lines)
+    assert summary["final"][headline] > 0.3, "it learns: a tenth is chance"
+    assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (400, 1000, 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
+    summary, out = runs[name]
+    config = Config.load(out / "config.yaml")
+    model = make_model(config)
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    with safe_open(out / "model.safetensors", "pt") as file:
+        about = file.metadata()
+    local = STRATEGIES[name].local if name in STRATEGIES else frozenset()
+    assert {part for part, text in about.items() if text.startswith("initial")} == {str(part) for part in local}
+    initial = make_model(config).state_dict()
+    for entry, value in model.state_dict().items():
+        assert value.shape == initial[entry].shape
+    if not local:
+        result = evaluate(model, federation(config, 3).test_view())
+        assert result.accuracy == summary["final"]["test-accuracy"]
+        assert state_sha256(to_state(model.state_dict())) == summary["sha256"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_ledger_is_what_inspect_foretells(name: str, runs) -> None:
+    summary, out = runs[name]
+    lines = read_metrics(out / "metrics.jsonl")
+    found = inspect_model(make_model(Config.load(out / "config.yaml")), name, 3)
+    for line in lines:
+        cost = found.first if line["round"] == 1 else found.later
+        foretold = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
+        assert tuple(line[key] for key in LEDGER) == foretold, line["round"]
+    assert {key: summary["ledger"][key] for key in LEDGER} == {key: sum(line[key] for line in lines) for key in LEDGER}
+
+
+def test_centralized_exchanges_nothing(runs) -> None:
+    summary, out = runs[CENTRALIZED]
+    assert [line["exchanges"] for line in read_metrics(out / "metrics.jsonl")] == [0, 0, 0]
+    assert summary["ledger"]["bytes-down"] == summary["ledger"]["bytes-up"] == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_config_of_a_run_reruns_it(name: str, runs, tmp_path: Path) -> None:
+    """``config.yaml`` is fully resolved: the same end from it alone, out included or not."""
+    summary, out = runs[name]
+    again = run(Config.load(out / "config.yaml"), tmp_path / "again")
+    assert again["sha256"] == summary["sha256"]
+    assert again["final"] == summary["final"]
+
+
+def test_another_seed_another_end(runs, tmp_path: Path) -> None:
+    for name in METHODS:
+        summary, out = runs[name]
+        other = run(Config.load(out / "config.yaml", ["seed=1"]), tmp_path / name)
+        assert other["sha256"] != summary["sha256"], name
+        assert other["seed"] == 1
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_or_two_workers_same_bits(name: str, runs, tmp_path: Path) -> None:
+    summary, out = runs[name]
+    config = Config.load(out / "config.yaml")
+    for workers in (1, 2):
+        with InProcessGrid(client_app, 3, run_config=config.to_mapping(), max_workers=workers, seed=workers) as grid:
+            again = serve(grid, config, tmp_path / str(workers))
+        assert again["sha256"] == summary["sha256"], workers
+
+
+def test_partial_participation_keeps_absent_clients_parts(quick_run) -> None:
+    settings = {"fraction-train": 0.5, "num-clients": 4, "num-server-rounds": 4}
+    first, out = quick_run(strategy="fedbn", **settings)
+    participants = [line["participants"] for line in read_metrics(out / "metrics.jsonl")]
+    assert all(len(ids) == 2 for ids in participants)
+    assert len({tuple(ids) for ids in participants}) > 1
+    assert quick_run(strategy="fedbn", **settings)[0]["sha256"] == first["sha256"]
+
+
+def test_eval_every_and_the_last(quick_run) -> None:
+    for strategy, key in (("fedavg", "test-accuracy"), ("fedbn", "personal-own-accuracy"), ("centralized", "test-accuracy")):
+        _, out = quick_run(strategy=strategy, **{"eval-every": 3, "num-server-rounds": 4})
+        assert [key in line for line in read_metrics(out / "metrics.jsonl")] == [False, False, True, True], strategy
+
+
+def test_every_evaluation_asked_for(quick_run) -> None:
+    summary, out = quick_run(strategy="fedbn", **{"eval-on": "personal-global,personal-own,global"})
+    assert summary["headline"] == "personal-global-accuracy"
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    for what in ("own", "global"):
+        each = [client[f"{what}-accuracy"] for client in line["clients"].values()]
+        assert line[f"personal-{what}-accuracy"] == pytest.approx(np.mean(each), abs=1e-12)
+    assert len(line["clients"]) == 3
+    assert "test-accuracy" in line
+
+
+def test_standalone_is_the_client_alone(quick_run) -> None:
+    """With one client there is nobody to average with: standalone, fedavg and fedbn end in the same model."""
+    finals = {}
+    for name in ("standalone", "fedavg", "fedbn"):
+        summary, _ = quick_run(strategy=name, **{"num-clients": 1, "classes-per-client": 10, "eval-on": "personal-own"})
+        finals[name] = summary["final"]["personal-own-loss"]
+    assert finals["standalone"] == finals["fedavg"] == finals["fedbn"]
+
+
+def test_fixbn_tells_t_star(quick_run) -> None:
+    summary, out = quick_run(strategy="fixbn", **{"num-server-rounds": 4, "freeze-at": 0.5})
+    assert summary["frozen-after"] == 2
+    assert [line["phase"] for line in read_metrics(out / "metrics.jsonl")] == ["train", "train", "frozen", "frozen"]
+
+
+def test_lr_decay_at_freeze_follows_t_star(quick_run) -> None:
+    plain, _ = quick_run(strategy="fixbn")
+    decayed, _ = quick_run(strategy="fixbn", **{"lr-decay-at": "freeze"})
+    by_round, _ = quick_run(strategy="fixbn", **{"lr-decay-at": "1"})
+    assert decayed["sha256"] == by_round["sha256"] != plain["sha256"]
+
+
+def test_a_run_without_one_usable_reply_fails(quick_config, tmp_path: Path) -> None:
+    """Every client refuses to work: the command must not end as if the model had been trained."""
+    other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
+    with (
+        InProcessGrid(client_app, 3, run_config=other.to_mapping()) as grid,
+        pytest.raises(EngineError, match=r"nothing was trained: no round had min-replies=1 usable replies\. First refused"),
+    ):
+        serve(grid, quick_config(), tmp_path / "out")
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+def test_the_log_follows_the_rounds(quick_config, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    run(quick_config(), tmp_path / "out", on_round=seen.append)
+    assert [line["round"] for line in seen] == [1, 2]
+    assert seen[-1]["test-accuracy"] == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["test-accuracy"]
+
+
+def test_curves_of_nothing_are_still_a_picture() -> None:
+    for runs in ({}, {"": []}, {"a": [{"round": 1, "train-loss": None}], "b": []}):
+        assert image.imread(io.BytesIO(draw_curves(runs, "title"))).shape == (400, 1000, 4)
+
+
+def test_yaml_of_the_config_is_plain(runs) -> None:
+    for _, out in runs.values():
+        values = yaml.safe_load((out / "config.yaml").read_text())
+        assert all(isinstance(value, (str, int, float, bool)) for value in values.values())
+
+
+def test_torch_threads_come_back(quick_run) -> None:
+    before = torch.get_num_threads()
+    quick_run(strategy="centralized", **{"torch-threads": 2})
+    assert torch.get_num_threads() == before

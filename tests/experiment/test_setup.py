@@ -1,0 +1,132 @@
+"""From a config to the parts of a run: shared data, the client of a context, the strategy with its parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.setup import (
+    check,
+    client_fn,
+    federation,
+    local_training,
+    make_model,
+    make_strategy,
+    pick_device,
+)
+from fedbn_flwr.strategies import STRATEGIES
+
+
+def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
+    own = {"partition-id": partition_id, "num-partitions": 3} if not node_config else node_config
+    return Context(1, 7, own, RecordDict(), config.to_mapping())
+
+
+def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
+    config = quick_config()
+    views = [federation(config, 3).train_view(0), federation(config, 3).train_view(2), federation(config, 3).train_view()]
+    clients = [client_fn(context(config, i)) for i in range(3)]
+    views += [client.train_data for client in clients]
+    assert len({view.samples.inputs.untyped_storage().data_ptr() for view in views}) == 1
+    tests = [client.test_data[name] for client in clients for name in ("own", "global")]
+    assert len({view.samples.inputs.untyped_storage().data_ptr() for view in tests}) == 1
+    assert len({view.samples.inputs.dtype for view in (*views, *tests)} - {torch.uint8}) == 0
+
+
+def test_the_split_is_one_of_the_whole(quick_config) -> None:
+    data = federation(quick_config(partition="iid"), 4)
+    together = np.concatenate(data.train)
+    assert sorted(together.tolist()) == list(range(len(data.dataset.train)))
+    assert len(data.train_view()) == len(together)
+    assert sum(len(data.test_view(i)) for i in range(4)) == len(data.test_view()) == len(data.dataset.test)
+
+
+def test_a_client_is_a_function_of_its_context(quick_config) -> None:
+    config = quick_config(**{"bn-momentum": 0.25, "sgd-momentum": 0.5, "weight-decay": 0.01, "seed": 4})
+    client = client_fn(context(config))
+    assert (client.partition_id, client.seed) == (1, 4)
+    assert client.settings == local_training(config)
+    assert (client.settings.local_steps, client.settings.batch_size, client.settings.sgd_momentum) == (2, 8, 0.5)
+    again = client_fn(context(config))
+    for name, value in client.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name])
+        assert torch.equal(value.cpu(), make_model(config).state_dict()[name])
+    momenta = [m.momentum for m in client.model.modules() if isinstance(m, nn.BatchNorm1d)]
+    assert momenta == [0.25]
+    assert torch.equal(client.train_data.targets, federation(config, 3).train_view(1).targets)
+
+
+def test_augmentation_reaches_training_only(quick_config) -> None:
+    data = federation(quick_config(augment="crop2,flip"), 3)
+    positions = torch.arange(16)
+    plain = data.train_view(0).batch(positions)[0]
+    assert not torch.equal(data.train_view(0).batch(positions, torch.Generator().manual_seed(0))[0], plain)
+    test = data.test_view(0)
+    assert torch.equal(test.batch(positions, torch.Generator().manual_seed(0))[0], test.batch(positions)[0])
+
+
+def test_a_node_without_a_partition_is_told_what_to_do(quick_config) -> None:
+    with pytest.raises(ConfigError) as caught:
+        client_fn(context(quick_config(), **{"partition-id": 0}))
+    assert str(caught.value) == (
+        "node 7: 'num-partitions' is missing from its node config. Start the SuperNode with --node-config "
+        "'partition-id=0 num-partitions=3' (its own number and the number of nodes)."
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
+    """A key that is not handed on would be a setting without effect."""
+    changed = {"variance": "pooled", "min-replies": 2, "eval-every": 3, "seed": 5, "proximal-mu": 0.5, "freeze-at": 7}
+    config = quick_config(strategy=name, **changed, **{"fraction-train": 0.5, "fraction-evaluate": 0.25})
+    strategy = make_strategy(config, make_model(config), 3)
+    assert type(strategy) is STRATEGIES[name]
+    assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 3)
+    for field in strategy.Params.__dataclass_fields__:
+        assert getattr(strategy.params, field) == getattr(config, field), field
+    assert strategy.parts is not None
+    assert list(strategy.parts.names) == list(make_model(config).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda:99", r"device=cuda:99: \d+ CUDA device\(s\) found here. Use device=cpu, or device=auto."),
+        ("gpu", "device='gpu' must be auto, cpu, cuda or cuda:N"),
+        ("cuda:x", "device='cuda:x' must be auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_devices(name: str, message: str) -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigError, match=message):
+        pick_device(name)
+
+
+def test_a_relative_data_folder_is_refused_with_the_absolute_one(quick_config, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check(quick_config(**{"data-dir": "mnist"}))
+    expected = f"data-dir='mnist' is relative, and nodes run in other folders. Write {str(tmp_path / 'mnist')!r}."
+    assert str(caught.value) == expected
+
+
+def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
+    with pytest.raises(DataError, match="data set 'mnist' is not embedded and data-dir is not set"):
+        federation(quick_config(dataset="mnist"), 3)
+
+
+def test_the_resolved_config_makes_the_same_run(quick_config, tmp_path: Path) -> None:
+    """What ``config.yaml`` holds goes through Flower's context unchanged."""
+    config = quick_config(strategy="fixbn")
+    with InProcessGrid(lambda message, context: None, 2, run_config=config.to_mapping()) as grid:
+        assert Config.make(grid.context(0).run_config, complete=True) == config

@@ -1,0 +1,142 @@
+"""Studies: the grid, what is skipped and set aside, and the tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment import sweep as module
+from fedbn_flwr.experiment.sweep import Study, sweep
+
+TEXT = """
+name: small
+base: {num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4, learning-rate: 0.3}
+methods:
+  FedAvg: {strategy: fedavg}
+  FedBN/own: {strategy: fedbn, learning-rate: 0.1}
+splits:
+  iid: {partition: iid, learning-rate: 0.2}
+  two classes: {partition: classes}
+seeds: [0, 1]
+skip: [FedBN/own/iid]
+paper: {FedAvg/iid: 91.35}
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    return Study.load(written(tmp_path, TEXT))
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "study.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_grid(study: Study, tmp_path: Path) -> None:
+    cells = list(study.cells())
+    assert [cell.name for cell in cells] == [
+        "FedAvg/iid/seed-0",
+        "FedAvg/two classes/seed-0",
+        "FedBN/own/two classes/seed-0",
+        "FedAvg/iid/seed-1",
+        "FedAvg/two classes/seed-1",
+        "FedBN/own/two classes/seed-1",
+    ]
+    assert [cell.config.learning_rate for cell in cells[:3]] == [0.2, 0.3, 0.1], "method over split over base"
+    assert [cell.config.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
+    assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == ("FedBN", "own", "two_classes", "seed-0")
+    assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
+
+
+def test_overrides_go_over_the_base(tmp_path: Path) -> None:
+    study = Study.load(written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"])
+    assert {cell.config.num_server_rounds for cell in study.cells()} == {3}
+    assert next(study.cells()).config.learning_rate == 0.2, "under the split"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("skip: [FedBN/own/iid]", "skip: [FedBN/idd]"), "'FedBN/idd' names no METHOD/SPLIT"),
+        (("FedAvg/iid: 91", "FedAvg: 91"), "'FedAvg' names no METHOD/SPLIT"),
+        (("strategy: fedbn", "strategy: fedbm"), "FedBN/own/two classes/seed-0: unknown strategy 'fedbm'"),
+        (("name: small", "nome: small"), "nome: extra inputs are not permitted"),
+        (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
+        ((TEXT, "- a"), "study .*study.yaml"),
+        ((TEXT, "a: ["), "study .*study.yaml"),
+    ],
+)
+def test_a_study_that_is_wrong(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Study.load(written(tmp_path, TEXT.replace(*change)))
+
+
+def test_a_sweep_goes_on_where_it_was_cut(study: Study, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cells = list(study.cells())
+    half = cells[1].folder(out)
+    half.mkdir(parents=True)
+    (half / "config.yaml").write_text("half")
+    begun: list[str] = []
+    rounds: list[int] = []
+    table = sweep(study, out, on_cell=lambda cell, i, n: begun.append(cell.name) or (lambda line: rounds.append(i)))
+    assert begun == [cell.name for cell in cells]
+    assert rounds == list(range(len(cells)))
+    aside = half.with_name("seed-0.unfinished-1")
+    assert (aside / "config.yaml").read_text() == "half"
+    assert table == (out / "table.md").read_text()
+    made = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
+    begun.clear()
+    assert sweep(study, out, on_cell=lambda cell, i, n: begun.append(cell.name)) == table
+    assert begun == []
+    assert {path: path.read_bytes() for path in made} == made
+    check_tables(study, out)
+
+
+def check_tables(study: Study, out: Path) -> None:
+    """Mean, sample standard deviation and the paper's number, from the summaries."""
+    with (out / "table.csv").open() as file:
+        rows = {(row["method"], row["split"]): row for row in csv.DictReader(file)}
+    assert list(rows) == [("FedAvg", "iid"), ("FedAvg", "two classes"), ("FedBN/own", "two classes")]
+    for (method, split), row in rows.items():
+        folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+        final = [100 * summary["final"][summary["headline"]] for summary in summaries]
+        assert float(row["mean"]) == statistics.fmean(final)
+        assert float(row["std"]) == pytest.approx(abs(final[0] - final[1]) / 2**0.5)
+        assert (row["runs"], row["rounds"]) == ("2", "1")
+        ledger = summaries[0]["ledger"]
+        assert float(row["megabytes"]) == (ledger["bytes-down"] + ledger["bytes-up"]) / 2**20
+        assert row["metric"] == ("personal-own-accuracy" if method == "FedBN/own" else "test-accuracy")
+        assert row["paper"] == ("91.35" if (method, split) == ("FedAvg", "iid") else "")
+    lines = (out / "table.md").read_text().splitlines()
+    assert lines[0] == "# small"
+    mean, std = float(rows["FedAvg", "iid"]["mean"]), float(rows["FedAvg", "iid"]["std"])
+    assert f"{mean:.2f} ± {std:.2f}" in lines[4]
+    assert lines[4].endswith("| 2 | 91.35 |")
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failed_run_leaves_the_finished_ones(study: Study, tmp_path: Path, monkeypatch) -> None:
+    real, done = module.run, []
+
+    def second_fails(*arguments):
+        if done:
+            raise ConfigError("out of luck")
+        done.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "run", second_fails)
+    with pytest.raises(ConfigError, match="out of luck"):
+        sweep(study, tmp_path / "out")
+    monkeypatch.setattr(module, "run", real)
+    begun: list[int] = []
+    sweep(study, tmp_path / "out", on_cell=lambda cell, i, n: begun.append(i))
+    assert begun == [1, 2, 3, 4, 5]

@@ -1,0 +1,187 @@
+"""The command line: exit codes, help with examples, lists, inspect, run and sweep."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedbn_flwr.cli import Engine, Kind, app
+from fedbn_flwr.data import DATASETS, PARTITIONS
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.experiment import launch
+from fedbn_flwr.models import MODELS
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.strategies import STRATEGIES
+
+COMMANDS = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+SMALL = ["--set", "num-clients=2", "--set", "num-server-rounds=2", "--set", "local-steps=1", "--set", "batch-size=4"]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+# --- help and usage --------------------------------------------------------------------------------------------------
+
+
+def test_the_commands() -> None:
+    assert COMMANDS == ["run", "list", "sweep", "inspect"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_parses(command: str) -> None:
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    (example,) = [line.strip() for line in result.output.splitlines() if "Example: " in line]
+    words = example.removeprefix("Example: ").split()
+    assert words[:2] == ["fedbn-flwr", command]
+    parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    parsed.make_context(command, words[2:], resilient_parsing=False)
+
+
+def test_the_file_of_the_sweep_example_exists() -> None:
+    (path,) = [word for word in call("sweep", "--help").output.split() if word.endswith(".yaml")]
+    assert (Path(__file__).parents[1] / path).is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "--engine", "cloud"], ["list"], ["list", "strategy"], ["sweep"], ["fly"], ["run", "--sett", "a=1"]]
+)
+def test_bad_usage_ends_with_2(arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
+    script = Path(sys.executable).parent / "fedbn-flwr"
+    bad = subprocess.run([script, "run", "--set", "sed=1"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == "unknown key 'sed'. Did you mean 'seed'?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- list and inspect ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("strategies", [*STRATEGIES, "centralized"]),
+        ("norms", [*NORMS]),
+        ("models", [*MODELS]),
+        ("datasets", [*DATASETS]),
+        ("partitions", [*PARTITIONS]),
+    ],
+)
+def test_list_one_line_each(kind: str, names: list[str]) -> None:
+    result = call("list", kind)
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines] == names
+    assert all(len(line.split("  ")) >= 3 for line in lines), "name, what, source"
+
+
+def test_every_kind_is_listed_above() -> None:
+    assert {kind.value for kind in Kind} == {"strategies", "norms", "models", "datasets", "partitions"}
+    assert {engine.value for engine in Engine} == set(launch.ENGINES)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inspect(strategy: str) -> None:
+    result = call("inspect", "--model", "resnet20", "--strategy", strategy, "--num-clients", "5")
+    assert result.exit_code == 0
+    assert f"resnet20 (norm=batch), {strategy}, 5 clients: 19 BN layers" in result.output
+    assert "layer3.2.norm2" in result.output
+    assert "271,098" in result.output
+    assert "1,376" in result.output
+    kept = result.output.count("stays with the client")
+    assert kept == len(STRATEGIES[strategy].local)
+
+
+def test_inspect_shows_the_papers_megabytes() -> None:
+    assert "6.2049" in call("inspect").output
+    result = call("inspect", "--norm", "group")
+    assert "6.1734" in result.output
+    assert "269,722" in result.output
+    quiet = call("inspect", "--no-layers").output
+    assert "layer3.2.norm2" not in quiet
+
+
+def test_inspect_warns_where_a_method_does_nothing() -> None:
+    result = call("inspect", "--norm", "group", "--strategy", "silobn")
+    assert result.exit_code == 0
+    assert "warning: the model has no BatchNorm: silobn would do what fedavg does" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "fedbm"], "unknown strategy 'fedbm'. Did you mean 'fedbn'?"),
+        (["--model", "resnet18"], "unknown model 'resnet18'. Did you mean 'torchvision:resnet18'?"),
+        (["--norm", "grup"], "unknown norm 'grup'. Did you mean 'group'?"),
+        (["--num-clients", "0"], "num-clients"),
+    ],
+)
+def test_inspect_refuses(arguments: list[str], message: str) -> None:
+    result = call("inspect", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+# --- run and sweep ---------------------------------------------------------------------------------------------------
+
+
+def test_run_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("{strategy: fedbn, num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}")
+    result = call("run", str(path), "--set", "num-server-rounds=2", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert f"results: {tmp_path / 'out'}" in result.stdout
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["strategy"], summary["rounds"]) == ("fedbn", 2)
+    assert f"{summary['final']['personal-own-accuracy']:.4f}" in result.stdout
+
+
+def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("run", *SMALL, "--set", "out=mine").exit_code == 0
+    assert (tmp_path / "mine" / "summary.json").is_file()
+    assert call("run", *SMALL).exit_code == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    assert made.name.endswith("-fedavg")
+
+
+def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
+    def fails(*_):
+        raise EngineError("the federation fell over")
+
+    monkeypatch.setattr(launch, "run", fails)
+    result = call("run", *SMALL, "--out", str(tmp_path / "out"))
+    assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (1, "the federation fell over")
+
+
+def test_sweep(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
+    study.write_text(f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy: fedbn}}}}\n")
+    out = tmp_path / "out"
+    result = call("sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert (out / "table.md").read_text().strip() in result.stdout
+    assert json.loads((out / "A/all/seed-0/summary.json").read_text())["rounds"] == 1
+    study.write_text("name: wrong\nmethods: {A: {strategy: fedbm}}\n")
+    refused = call("sweep", str(study), "--out", str(tmp_path / "other"))
+    assert refused.exit_code == 2
+    assert "A/all/seed-0: unknown strategy 'fedbm'. Did you mean 'fedbn'?" in refused.stderr
+    assert not (tmp_path / "other").exists()
