@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 from flwr.app import ConfigRecord, Context
 from torch import nn
 
@@ -54,12 +55,18 @@ class LocalState:
         """Keep ``entries`` until the next round of the run.
 
         Raises:
-            StateError: there is no context to keep them in.
+            StateError: there is no context to keep them in, or an entry is not finite.
         """
         if self._context is None:
             raise StateError(
                 f"the strategy keeps {len(entries)} entries with the client, but this client has no Context. Pass "
                 "context= from client_fn(context)."
+            )
+        # What diverged is not kept: the engine puts the context back, and the part of the round before stays.
+        bad = [n for n, array in entries.items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
+        if bad:
+            raise StateError(
+                f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
             )
         self._context.state[_ARRAYS] = to_record(entries)
         about: dict[str, int | str] = {"version": _VERSION, "fingerprint": self._fingerprint}

@@ -102,6 +102,14 @@ class LocalTraining:
     weight_decay: float = 0.0
     amp: bool = False
 
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for key in ("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay"):
+            if not getattr(self, key) >= 0:
+                raise ConfigError(f"{key}={getattr(self, key)} must be at least 0")
+        if not self.local_steps and not self.local_epochs:
+            raise ConfigError("local_steps and local_epochs are both 0: nothing to train")
+
     def first_batch(self, num_examples: int) -> int:
         """Return the examples in the first step's batch."""
         return min(self.batch_size or num_examples, num_examples)

@@ -85,9 +85,10 @@ class ChannelServer:
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         token = dict(context.invocation_metadata()).get("token", "")
-        if (seat := self._seats.get(str(token))) is None:
+        meeting, node_id = self._seats.get(str(token), (None, 0))
+        if meeting is None:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "unknown or expired token")
-        meeting, node_id = seat
+            raise Dropped("unknown or expired token")
         try:
             header, tensor = _unpack(request)
             operation = header["op"]

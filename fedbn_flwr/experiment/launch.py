@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fedbn_flwr.app import client_app
+from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.run import OnRound, centralized, serve
-from fedbn_flwr.experiment.setup import DEFAULT_CLIENTS, check, federation
+from fedbn_flwr.experiment.setup import DEFAULT_CLIENTS, check, client_fn, federation
 from fedbn_flwr.experiment.simulation import simulate
 
 __all__ = ["ENGINES", "Engine", "preflight", "run"]
@@ -55,7 +55,7 @@ def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRo
     workers = max(1, (os.cpu_count() or 1) // config.torch_threads)
     run_config: Mapping[str, Any] = config.to_mapping()
     with InProcessGrid(
-        client_app,
+        client_app(client_fn),
         config.num_clients,
         run_config=run_config,
         max_workers=workers,

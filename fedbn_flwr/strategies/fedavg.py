@@ -21,6 +21,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 
@@ -119,6 +120,7 @@ class FedAvg(FlowerFedAvg):
         self.reports: list[RoundReport] = []
         self.local_hashes: dict[str, str] = {}
         self._timeout = 3600.0
+        self._asked: list[Node] = []
         self._roster = Roster(self.params.seed, self._timeout)
 
     # --- what a method overrides -------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class FedAvg(FlowerFedAvg):
             return []
         present = self._roster.present(grid, max(self.min_available_nodes, self.min_train_nodes))
         able = [node for node in present if node.num_examples != 0]
-        count = max(math.floor(len(able) * self.fraction_train), self.min_train_nodes)
+        count = max(_share(self.fraction_train, len(able)), self.min_train_nodes)
         nodes = self._roster.sample(able, count, "train", server_round)
         log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
         told = ConfigRecord(
@@ -202,7 +204,7 @@ class FedAvg(FlowerFedAvg):
         report = self.reports[-1]
         usable: list[Reply] = []
         contents: list[RecordDict] = []
-        for node, message in self._in_order(replies):
+        for node, message in self._in_order(replies, report):
             try:
                 reply, sizes = self._read(server_round, node, message)
             except ReplyError as error:
@@ -241,7 +243,7 @@ class FedAvg(FlowerFedAvg):
         if self.fraction_evaluate == 0.0 or (server_round % self.params.eval_every and server_round != self.num_rounds):
             return []
         present = self._roster.present(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
-        count = max(math.floor(len(present) * self.fraction_evaluate), self.min_evaluate_nodes)
+        count = max(_share(self.fraction_evaluate, len(present)), self.min_evaluate_nodes)
         nodes = self._roster.sample(present, count, "evaluate", server_round)
         told = ConfigRecord({**config, "server-round": server_round, **self._common()})
         return self._address(nodes, MessageType.EVALUATE, arrays, told, self.reports[-1].evaluate)
@@ -250,7 +252,9 @@ class FedAvg(FlowerFedAvg):
         """Average the clients' metrics; keep each client's own in the report."""
         contents = []
         report = self.reports[-1]
-        for node, message in self._in_order(replies):
+        for node, message in self._in_order(replies, report):
+            if message.has_content() and self._tested_nothing(message):
+                continue
             try:
                 numbers = self._metrics(message)
             except ReplyError as error:
@@ -292,6 +296,7 @@ class FedAvg(FlowerFedAvg):
         self, nodes: Sequence[Node], message_type: str, arrays: ArrayRecord, config: ConfigRecord, traffic: Traffic
     ) -> list[Message]:
         shared = self._shared(arrays) if self.local else arrays
+        self._asked = list(nodes)
         started = {node.node_id: node.node_id in self._roster.started for node in nodes}
         for had_start in set(started.values()):  # the same arrays to several nodes are one broadcast
             traffic.count_down(num_bytes(shared if had_start else arrays))
@@ -300,6 +305,10 @@ class FedAvg(FlowerFedAvg):
             for had_start, record in ((False, arrays), (True, shared))
         }
         return [Message(records[had_start], node_id, message_type) for node_id, had_start in started.items()]
+
+    def _tested_nothing(self, message: Message) -> bool:
+        """Tell whether a client without test data answered an evaluation: nothing to average, nothing wrong."""
+        return [m.get(self.weighted_by_key) for m in message.content.metric_records.values()] == [0]
 
     def _metrics(self, message: Message) -> dict[str, float]:
         if message.has_error():
@@ -331,8 +340,15 @@ class FedAvg(FlowerFedAvg):
         self.check(server_round, reply, self._before)
         return reply, sizes
 
-    def _in_order(self, replies: Iterable[Message]) -> list[tuple[Node, Message]]:
+    def _in_order(self, replies: Iterable[Message], report: RoundReport) -> list[tuple[Node, Message]]:
+        """Return the replies by partition id; note the nodes that were asked and did not answer."""
         pairs = [(self._roster.of(message.metadata.src_node_id), message) for message in replies]
+        answered = {node.node_id for node, _ in pairs}
+        for node in self._asked:
+            if node.node_id not in answered and node.node_id not in report.rejected:
+                report.reject(node.node_id, f"{node}: no reply within {self._timeout:g} s")
+                log(WARNING, "round %d: no reply from %s within %g s", report.server_round, node, self._timeout)
+        self._asked = []
         return sorted(pairs, key=lambda pair: pair[0].order)
 
 
@@ -340,6 +356,11 @@ def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     """Return both messages to the clients as one, the lists of rules joined."""
     rules = ",".join(filter(None, (str(config.get("rules", "")) for config in (first, second))))
     return {**first, **second, "rules": rules}
+
+
+def _share(fraction: float, count: int) -> int:
+    """Return floor(fraction * count), the fraction taken as the decimal it is written as: 0.29 of 100 is 29."""
+    return math.floor(Fraction(str(fraction)) * count)
 
 
 def _advice(reason: str) -> str:

@@ -4,7 +4,7 @@ Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch N
 
 =========  ====================================================================================
 sent down  the state without BN entries
-sent up    the same
+sent up    the same entries, after local training
 kept       gamma, beta, running statistics and counters, in ``Context.state``
 cost       the shared floats down, the same up per client; the whole state once, at the start
 =========  ====================================================================================

@@ -7,7 +7,7 @@ Learning with Decoupled Normalization-Layer Aggregation for Non-IID Data".
 sent down  the whole state; then, per BN layer, the global mean and variance
 sent up    per BN layer the local ones; at the end the whole state
 kept       nothing
-cost       per round F + S floats down and up per client; 2L + 1 exchanges, or L + 1 with both together
+cost       per round F + S floats down and up per client in 2L + 1 exchanges, or F + 1.5 S in L + 1
 =========  ================================================================================================
 
 Differs from the paper: as FedTAN; the gradients with respect to the statistics are not detached, but the client's own

@@ -7,8 +7,8 @@ Algorithms 1-3.
 sent down  the whole state; then, per BN layer, the global mean, variance, and the gradients w.r.t. both
 sent up    per BN layer the local ones; at the end the whole state
 kept       nothing (carried by messages: model and answers of the round, until its end)
-cost       per round F + 2 S floats down and up per client, S = running statistics; 3L + 1 exchanges, or 2L + 1 with
-           mean and variance together (ResNet-20: F = 271,098, S = 1,376, L = 19)
+cost       per round F + 2 S floats down and up per client, S = running statistics, in 3L + 1 exchanges; or F + 2.5 S
+           in 2L + 1, mean and variance together (ResNet-20: F = 271,098, S = 1,376, L = 19)
 =========  ================================================================================================
 
 N clients, p_i, E local steps, L BN layers, ``union_batch_size`` = sum of the first batches b_i. Steps 2..E are

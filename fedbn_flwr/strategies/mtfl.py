@@ -4,7 +4,7 @@ Mills et al. 2022, "Multi-Task Federated Learning for Personalised Deep Neural N
 
 =========  ====================================================================================
 sent down  the state without gamma and beta
-sent up    the same
+sent up    the same entries, after local training
 kept       gamma and beta, in ``Context.state``
 cost       the shared floats down, the same up per client; the whole state once, at the start
 =========  ====================================================================================

@@ -4,7 +4,7 @@ Andreux et al. 2020, "Siloed Federated Learning for Multi-Centric Histopathology
 
 =========  ====================================================================================
 sent down  the state without running statistics and counters
-sent up    the same
+sent up    the same entries, after local training
 kept       running statistics and counters, in ``Context.state``
 cost       the shared floats down, the same up per client; the whole state once, at the start
 =========  ====================================================================================

@@ -1,12 +1,12 @@
-"""Standalone: every client alone: nothing is shared.
+"""Standalone: every client alone; nothing is shared.
 
-the lower reference of FedWon (arXiv:2306.11879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
+The lower reference of FedWon (arXiv:2306.11879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
 
 =========  ====================================================================================
 sent down  nothing (the common start once)
-sent up    the same
+sent up    nothing
 kept       the whole state, in ``Context.state``
-cost       the shared floats down, the same up per client; the whole state once, at the start
+cost       nothing; the whole state once, at the start
 =========  ====================================================================================
 
 The kept entries come from the common start, which is sent in a client's first round. Differs from the paper: none
@@ -22,7 +22,7 @@ __all__ = ["Standalone"]
 
 
 class Standalone(FedAvg):
-    """FedAvg in which the whole state stay with the client."""
+    """FedAvg in which the whole state stays with the client."""
 
     name = "standalone"
     summary_line = "every client alone: nothing is shared"

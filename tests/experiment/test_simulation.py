@@ -15,8 +15,9 @@ import pytest
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.launch import preflight, run
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.simulation import simulate
 
 pytestmark = pytest.mark.simulation
 
@@ -25,14 +26,21 @@ NODES = 5
 SETTINGS = {"strategy": "fedbn", "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "num-clients": NODES}
 
 
+@pytest.fixture(scope="module")
+def matplotlib_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One cache of fonts for all runs: it takes seconds to make, and would go to the home."""
+    return str(tmp_path_factory.mktemp("matplotlib"))
+
+
 @pytest.fixture(autouse=True)
-def users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def users_home(tmp_path: Path, matplotlib_cache: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home of the user's that must stay empty, and a place for temporary files that names the processes of the test."""
     home, scratch = tmp_path / "home", Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))  # Ray's sockets: <= 107 bytes
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("FLWR_HOME", str(home / ".flwr"))
     monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setenv("MPLCONFIGDIR", matplotlib_cache)
     monkeypatch.setattr("tempfile.tempdir", None)  # forget what was looked up before
     yield home
     assert list(home.rglob("*")) == [], "the user's Flower home is untouched"
@@ -61,45 +69,51 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(Config.make(SETTINGS), tmp_path_factory.mktemp("in-process") / "out")
 
 
-@pytest.mark.parametrize("cpus_per_client", [2, 1], ids=["one actor", "two actors"])
-def test_flwr_run_ends_in_the_bits_of_the_run_in_process(
-    cpus_per_client: int, in_process: dict[str, Any], tmp_path: Path
+def test_flwr_run_with_one_actor_ends_in_the_bits_of_the_run_in_process(
+    in_process: dict[str, Any], tmp_path: Path
 ) -> None:
-    federation = {"num-supernodes": NODES, "client-resources-num-cpus": cpus_per_client, "init-args-num-cpus": 2}
+    federation = {"num-supernodes": NODES, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
     lines: list[str] = []
     out = tmp_path / "out"
     flower_run(ROOT, run_config={**SETTINGS, "out": str(out)}, federation_config=federation, on_line=lines.append)
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["sha256"] == in_process["sha256"]
-    assert summary["final"] == in_process["final"]
-    assert summary["ledger"] == in_process["ledger"]
+    check_same(summary, in_process)
     assert [line["round"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2]
     assert any("round 2/2: personal-own-accuracy" in line for line in lines)
 
 
-def test_a_server_app_that_raised_is_an_error(tmp_path: Path) -> None:
-    settings = {"strategy": "centralized", "out": str(tmp_path / "out")}
+def test_the_simulation_engine_with_two_actors_too(in_process: dict[str, Any], tmp_path: Path) -> None:
+    """``fedbn-flwr run --engine simulation``: the app from the installed package alone, without the repository."""
+    seen: list[Any] = []
+    federation = {"client-resources-num-cpus": 1, "init-args-num-cpus": 2}
+    config, out = preflight(Config.make(SETTINGS), tmp_path / "out")
+    check_same(simulate(config, out, seen.append, federation), in_process)
+    assert [line["round"] for line in seen] == [1, 2]
+    assert "Starting FedBN strategy" in (out / "flower.log").read_text()
+
+
+def check_same(summary: dict[str, Any], in_process: dict[str, Any]) -> None:
+    for key in ("sha256", "final", "best", "ledger", "rejected"):
+        assert summary[key] == in_process[key], key
+
+
+def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
+    """Here for a federation of another size; ``flwr run --stream`` itself ends with 0."""
+    settings = {"num-clients": 3, "out": str(tmp_path / "out")}
     with pytest.raises(EngineError) as caught:
-        flower_run(ROOT, run_config=settings, federation_config={"num-supernodes": 2})
+        flower_run(ROOT, run_config=settings, federation_config={"num-supernodes": 4})
     said = str(caught.value)
     assert said.startswith("flwr run: finished:failed. Its last words:\n")
-    assert "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set" in said
+    assert (
+        "num-clients=3, but the federation has 4 node(s). In simulation add --federation-config 'num-supernodes=3' to "
+        "`flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all there are."
+    ) in said
     assert not (tmp_path / "out").exists()
 
 
-def test_what_flower_refuses_is_an_error(tmp_path: Path) -> None:
+def test_what_flower_refuses_is_an_error() -> None:
     with pytest.raises(EngineError) as caught:
         flower_run(ROOT, run_config={"learning-rat": 1.0}, federation_config={"num-supernodes": 2})
     said = str(caught.value)
     assert said.startswith("flwr run: refused by Flower. Its last words:\n")
     assert "[code: 15]" in said
-
-
-def test_the_simulation_engine_and_a_federation_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine of ``fedbn-flwr run --engine simulation``: the app from the installed package alone."""
-    from fedbn_flwr.experiment.simulation import simulate
-
-    config = Config.make({**SETTINGS, "num-clients": 3, "out": str(tmp_path / "out")})
-    with pytest.raises(EngineError, match=r"num-clients=3, but the federation has 4 node\(s\)\. In simulation add"):
-        simulate(config, tmp_path / "out", federation_config={"num-supernodes": 4})
-    assert not (tmp_path / "out").exists()

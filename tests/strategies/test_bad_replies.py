@@ -196,11 +196,16 @@ def test_when_no_round_succeeds_the_initial_model_is_the_result(federate, datase
 
 def test_a_bad_evaluation_is_named_beside_a_bad_training(federate, datasets, mlp) -> None:
     run = federate(
-        FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, count(0), kind=MessageType.EVALUATE)
+        FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, count(-1), kind=MessageType.EVALUATE)
     )
     report = run.strategy.reports[0]
     (reason,) = report.rejected.values()
-    assert reason.endswith("(partition 1): evaluation: 'num-examples' is 0, which must be a finite number above 0")
+    assert reason.endswith("(partition 1): evaluation: 'num-examples' is -1, which must be a finite number above 0")
+    assert list(report.evaluations) == ["0", "2"]
+    # A client that has nothing to test on is left out without a complaint.
+    nothing = functools.partial(spoiling, count(0), kind=MessageType.EVALUATE)
+    report = federate(FedAvg(), mlp, datasets, rounds=1, wrap=nothing).strategy.reports[0]
+    assert not report.rejected
     assert list(report.evaluations) == ["0", "2"]
 
     def both(client_fn) -> ClientApp:
