@@ -126,10 +126,11 @@ def inspect(
     norm: Annotated[str, typer.Option(help="Normalisation; `fedbn-flwr list norms`.")] = "batch",
     num_clients: Annotated[int, typer.Option(min=1, help="Clients of a round.")] = 5,
     dataset: Annotated[str, typer.Option(help="Data set, for the model's input and classes.")] = "cifar10",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the method, rounds, ...")] = None,
     layers: Annotated[bool, typer.Option(help="List the BN layers by path.")] = True,
 ) -> None:
     """Show a model's BN layers, and what a strategy shares, keeps and moves per round."""
-    from fedbn_flwr.experiment.config import Config
+    from fedbn_flwr.experiment.config import Config, read_overrides
     from fedbn_flwr.experiment.inspection import inspect_model
     from fedbn_flwr.experiment.setup import make_model
     from fedbn_flwr.strategies import STRATEGIES
@@ -137,8 +138,9 @@ def inspect(
     with _exit_codes():
         if strategy not in STRATEGIES:
             raise unknown_name("strategy", strategy, STRATEGIES)
-        settings = Config.make({"model": model, "norm": norm, "dataset": dataset, "strategy": strategy})
-        found = inspect_model(make_model(settings), strategy, num_clients)
+        chosen = {"model": model, "norm": norm, "dataset": dataset, "strategy": strategy}
+        settings = Config.make({**chosen, **read_overrides(set_ or [])})
+        found = inspect_model(make_model(settings), strategy, num_clients, settings)
         _print_inspection(f"{model} (norm={norm})", strategy, num_clients, found, layers)
 
 
@@ -165,14 +167,20 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
         )
     table.add_row("all", f"{sum(found.floats.values()):,}", f"{sum(found.counters.values()):,}", "")
     console.print(table)
-    table = Table("training round", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
-    rounds = (
-        [("every", found.later)] if found.first == found.later else [("first", found.first), ("later", found.later)]
-    )
-    for name, cost in rounds:
+    table = Table("rounds", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
+    for phase in found.phases:
+        cost, name = phase.traffic, f"{phase.name} ({'?' if phase.rounds is None else phase.rounds})"
         counters = f"{cost.counters_down:,}/{cost.counters_up:,}"
         table.add_row(name, str(cost.exchanges), f"{cost.megabytes:.4f}", f"{cost.down:,}", f"{cost.up:,}", counters)
     console.print(table)
+    if all(phase.rounds is not None for phase in found.phases):
+        total, rounds = found.total(), sum(phase.rounds for phase in found.phases)
+        plain = rounds * found.plain.megabytes
+        line = f"{rounds:,} rounds: {total.exchanges:,} exchanges, {total.megabytes / 1024:.4f} GB of floats"
+        if found.synchronised:
+            more = [1 - rounds / total.exchanges, 1 - plain / total.megabytes]
+            line += f"; beyond FedAvg {100 * more[0]:.2f} % of the exchanges, {100 * more[1]:.4f} % of the floats"
+        console.print(line, highlight=False, soft_wrap=True)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
 

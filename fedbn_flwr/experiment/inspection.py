@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.data import DATASETS
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.models import input_shape
 from fedbn_flwr.records import to_state
 from fedbn_flwr.state import Part, Parts, split_state
 from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
 from fedbn_flwr.strategies.report import Traffic
 
-__all__ = ["Inspection", "inspect_model"]
+__all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of equal rounds: its name, how many rounds it has (None = not known), and the traffic of each."""
+
+    name: str
+    rounds: int | None
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -25,8 +42,9 @@ class Inspection:
         floats: number of floating entries' elements by part.
         counters: number of elements of integer entries by part.
         local: the parts that stay with the clients.
-        first: traffic of a round in which no client has had the common start.
-        later: traffic of every other round.
+        synchronised: the channels of each BatchNorm call that a synchronised step meets, in order; empty elsewhere.
+        phases: the run's rounds in order.
+        plain: traffic of a round of FedAvg with the same model.
         warnings: where the method would do nothing, or part of it.
     """
 
@@ -34,17 +52,50 @@ class Inspection:
     floats: Mapping[Part, int]
     counters: Mapping[Part, int]
     local: frozenset[Part]
-    first: Traffic
-    later: Traffic
+    synchronised: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    plain: Traffic
     warnings: tuple[str, ...]
 
+    @property
+    def first(self) -> Traffic:
+        """Traffic of the first round."""
+        return self.phases[0].traffic
 
-def inspect_model(model: nn.Module, strategy: str, num_clients: int) -> Inspection:
+    @property
+    def later(self) -> Traffic:
+        """Traffic of the last round."""
+        return self.phases[-1].traffic
+
+    def total(self) -> Traffic:
+        """Return the traffic of the whole run.
+
+        Raises:
+            ConfigError: the length of a phase is found out during the run.
+        """
+        total = Traffic()
+        for phase in self.phases:
+            if phase.rounds is None:
+                raise ConfigError(f"the number of rounds of phase {phase.name!r} is found out during the run")
+            for field in dataclasses.fields(Traffic):
+                value = getattr(total, field.name) + phase.rounds * getattr(phase.traffic, field.name)
+                setattr(total, field.name, value)
+        return total
+
+
+def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Config | None = None) -> Inspection:
     """Foretell what ``strategy`` moves per training round between the server and ``num_clients`` clients.
+
+    Args:
+        model: the model; one forward pass in eval mode finds out which BatchNorm calls a synchronised step meets.
+        strategy: a key of ``STRATEGIES``.
+        num_clients: clients of a round.
+        config: for the number of rounds, the model's input and the method's settings; default: the defaults.
 
     Raises:
         KeyError: the strategy is not in ``STRATEGIES``.
     """
+    config = config or Config.make({})
     method = STRATEGIES[strategy]
     parts = split_state(model)
     floats, counters = dict.fromkeys(Part, 0), dict.fromkeys(Part, 0)
@@ -57,9 +108,56 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int) -> Inspecti
         everything[kind] += array.nbytes
         if part not in method.local:
             shared[kind] += array.nbytes
-    first = Traffic(1, everything[0], num_clients * shared[0], everything[1], num_clients * shared[1])
+    plain = Traffic(1, everything[0], num_clients * everything[0], everything[1], num_clients * everything[1])
+    start = Traffic(1, everything[0], num_clients * shared[0], everything[1], num_clients * shared[1])
     later = Traffic(1, shared[0], num_clients * shared[0], shared[1], num_clients * shared[1])
-    return Inspection(parts, floats, counters, method.local, first, later, _warnings(parts, strategy))
+    rounds = config.num_server_rounds
+    calls: tuple[int, ...] = ()
+    phases = (
+        [Phase("first", 1, start), Phase("later", rounds - 1, later)]
+        if method.local
+        else [Phase("every", rounds, later)]
+    )
+    per_layer, rows = method.exchange_cost(config.fedtan_exchanges)
+    if per_layer:
+        calls = batchnorm_calls(model, config)
+        size = next(model.parameters()).element_size() * rows * sum(calls)
+        moved = Traffic(1 + per_layer * len(calls), later.down + size, later.up + num_clients * size)
+        moved.counters_down, moved.counters_up = later.counters_down, later.counters_up
+        phases = [Phase("synchronised", rounds, moved)]
+        if issubclass(method, Freezing):
+            last = freeze_round(config.fedtan_rounds, rounds)
+            known = None if last is None else min(last, rounds)
+            phases = [
+                Phase("synchronised", known, moved),
+                Phase("frozen", None if known is None else rounds - known, later),
+            ]
+    return Inspection(parts, floats, counters, method.local, calls, tuple(phases), plain, _warnings(parts, strategy))
+
+
+def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
+    """Return the channels of each BatchNorm call of a forward pass, in order: a layer used twice stands twice."""
+    info = DATASETS[config.dataset]
+    channels, size = input_shape(config.model, info.channels, info.size)
+    parameter = next(model.parameters())
+    found: list[int] = []
+
+    def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        found.append(args[0].shape[1])
+
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(torch.zeros(2, channels, size, size, dtype=parameter.dtype, device=parameter.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return tuple(found)
 
 
 def _warnings(parts: Parts, strategy: str) -> tuple[str, ...]:

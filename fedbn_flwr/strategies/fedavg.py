@@ -128,6 +128,11 @@ class FedAvg(FlowerFedAvg):
     def begin(self) -> None:
         """Check the method's settings against the run (``num_rounds``, ``parts``) and forget an earlier run."""
 
+    @classmethod
+    def exchange_cost(cls, exchanges: str) -> tuple[int, int]:
+        """Return what a synchronised BN layer costs beside the model: exchanges, and rows of its channels each way."""
+        return 0, 0
+
     def phase(self, server_round: int) -> str:
         """Return the name of the method's phase in this round."""
         return "train"

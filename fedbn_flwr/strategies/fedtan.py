@@ -151,6 +151,12 @@ class FedTAN(FedAvg):
                 self._channel.close()
                 self._channel = None
 
+    @classmethod
+    def exchange_cost(cls, exchanges: str) -> tuple[int, int]:
+        """Return exchanges per layer, and rows: mean, variance (fused: and the mean's remainder), two gradients."""
+        forward, rows = (2, 2) if exchanges == "3L+1" else (1, 3)
+        return (forward + 1, rows + 2) if cls.backward == "global" else (forward, rows)
+
     def synchronises(self, server_round: int) -> bool:
         """Tell whether the round's first step is synchronised."""
         return True

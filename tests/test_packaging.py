@@ -1,0 +1,133 @@
+"""Wheel, sdist and Flower app bundle: the package once in each, and importable from a folder with nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+KINDS = ("wheel", "sdist", "bundle")
+
+# The package and torch come from where they stand; what must not help is the checkout itself.
+IMPORT = """
+import importlib.util, json, sys
+folder, checkout = sys.argv[1:]
+sys.path[:] = [folder] + [path for path in sys.path if path not in ("", checkout)]
+import fedbn_flwr.app, fedbn_flwr.cli
+assert fedbn_flwr.app.client_app and fedbn_flwr.app.server_app
+files = sorted(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in ("fedbn_flwr", "apps"))
+print(json.dumps({"files": files, "strategies": importlib.util.find_spec("strategies") is not None}))
+"""
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The root folder of each archive's content, built from the checkout as it is."""
+    folder = tmp_path_factory.mktemp("archives")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    bundle = [str(BIN / "flwr"), "build", "--app", str(ROOT)]
+    env = {**os.environ, "FLWR_HOME": str(folder / "home")}
+    works = [
+        subprocess.Popen(c, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for c in (build, bundle)
+    ]
+    for work in works:
+        said, _ = work.communicate(timeout=120)
+        assert work.returncode == 0, said
+    (wheel,), (sdist,), (fab,) = (list(folder.glob(f"*.{kind}")) for kind in ("whl", "tar.gz", "fab"))
+    for kind, archive in (("wheel", wheel), ("bundle", fab)):
+        with zipfile.ZipFile(archive) as file:
+            file.extractall(folder / kind)
+    with tarfile.open(sdist) as file:
+        file.extractall(folder / "sdist-outer", filter="data")
+    (inner,) = (folder / "sdist-outer").iterdir()
+    return {"wheel": folder / "wheel", "sdist": inner, "bundle": folder / "bundle"}
+
+
+def sources(root: Path, suffixes: tuple[str, ...] = (".py",)) -> dict[str, bytes]:
+    """Content of the package's files by path below the folder that holds the package."""
+    found = (path for path in (root / "fedbn_flwr").rglob("*") if path.suffix in suffixes)
+    return {str(path.relative_to(root)): path.read_bytes() for path in found if "__pycache__" not in path.parts}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_package_is_there_once(kind: str, unpacked: dict[str, Path]) -> None:
+    assert sources(unpacked[kind]) == sources(ROOT)
+    content = [path for path in unpacked[kind].rglob("*.py")]
+    assert [str(path.relative_to(unpacked[kind])) for path in content if path.name == "fedavg.py"] == [
+        "fedbn_flwr/strategies/fedavg.py"
+    ]
+    links = [path for path in unpacked[kind].rglob("*") if path.is_symlink()]
+    assert links == []
+
+
+def test_what_else_is_in_them(unpacked: dict[str, Path]) -> None:
+    wheel = {path.name for path in unpacked["wheel"].iterdir()}
+    assert {name for name in wheel if not name.endswith(".dist-info")} == {"fedbn_flwr"}, "no apps, no tests"
+    assert (unpacked["wheel"] / "fedbn_flwr/py.typed").is_file()
+    (info,) = unpacked["wheel"].glob("*.dist-info")
+    assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert "fedbn-flwr = fedbn_flwr.cli:app" in (info / "entry_points.txt").read_text()
+    assert "Provides-Extra: dev" in (info / "METADATA").read_text()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "apps/main/server_app.py", "apps/main/recipes/demo.yaml"):
+        assert (unpacked["bundle"] / name).is_file(), name
+        assert (unpacked["sdist"] / name).is_file(), name
+    tests = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")}
+    assert {path.relative_to(unpacked["sdist"]) for path in (unpacked["sdist"] / "tests").rglob("*.py")} == tests
+
+
+def test_each_imports_from_a_folder_with_nothing_else(unpacked: dict[str, Path], tmp_path: Path) -> None:
+    env = {**os.environ, "FLWR_HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    code = {kind: IMPORT for kind in KINDS}
+    # The components as Flower loads them: by the names in the bundle's own pyproject.toml.
+    components = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
+    modules = ", ".join(name.split(":")[0] for name in components.values())
+    code["bundle"] = IMPORT.replace("import fedbn_flwr.app,", f"import {modules}, fedbn_flwr.app,")
+    works = {
+        kind: subprocess.Popen(
+            [sys.executable, "-I", "-c", code[kind], str(unpacked[kind]), str(ROOT)],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for kind in KINDS
+    }
+    for kind, work in works.items():
+        out, err = work.communicate(timeout=120)
+        assert work.returncode == 0, (kind, err)
+        found = json.loads(out.splitlines()[-1])
+        assert found["files"], kind
+        assert all(Path(file).is_relative_to(unpacked[kind]) for file in found["files"]), kind
+        assert found["strategies"] is False, "a module of that name would shadow, or be shadowed by, the user's own"
+
+
+def test_strategies_is_a_relative_link() -> None:
+    link = ROOT / "strategies"
+    assert link.is_symlink()
+    assert os.readlink(link) == "fedbn_flwr/strategies"
+    assert (link / "fedavg.py").samefile(ROOT / "fedbn_flwr/strategies/fedavg.py")
+    users = [
+        path
+        for folder in ("fedbn_flwr", "apps", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if any(line.startswith(("import strategies", "from strategies")) for line in path.read_text().splitlines())
+    ]
+    assert users == [], "the reader's door is never imported"
+
+
+def test_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert all("<" in dependency for dependency in project["dependencies"]), "upper bounds"
