@@ -14,6 +14,7 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import OnRound
+from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["simulate"]
 
@@ -63,6 +64,7 @@ def simulate(
     federation: dict[str, Scalar] = {
         "num-supernodes": config.num_clients,
         "client-resources-num-cpus": config.torch_threads,
+        **_actors(config),
         **(federation_config or {}),
     }
     lines: list[str] = []
@@ -85,6 +87,14 @@ def simulate(
         raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
+
+
+def _actors(config: Config) -> dict[str, Scalar]:
+    """Return the setting that lets all clients of a round run at once, which the channel needs: an actor for each."""
+    meets = STRATEGIES[config.strategy].exchange_cost(config.fedtan_exchanges)[0] > 0
+    if not meets or config.fedtan_exchange != "channel":
+        return {}
+    return {"init-args-num-cpus": config.num_clients * config.torch_threads}
 
 
 def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> None:
