@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.state import Parts
 
-__all__ = ["Array", "State", "Variance", "average", "check_state", "normalise", "weighted_sum"]
+__all__ = ["Array", "State", "Variance", "average", "check_finite", "check_state", "normalise", "weighted_sum"]
 
 Array = NDArray[Any]
 State = Mapping[str, Array]
@@ -98,6 +98,13 @@ def check_state(state: State, like: State, parts: Parts) -> None:
     if problems:
         more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
         raise ReplyError("; ".join(problems[:2]) + more)
+
+
+def check_finite(state: State, subject: str = "") -> None:
+    """Refuse arrays that hold NaN or infinity; ReplyError names the first such entry after ``subject``."""
+    for name, array in state.items():
+        if problems := _check_entry(name, array, array, False):
+            raise ReplyError(subject + problems[0])
 
 
 def _check_entry(name: str, array: Array, expected: Array, is_variance: bool) -> list[str]:

@@ -105,7 +105,10 @@ class TorchClient(NumPyClient):
         store = LocalState(self.context, self.parts, self.model)
         if "fedtan-attempt" in config:
             parameters, config = recall(self.context, parameters, config)
-        self._load(parameters, config, store)
+        rules = client_rules({**config, "local-names": self.parts.select(local)})
+        extras = self._load(parameters, config, store)
+        for rule in rules:
+            rule.receive(extras, tensors(store.remembered(type(rule).__name__)))
         try:
             result = train(
                 self.model,
@@ -113,7 +116,7 @@ class TorchClient(NumPyClient):
                 self.settings,
                 learning_rate=self.settings.learning_rate.at(server_round, bool(config.get("frozen", False))),
                 stream=functools.partial(self._stream, server_round),
-                rules=client_rules(config),
+                rules=rules,
                 loss_fn=self.loss_fn,
             )
         except Pending as exchange:
@@ -132,11 +135,15 @@ class TorchClient(NumPyClient):
             "dropped-batches": result.num_dropped,
             **result.metrics,
         }
-        if local:
-            metrics["local-sha256"] = store.sha256()
-        if local or ARRAY_NAMES in config:
-            metrics[ARRAY_NAMES] = json.dumps(shared)
-        return [state[name] for name in shared], len(self.train_data), metrics
+        store.remember({type(rule).__name__: to_state(rule.keep()) for rule in rules}, server_round)
+        if kept := store.sha256():
+            metrics["local-sha256"] = kept
+        returned = {name: state[name] for name in shared}
+        for record, entries in ((r, e) for rule in rules for r, e in rule.reply().items()):
+            returned |= {f"{record}/{name}": array for name, array in to_state(entries).items()}
+        if ARRAY_NAMES in config or len(returned) != len(self.parts.names):
+            metrics[ARRAY_NAMES] = json.dumps(list(returned))
+        return list(returned.values()), len(self.train_data), metrics
 
     def evaluate(self, parameters: list[Array], config: Config) -> tuple[float, int, Config]:
         """Evaluate the received entries joined with the part kept here, on each test set.
@@ -169,17 +176,24 @@ class TorchClient(NumPyClient):
     def _local_parts(self, config: Config) -> frozenset[Part]:
         return frozenset(Part(name) for name in str(config.get("local-parts", "")).split(",") if name)
 
-    def _load(self, parameters: list[Array], config: Config, store: LocalState) -> None:
-        """Fill the model: kept entries where there are some, received ones elsewhere, none left over or missing."""
+    def _load(self, parameters: list[Array], config: Config, store: LocalState) -> dict[str, dict[str, torch.Tensor]]:
+        """Fill the model: kept entries where there are some, received ones elsewhere, none left over or missing.
+
+        Returns:
+            What was sent beside the model, called ``record/entry``, by record.
+        """
         names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(self.parts.names)
         if len(names) != len(parameters):
             raise StateError(
                 f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(self.parts.names)}"
             )
         received = dict(zip(names, parameters, strict=True))
-        kept = store.load(self._local_parts(config))
-        state = {**received, **kept}
         own = self.model.state_dict()
+        extras: dict[str, dict[str, torch.Tensor]] = {}
+        for name in [name for name in received if name not in own and "/" in name]:
+            record, _, entry = name.partition("/")
+            extras.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
+        state = {**received, **store.load(self._local_parts(config))}
         if missing := [name for name in own if name not in state]:
             raise StateError(
                 f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
@@ -188,6 +202,7 @@ class TorchClient(NumPyClient):
         if extra := [name for name in state if name not in own]:
             raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
         self.model.load_state_dict({name: _fit(name, state[name], own[name]) for name in own})
+        return extras
 
 
 def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from fedbn_flwr.state import Part, Parts
 
 __all__ = ["LocalState"]
 
-_ARRAYS, _ABOUT, _VERSION = "fedbn-flwr.local", "fedbn-flwr.local.about", 1
+_ARRAYS, _RULES, _ABOUT, _VERSION = "fedbn-flwr.local", "fedbn-flwr.rules", "fedbn-flwr.local.about", 1
 
 
 class LocalState:
@@ -39,24 +39,46 @@ class LocalState:
             StateError: the entries were kept by another version or for another model.
         """
         names = self._parts.select(local)
-        if not names or self._context is None or _ARRAYS not in self._context.state:
+        kept = self._read(_ARRAYS) if names else {}
+        return {name: kept[name] for name in names if name in kept}
+
+    def keep(self, entries: State, server_round: int) -> None:
+        """Keep ``entries`` until the client's next round.
+
+        Raises:
+            StateError: there is no context to keep them in, or an entry is not finite.
+        """
+        self._write(_ARRAYS, entries, server_round)
+
+    def remembered(self, rule: str) -> Mapping[str, Array]:
+        """Return what a client rule kept in the client's last round; empty before. Raises as ``load``."""
+        kept = self._read(_RULES)
+        return {name.removeprefix(f"{rule}/"): a for name, a in kept.items() if name.startswith(f"{rule}/")}
+
+    def remember(self, kept: Mapping[str, State], server_round: int) -> None:
+        """Keep what the client rules want back in the client's next round, by rule. Raises as ``keep``."""
+        entries = {f"{rule}/{name}": array for rule, state in kept.items() for name, array in state.items()}
+        if entries:
+            self._write(_RULES, entries, server_round)
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of what is kept, "" for nothing: what a client may tell of it."""
+        kept = {f"{key}/{name}": array for key in (_ARRAYS, _RULES) for name, array in self._read(key).items()}
+        return state_sha256(kept) if kept else ""
+
+    def _read(self, key: str) -> Mapping[str, Array]:
+        if self._context is None or key not in self._context.state:
             return {}
         about = self._context.state.config_records[_ABOUT]
         if about["version"] != _VERSION or about["fingerprint"] != self._fingerprint:
             raise StateError(
                 f"what this client kept (version {about['version']!s}, round {about['server-round']!s}) belongs to "
-                f"another model: its names, layer types or shapes changed (first of ours: '{names[0]}'). Start a "
-                "new run, or give the model back."
+                f"another model: its names, layer types or shapes changed (first of ours: '{self._parts.names[0]}'). "
+                "Start a new run, or give the model back."
             )
-        kept = from_record(self._context.state.array_records[_ARRAYS])
-        return {name: kept[name] for name in names if name in kept}
+        return from_record(self._context.state.array_records[key])
 
-    def keep(self, entries: State, server_round: int) -> None:
-        """Keep ``entries`` until the next round of the run.
-
-        Raises:
-            StateError: there is no context to keep them in, or an entry is not finite.
-        """
+    def _write(self, key: str, entries: State, server_round: int) -> None:
         if self._context is None:
             raise StateError(
                 f"the strategy keeps {len(entries)} entries with the client, but this client has no Context. Pass "
@@ -68,12 +90,6 @@ class LocalState:
             raise StateError(
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
             )
-        self._context.state[_ARRAYS] = to_record(entries)
+        self._context.state[key] = to_record(entries)
         about: dict[str, int | str] = {"version": _VERSION, "fingerprint": self._fingerprint}
         self._context.state[_ABOUT] = ConfigRecord({**about, "server-round": server_round})
-
-    def sha256(self) -> str:
-        """Return the SHA-256 of what is kept: what a client may tell of it."""
-        if self._context is None or _ARRAYS not in self._context.state:
-            return ""
-        return state_sha256(from_record(self._context.state.array_records[_ARRAYS]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +23,8 @@ from fedbn_flwr.randomness import private_randomness
 
 __all__ = [
     "Batches",
+    "Entries",
+    "Extras",
     "LearningRate",
     "LocalTraining",
     "LossFn",
@@ -37,6 +39,8 @@ __all__ = [
 LossFn = Callable[[Tensor, Tensor], Tensor]
 StepResult = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
 Compute = Callable[[], StepResult]
+Entries = Mapping[str, Tensor]
+Extras = Mapping[str, Entries]
 Stream = Callable[[str], torch.Generator]
 
 
@@ -134,9 +138,18 @@ class Rule:
     def begin(self, model: nn.Module) -> None:
         """Act before the first step: the model holds the state it was sent and is in train mode."""
 
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take what the server sent beside the model, by record, and what this rule kept in the last round."""
+
+    def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
+        """Act once the optimizer is made, with the learning rate of the round."""
+
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return a term to add to the loss of a step (it does not count in the reported loss), or None."""
         return None
+
+    def gradients(self, model: nn.Module) -> None:
+        """Change the gradients of a step, before weight decay and momentum."""
 
     def synchronises(self, step: int) -> bool:
         """Tell whether step ``step`` (from 0) sees the other clients' batches: their union decides what BN can take."""
@@ -152,6 +165,14 @@ class Rule:
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Undo what ``begin`` changed in the model's settings; return metrics for the reply."""
+        return {}
+
+    def reply(self) -> Extras:
+        """Return what goes back to the server beside the model, by record."""
+        return {}
+
+    def keep(self) -> Entries:
+        """Return what stays with the client until its next round."""
         return {}
 
 
@@ -212,6 +233,8 @@ def train(
     optimizer = optimizer or sgd(model, settings)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    for rule in rules:
+        rule.start(model, optimizer)
     augment = stream("augment")
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, correct; read once at the end
     processed = steps = dropped = 0
@@ -229,6 +252,8 @@ def train(
             for rule in rules:
                 compute = functools.partial(rule.run_step, step, model, len(positions), compute)
             loss, outputs = compute()
+            for rule in rules:
+                rule.gradients(model)
             optimizer.step()
             totals[0] += loss.double() * len(positions)
             totals[1] += (outputs.argmax(1) == targets).sum()

@@ -57,7 +57,8 @@ def test_the_file_of_the_sweep_example_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["run", "--engine", "cloud"], ["list"], ["list", "strategy"], ["sweep"], ["fly"], ["run", "--sett", "a=1"]]
+    "arguments",
+    [["run", "--engine", "cloud"], ["list"], ["list", "strategy"], ["sweep"], ["fly"], ["run", "--sett", "a=1"]],
 )
 def test_bad_usage_ends_with_2(arguments: list[str]) -> None:
     assert call(*arguments).exit_code == 2

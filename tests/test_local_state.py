@@ -57,7 +57,7 @@ def test_another_model_is_refused() -> None:
         store(context, nn.Sequential(nn.BatchNorm1d(5))).load(STATISTICS)
     assert str(error.value) == (
         "what this client kept (version 1, round 4) belongs to another model: its names, layer types or "
-        "shapes changed (first of ours: '0.running_mean'). Start a new run, or give the model back."
+        "shapes changed (first of ours: '0.weight'). Start a new run, or give the model back."
     )
 
 

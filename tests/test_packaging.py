@@ -62,7 +62,7 @@ def sources(root: Path, suffixes: tuple[str, ...] = (".py",)) -> dict[str, bytes
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_package_is_there_once(kind: str, unpacked: dict[str, Path]) -> None:
     assert sources(unpacked[kind]) == sources(ROOT)
-    content = [path for path in unpacked[kind].rglob("*.py")]
+    content = list(unpacked[kind].rglob("*.py"))
     assert [str(path.relative_to(unpacked[kind])) for path in content if path.name == "fedavg.py"] == [
         "fedbn_flwr/strategies/fedavg.py"
     ]
@@ -87,7 +87,7 @@ def test_what_else_is_in_them(unpacked: dict[str, Path]) -> None:
 
 def test_each_imports_from_a_folder_with_nothing_else(unpacked: dict[str, Path], tmp_path: Path) -> None:
     env = {**os.environ, "FLWR_HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
-    code = {kind: IMPORT for kind in KINDS}
+    code = dict.fromkeys(KINDS, IMPORT)
     # The components as Flower loads them: by the names in the bundle's own pyproject.toml.
     components = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
     modules = ", ".join(name.split(":")[0] for name in components.values())

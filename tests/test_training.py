@@ -199,12 +199,12 @@ class Noted(Rule):
     """Adds the squared norm of the parameters, and notes what it is called with."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.start = copy.deepcopy(model.state_dict())
+        self.initial = copy.deepcopy(model.state_dict())
         self.calls: list[str] = []
 
     def begin(self, model: nn.Module) -> None:
         assert model.training
-        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), self.start.values(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), self.initial.values(), strict=True))
         self.calls.append("begin")
 
     def penalty(self, model: nn.Module) -> Tensor:

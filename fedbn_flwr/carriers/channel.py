@@ -52,7 +52,9 @@ class ChannelServer:
                 "allowed on loopback only. Set fedtan-tls-dir to a folder with ca.crt, server.crt and server.key."
             )
         self._seats: dict[str, tuple[Meeting, int]] = {}
-        self._server = grpc.server(ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="channel"), options=_OPTIONS)
+        # A port that another process listens on is an error, not shared with it.
+        options = [*_OPTIONS, ("grpc.so_reuseport", 0)]
+        self._server = grpc.server(ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="channel"), options=options)
         handler = grpc.unary_unary_rpc_method_handler(self._call)
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})])
         self.certificate = b""
@@ -95,7 +97,7 @@ class ChannelServer:
             if operation not in ("begin", "reduce", "close"):
                 raise ValueError(f"unknown operation {operation!r}")
             attempt, tag = int(header.get("attempt", 0)), str(header.get("tag", ""))
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
             meeting.leave(node_id, f"sent a call that cannot be read: {error}")
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a call that cannot be read: {error}")
         try:
@@ -123,15 +125,17 @@ def _answer(
         return _pack({"status": "ok"})
     if tensor is None:
         raise Dropped(f"exchange '{tag}' came without a tensor")
-    answered = False
+    waiting = True
 
-    def lost() -> None:
-        if not answered:
+    def ended() -> None:
+        if waiting:
             meeting.leave(node_id, f"lost its connection in exchange '{tag}'")
 
-    context.add_callback(lost)
-    answer = meeting.reduce(node_id, attempt, tag, tensor)
-    answered = True
+    context.add_callback(ended)  # called at the end of every call, also of one that asks the client to begin again
+    try:
+        answer = meeting.reduce(node_id, attempt, tag, tensor)
+    finally:
+        waiting = False
     return _pack({"status": "ok"}, answer)
 
 
@@ -180,10 +184,11 @@ class ChannelSeat:
         self._channel.close()
 
     def _ask(self, header: Mapping[str, Any], tensor: Tensor | None = None) -> tuple[dict[str, Any], Tensor | None]:
+        # The port was open before the token was handed out: what cannot connect at first is refused or misled.
+        patient = header["op"] != "begin"
+        token = (("token", self._token),)
         try:
-            reply = self._call(
-                _pack(header, tensor), metadata=(("token", self._token),), timeout=self._deadline, wait_for_ready=True
-            )
+            reply = self._call(_pack(header, tensor), metadata=token, timeout=self._deadline, wait_for_ready=patient)
         except grpc.RpcError as error:
             code = getattr(error, "code", lambda: "unknown")()
             details = getattr(error, "details", lambda: "")()
@@ -217,7 +222,11 @@ def _pack(header: Mapping[str, Any], tensor: Tensor | None = None) -> bytes:
 
 
 def _unpack(frame: bytes) -> tuple[dict[str, Any], Tensor | None]:
-    """Return header and tensor of a frame; ValueError, KeyError, TypeError or struct.error where it is none."""
+    """Return header and tensor of a frame.
+
+    Raises:
+        ValueError, KeyError, TypeError, struct.error, RecursionError: it is none.
+    """
     (length,) = struct.unpack_from(">I", frame)
     header = json.loads(frame[4 : 4 + length])
     if not isinstance(header, dict):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.carriers.seat import Dropped, Redo, Seat
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import EngineError, FedBNError
 from fedbn_flwr.syncbn import combine
 
 __all__ = ["Meeting", "Member", "seat_here", "seats_of"]
@@ -66,6 +66,7 @@ class Meeting:
         self._min_members = min_members
         self._changed = threading.Condition()
         self._exchange = _Exchange(0)
+        self._begun: set[int] = set()
         self._closed: set[int] = set()
         self.dropped: dict[int, str] = {}
         self.exchanges = self.bytes_down = self.bytes_up = 0
@@ -78,6 +79,7 @@ class Meeting:
         """Return (attempt, examples in the union of the batches of the members that are left)."""
         with self._changed:
             self._refuse_dropped(node_id)
+            self._begun.add(node_id)
             return self._exchange.attempt, sum(self.members[i].batch_size for i in self._left())
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
@@ -95,9 +97,9 @@ class Meeting:
             self.bytes_up += tensor.numel() * tensor.element_size()
             self._settle()
             while exchange.answer is None and not exchange.aborted:
-                if not self._changed.wait(exchange.deadline - time.monotonic()):
-                    late = [i for i in self._left() if i not in exchange.sent]
-                    self._drop(dict.fromkeys(late, f"did not send exchange '{tag}' within {self._timeout:g} s"))
+                in_time = self._changed.wait(exchange.deadline - time.monotonic())
+                if not in_time and exchange is self._exchange:  # no other thread has noticed before this one
+                    self._drop({i: self._late(i, tag) for i in self._left() if i not in exchange.sent})
             if exchange.answer is not None:
                 return exchange.answer
             self._refuse_dropped(node_id)
@@ -122,13 +124,20 @@ class Meeting:
         if node_id not in self.members:
             raise Dropped(f"node {node_id} is not a member of this round")
         if node_id in self.dropped:
-            raise Dropped(
-                f"{self.members[node_id].name} was dropped from the synchronised step: it {self.dropped[node_id]}. "
-                "All clients of a round must run at the same time; in simulation add --federation-config "
-                f"'client-resources-num-cpus=1 init-args-num-cpus={len(self.members)}'."
-            )
+            name, reason = self.members[node_id].name, self.dropped[node_id]
+            raise Dropped(f"{name} was dropped from the synchronised step: it {reason}")
         if len(self._left()) < self._min_members:
             raise Dropped(f"{len(self._left())} clients are left for the synchronised step, {self._min_members} needed")
+
+    def _late(self, node_id: int, tag: str) -> str:
+        """Return why a member that has not sent exchange ``tag`` in time is dropped."""
+        if node_id in self._begun:
+            return f"did not send exchange '{tag}' within {self._timeout:g} s"
+        return (
+            f"did not begin the step within {self._timeout:g} s of the first: all clients of a round must run at the "
+            "same time; in simulation add --federation-config "
+            f"'client-resources-num-cpus=1 init-args-num-cpus={len(self.members)}'"
+        )
 
     def _drop(self, reasons: Mapping[int, str]) -> None:
         """Drop members and abort the exchange: those left begin the step again."""
@@ -152,7 +161,11 @@ class Meeting:
             return
         order = [i for i in left if i in exchange.sent]
         weights = [self.members[i].weight for i in order]
-        exchange.answer = combine(usual[0], [exchange.sent[i][1] for i in order], weights)
+        try:
+            exchange.answer = combine(usual[0], [exchange.sent[i][1] for i in order], weights)
+        except FedBNError as error:  # what all of them sent is no exchange
+            self._drop(dict.fromkeys(order, f"sent what cannot be combined: {error}"))
+            return
         self.exchanges += 1
         self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
         self._exchange = _Exchange(exchange.attempt)

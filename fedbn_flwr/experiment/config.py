@@ -23,7 +23,7 @@ __all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar", "read_overrides", "
 
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
-EVALUATIONS = ("global", "personal-own", "personal-global")
+EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global")
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 
 
@@ -80,7 +80,10 @@ class Config(BaseModel):
         "local training", "", "comma list: a round (int; from the next on), a fraction of R, or `freeze`"
     )
     lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
-    sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; the optimizer is new in each round", ge=0, lt=1)
+    sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; see momentum-scope", ge=0, lt=1)
+    momentum_scope: Literal["none", "local", "global"] = _key(
+        "local training", "none", "SGD's momentum between rounds: forgotten, kept by the client, or averaged"
+    )
     weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
     bn_momentum: float = _key(
         "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
@@ -92,11 +95,14 @@ class Config(BaseModel):
     variance: Literal["mean", "pooled"] = _key(
         "methods", "mean", "average of running variances; pooled adds the spread"
     )
-    proximal_mu: float = _key("methods", 0.01, "mu of fedprox", ge=0)
+    proximal_mu: float = _key("methods", 0.01, "mu of fedprox, and of fedbs in phase 2", ge=0)
+    server_learning_rate: float = _key("methods", 1.0, "eta_g of scaffold", gt=0)
+    fedbs_eps: float = _key("methods", 0.1, "eps of fedbs: the spread of losses that agree", ge=0)
+    fedbs_rounds: int = _key("methods", 5, "r of fedbs: consecutive rounds in which they must", ge=1)
     freeze_at: int | float | str = _key("methods", 0.5, "T* of fixbn: a round (int), a fraction of R (float) or `auto`")
     freeze_affine: bool = _key("methods", False, "fixbn freezes gamma and beta as well")
-    freeze_window: int = _key("methods", 200, "window W of `freeze-at=auto`, rounds; must be below R", ge=2)
-    freeze_tau: float = _key("methods", 1e-6, "threshold tau of `freeze-at=auto`", gt=0)
+    freeze_window: int = _key("methods", 100, "window W of `freeze-at=auto`, rounds; must be below R", ge=2)
+    freeze_tau: float = _key("methods", 2e-3, "threshold tau of `freeze-at=auto`", gt=0)
     fedtan_rounds: int | float | str = _key("methods", 0.1, "M of fedtan2: a round (int), a fraction of R or `auto`")
     fedtan_exchanges: Literal["3L+1", "2L+1"] = _key("methods", "3L+1", "2L+1: mean and variance travel together")
     fedtan_exchange: Literal["messages", "channel"] = _key(
@@ -153,6 +159,10 @@ class Config(BaseModel):
             )
         if self.num_classes and self.num_classes < classes:
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
+        if self.momentum_scope != "none" and not self.sgd_momentum:
+            problems.append(f"momentum-scope={self.momentum_scope} needs sgd-momentum above 0")
+        if self.strategy == "scaffold" and self.sgd_momentum:
+            problems.append(f"strategy=scaffold corrects plain SGD: sgd-momentum={self.sgd_momentum} must be 0")
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
         for strategy, key, value in (

@@ -1,12 +1,14 @@
-"""The table of all config keys, made from the schema.
+"""The documentation's tables, made from the schema and the registries.
 
-``python -m fedbn_flwr.experiment.reference > docs/config.md`` writes it anew.
+``python -m fedbn_flwr.experiment.reference > docs/config.md`` writes the page of config keys anew,
+``python -m fedbn_flwr.experiment.reference README.md`` the marked tables of a page.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -15,9 +17,10 @@ from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, GROUPS, Config
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.state import Part
 from fedbn_flwr.strategies import STRATEGIES
 
-__all__ = ["config_table"]
+__all__ = ["config_table", "fill_tables", "norm_table", "strategy_table"]
 
 _NAMES: Mapping[str, Iterable[str]] = {
     "strategy": [*STRATEGIES, CENTRALIZED],
@@ -55,6 +58,32 @@ def config_table() -> str:
     return "\n".join(lines)
 
 
+def strategy_table() -> str:
+    """Return a table of the strategies: name with its file, what it does, what stays with the client, source."""
+    lines = ["| name | what it does | stays with the client | source |", "|---|---|---|---|"]
+    for name, strategy in STRATEGIES.items():
+        file = strategy.__module__.replace(".", "/") + ".py"
+        kept = ", ".join(part.value for part in Part if part in strategy.local) or "nothing"
+        lines.append(f"| [`{name}`]({file}) | {strategy.summary_line} | {kept} | {strategy.source} |")
+    return "\n".join(line.replace("||", "\\|\\|") for line in lines)
+
+
+def norm_table() -> str:
+    """Return a table of the norms: name, what it is, source."""
+    rows = [f"| `{name}` | {info.summary} | {info.source} |" for name, info in NORMS.items()]
+    return "\n".join(["| norm | what it is | source |", "|---|---|---|", *rows])
+
+
+def fill_tables(page: str) -> str:
+    """Return the page with the tables between ``<!-- strategies -->``, ``<!-- norms -->`` and their ends made anew."""
+    for name, table in (("strategies", strategy_table()), ("norms", norm_table())):
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if start in page:
+            before, rest = page.split(start)
+            page = f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
+    return page
+
+
 def _type(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "text"
@@ -78,4 +107,7 @@ def _allowed(key: str, field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(config_table())
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(fill_tables(path.read_text()))
+    if not sys.argv[1:]:
+        sys.stdout.write(config_table())

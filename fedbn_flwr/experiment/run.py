@@ -101,7 +101,8 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     The optimizer lives through all rounds; everything else is as for a client. Raises as ``serve``.
     """
     check(config)
-    config = config.model_copy(update={"eval_on": "global"})
+    tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
+    config = config.model_copy(update={"eval_on": ",".join(tests)})
     data = federation(config, config.num_clients)
     model = make_model(config).to(pick_device(config.device))
     settings = local_training(config)
@@ -190,11 +191,8 @@ class _Recorder:
         for key in ("train-loss", "train-accuracy", "statistics-delta"):
             if key in report.metrics:
                 line[key] = report.metrics[key]
-        if "global" in self._config.evaluations() and self._due(report.server_round):
-            if state is not None:
-                self._model.load_state_dict(tensors(state))
-            result = evaluate(self._model, self._test)
-            line |= {"test-loss": result.loss, "test-accuracy": result.accuracy}
+        if self._due(report.server_round):
+            line |= self._tested(state)
         line |= _personal(report)
         clients = report.clients.values() or [report.metrics]
         line["examples"] = int(sum(client.get("examples-processed", 0) for client in clients))
@@ -219,14 +217,25 @@ class _Recorder:
             self._on_round(line)
         return line
 
+    def _tested(self, state: State | None) -> dict[str, float]:
+        """Test the global model, with its running statistics or the test batches' own, as asked."""
+        asked = [name for name in self._config.evaluations() if name.startswith("global")]
+        if asked and state is not None:
+            self._model.load_state_dict(tensors(state))
+        line: dict[str, float] = {}
+        for name in asked:
+            result = evaluate(self._model, self._test, batch_statistics=name != "global")
+            line |= {f"{_PREFIX[name]}-loss": result.loss, f"{_PREFIX[name]}-accuracy": result.accuracy}
+        return line
+
     def finish(self, state: State, strategy: FedAvg | None) -> dict[str, Any]:
         """Write model, curves and summary; return the summary."""
         lines = read_metrics(self._folder.path / "metrics.jsonl")
         headline = _headlines(self._config)[0]
         measured = [line for line in lines if line.get(headline) is not None]
         best = max(measured, key=lambda line: line[headline], default={})
-        keep = ("round", "train-loss", "train-accuracy", "test-loss", "test-accuracy")
-        final = {k: v for k, v in (measured[-1] if measured else {}).items() if k in keep or k.startswith("personal-")}
+        last = measured[-1] if measured else {}
+        final = {k: v for k, v in last.items() if k == "round" or k.startswith(("train-", "test-", "personal-"))}
         summary: dict[str, Any] = {
             "strategy": self._config.strategy,
             "headline": headline,
@@ -253,6 +262,7 @@ class _Recorder:
         return server_round % self._config.eval_every == 0 or server_round == self._config.num_server_rounds
 
 
+_PREFIX = {"global": "test", "global-batch-statistics": "test-batch"}  # of the global model's metrics
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 
@@ -262,7 +272,7 @@ def _ledger(traffic: Traffic, prefix: str = "") -> dict[str, int]:
 
 
 def _headlines(config: Config) -> list[str]:
-    return [("test" if name == "global" else name) + "-accuracy" for name in config.evaluations()]
+    return [_PREFIX.get(name, name) + "-accuracy" for name in config.evaluations()]
 
 
 def _personal(report: RoundReport) -> dict[str, float]:

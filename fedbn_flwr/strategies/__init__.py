@@ -8,12 +8,14 @@ from typing import Any
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedbn import FedBN
+from fedbn_flwr.strategies.fedbs import FedBS
 from fedbn_flwr.strategies.feddna import FedDNA
 from fedbn_flwr.strategies.fedprox import FedProx
 from fedbn_flwr.strategies.fedtan import FedTAN
 from fedbn_flwr.strategies.fedtan2 import FedTAN2
 from fedbn_flwr.strategies.fixbn import FixBN
 from fedbn_flwr.strategies.mtfl import MTFL
+from fedbn_flwr.strategies.scaffold import Scaffold
 from fedbn_flwr.strategies.silobn import SiloBN
 from fedbn_flwr.strategies.standalone import Standalone
 from fedbn_flwr.training import Rule
@@ -23,11 +25,13 @@ __all__ = [
     "STRATEGIES",
     "FedAvg",
     "FedBN",
+    "FedBS",
     "FedDNA",
     "FedProx",
     "FedTAN",
     "FedTAN2",
     "FixBN",
+    "Scaffold",
     "SiloBN",
     "Standalone",
     "client_rules",
@@ -35,7 +39,7 @@ __all__ = [
 
 STRATEGIES: Mapping[str, type[FedAvg]] = {
     strategy.name: strategy
-    for strategy in (FedAvg, FedProx, FedBN, SiloBN, MTFL, FixBN, FedTAN, FedTAN2, FedDNA, Standalone)
+    for strategy in (FedAvg, FedProx, Scaffold, FedBN, SiloBN, MTFL, FixBN, FedTAN, FedTAN2, FedDNA, FedBS, Standalone)
 }
 
 

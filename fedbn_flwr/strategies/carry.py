@@ -3,139 +3,151 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.carriers import Meeting, Member
 from fedbn_flwr.carriers.channel import ChannelServer
+from fedbn_flwr.errors import FedBNError, ReplyError
 from fedbn_flwr.journal import ANSWERS
 from fedbn_flwr.records import from_record, num_bytes, tensors, to_record
+from fedbn_flwr.strategies.gather import Enough, gather
 from fedbn_flwr.strategies.report import Traffic
 from fedbn_flwr.syncbn import combine
 
-__all__ = ["Carry", "carry_by_channel", "carry_by_meeting", "carry_by_messages"]
+__all__ = ["Carried", "carry_by_channel", "carry_by_meeting", "carry_by_messages"]
+
+ENDED = "ended its work before the step was done"
 
 
-@dataclass
-class Carry:
-    """The exchanges of one round, under way or done.
+@dataclass(frozen=True)
+class Carried:
+    """The exchanges of one round, done.
 
     Attributes:
-        messages: what is still to be sent to the clients.
-        finish: ends the exchanges; returns their traffic and, by node id, why a client was dropped.
-        replies: what they have replied already.
-        exchanges: how many an undisturbed round takes, where that is known, without the model's.
+        replies: the clients' replies, with their models.
+        traffic: what the exchanges moved, without the models.
+        dropped: node id to why the client was dropped in mid-step.
     """
 
-    messages: list[Message]
-    finish: Callable[[], tuple[Traffic, Mapping[int, str]]]
-    replies: list[Message] = field(default_factory=list)
-    exchanges: int = 0
-
-    def close(self, traffic: Traffic) -> Mapping[int, str]:
-        """End the exchanges, add what they moved to ``traffic`` and return who was dropped, and why."""
-        moved, dropped = self.finish()
-        traffic.exchanges += moved.exchanges
-        traffic.down += moved.down
-        traffic.up += moved.up
-        return dropped
+    replies: list[Message]
+    traffic: Traffic
+    dropped: Mapping[int, str]
 
 
 def carry_by_meeting(
-    grid: Any, messages: Sequence[Message], members: Mapping[int, Member], timeout: float, min_members: int
-) -> Carry:
-    """Let the clients meet in this process, at a barrier of ``grid``; each gets its one TRAIN message."""
-    meeting = Meeting(members, timeout, min_members)
+    grid: Any, messages: Sequence[Message], members: Mapping[int, Member], timeout: float, wait: float, least: int
+) -> Carried:
+    """Let the clients meet in this process, at a barrier of ``grid``; each gets its one TRAIN message.
+
+    Args:
+        grid: with ``open_meeting`` and ``close_meeting``.
+        messages: the round's TRAIN messages.
+        members: the round's clients by node id.
+        timeout: seconds an exchange waits for its last client.
+        wait: seconds to wait for the models.
+        least: clients below which the step is given up.
+    """
+    meeting = Meeting(members, timeout, least)
     meeting_id = str(uuid4())
     grid.open_meeting(meeting_id, meeting)
-
-    def finish() -> tuple[Traffic, Mapping[int, str]]:
+    try:
+        return _meet(grid, [_with(message, {"fedtan-meeting": meeting_id}) for message in messages], meeting, wait)
+    finally:
         grid.close_meeting(meeting_id)
-        return _moved(meeting), meeting.dropped
-
-    told = {"fedtan-meeting": meeting_id}
-    return Carry([_with(message, told) for message in messages], finish)
 
 
 def carry_by_channel(
+    grid: Grid,
     channel: ChannelServer,
     messages: Sequence[Message],
     members: Mapping[int, Member],
     timeout: float,
-    min_members: int,
-) -> Carry:
+    wait: float,
+    least: int,
+) -> Carried:
     """Let the clients meet behind the server's port; each gets its one TRAIN message, with a token of its own."""
-    meeting = Meeting(members, timeout, min_members)
+    meeting = Meeting(members, timeout, least)
     tokens = channel.admit(meeting)
-
-    def finish() -> tuple[Traffic, Mapping[int, str]]:
-        channel.dismiss(meeting)
-        return _moved(meeting), meeting.dropped
-
     told = {"fedtan-address": channel.address, "fedtan-ca": channel.certificate, "fedtan-timeout": timeout}
-    return Carry([_with(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages], finish)
+    try:
+        own = [_with(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages]
+        return _meet(grid, own, meeting, wait)
+    finally:
+        channel.dismiss(meeting)
+
+
+def _meet(grid: Grid, messages: Sequence[Message], meeting: Meeting, wait: float) -> Carried:
+    """Send the messages; return when all clients that were not dropped have replied, or ``wait`` seconds are over."""
+
+    def enough(replies: Mapping[int, Message], seconds: float) -> bool:
+        for node_id in replies:  # no news to the meeting of a client that was through with the step
+            meeting.leave(node_id, ENDED)
+        return seconds > wait or all(i in replies or i in meeting.dropped for i in meeting.members)
+
+    replies = gather(grid, messages, enough)
+    moved = Traffic(meeting.exchanges, meeting.bytes_down, meeting.bytes_up)
+    return Carried(list(replies.values()), moved, dict(meeting.dropped))
 
 
 def carry_by_messages(
-    grid: Grid,
-    messages: Sequence[Message],
-    members: Mapping[int, Member],
-    timeout: float,
-    last_timeout: float,
-    min_members: int,
-    expected: int,
-) -> Carry:
+    grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], timeout: float, wait: float, least: int
+) -> Carried:
     """Drive the exchanges with TRAIN messages, as many as it takes; the last replies hold the models.
 
     Every message after the first carries the newest answer alone: model, batch and earlier answers stay in the
     client's ``Context.state``. A client that fails, stalls or sends what cannot be used is dropped, and the others
     begin again. Clients that are through with the step do the rest of the round (local steps 2..E) and reply with the
-    model. That may take ``last_timeout`` seconds, an exchange ``timeout``; which is which is known from the number of
-    exchanges ``expected`` by earlier rounds (0 = not known yet).
+    model: that may take ``wait`` seconds, an exchange ``timeout`` seconds from its first tensor.
     """
     first = {message.metadata.dst_node_id: message for message in messages}
     left = dict(members)
     dropped: dict[int, str] = {}
     traffic = Traffic()
-    attempt, step, answer = 0, 0, ArrayRecord()
-    begun = False
-    while len(left) >= min_members:
+    attempt, answer, begun = 0, ArrayRecord(), False
+    while len(left) >= least:
         told = {"fedtan-attempt": attempt, "fedtan-union": sum(member.batch_size for member in left.values())}
         outgoing = [_exchange(first[node_id], answer, told, begun) for node_id in left]
-        limit = timeout if step < expected else last_timeout
-        replies = {reply.metadata.src_node_id: reply for reply in grid.send_and_receive(outgoing, timeout=limit)}
+        replies = gather(grid, outgoing, _patience(timeout, wait))
         begun = True
-        sent, done, lost = _sort(left, replies, limit)
+        sent, done, lost = _sort(left, replies, timeout, wait)
         if done and not sent:
-            dropped.update(lost)
-            return Carry([], lambda: (traffic, dropped), list(done.values()), step)
-        for node_id in done:
-            lost[node_id] = "was done with the step when others were not"
+            return Carried(list(done.values()), traffic, {**dropped, **lost})
+        lost |= dict.fromkeys(done, "was done with the step when others were not")
+        if not lost:
+            (tag, _), *_ = sent.values()
+            try:
+                total = combine(tag, [sent[i][1] for i in left], [left[i].weight for i in left])
+            except FedBNError as error:  # what all of them sent is no exchange
+                lost = dict.fromkeys(left, f"sent what cannot be combined: {error}")
         if lost:
-            dropped.update(lost)
+            dropped |= lost
             left = {node_id: member for node_id, member in left.items() if node_id not in lost}
-            attempt, step, answer = attempt + 1, 0, ArrayRecord()
+            attempt, answer = attempt + 1, ArrayRecord()
             continue
-        (tag, _), *_ = sent.values()
-        weights = [left[node_id].weight for node_id in left]
-        total = combine(tag, [sent[node_id][1] for node_id in left], weights)
         answer = to_record({tag: total})
-        step += 1
         traffic.exchanges += 1
         traffic.down += num_bytes(answer)[0]
         traffic.up += sum(t.numel() * t.element_size() for _, t in sent.values())
-    return Carry([], lambda: (traffic, dropped))
+    return Carried([], traffic, dropped)
 
 
-def _moved(meeting: Meeting) -> Traffic:
-    return Traffic(meeting.exchanges, meeting.bytes_down, meeting.bytes_up)
+def _patience(timeout: float, wait: float) -> Enough:
+    """Return the limit of one round trip: ``timeout`` from the first tensor on, ``wait`` where there is none."""
+    since: list[float] = []
+
+    def enough(replies: Mapping[int, Message], seconds: float) -> bool:
+        if not since and any(reply.has_content() and _tensors_of(reply) for reply in replies.values()):
+            since.append(seconds)
+        return seconds > (since[0] + timeout if since else wait)
+
+    return enough
 
 
 def _with(message: Message, told: Mapping[str, Any]) -> Message:
@@ -160,7 +172,7 @@ _Sent = tuple[str, torch.Tensor]
 
 
 def _sort(
-    left: Mapping[int, Member], replies: Mapping[int, Message], limit: float
+    left: Mapping[int, Member], replies: Mapping[int, Message], timeout: float, wait: float
 ) -> tuple[dict[int, _Sent], dict[int, Message], dict[int, str]]:
     """Sort the replies: tensors of the next exchange, models of clients that are done, and who is lost and why."""
     sent: dict[int, _Sent] = {}
@@ -169,17 +181,18 @@ def _sort(
     for node_id in left:
         reply = replies.get(node_id)
         if reply is None:
-            lost[node_id] = f"did not answer an exchange within {limit:g} s"
-        elif reply.has_error():
+            continue
+        if reply.has_error():
             lost[node_id] = f"failed in mid-step: error {reply.error.code}: {reply.error.reason}"
-        elif len(record := reply.content.array_records.get(ANSWERS, ArrayRecord())) == 0:
+        elif not _tensors_of(reply):
             done[node_id] = reply
         else:
-            (tag, array), *more = from_record(record).items()
-            if more or not np.isfinite(array).all():
-                lost[node_id] = f"sent a value that is not finite in exchange '{tag}'"
-            else:
-                sent[node_id] = (tag, tensors({tag: array})[tag])
+            try:
+                sent[node_id] = _read(_tensors_of(reply))
+            except ReplyError as error:
+                lost[node_id] = str(error)
+    limit = f"within {timeout:g} s of the first" if sent else f"within {wait:g} s"
+    lost |= {node_id: f"did not answer an exchange {limit}" for node_id in left if node_id not in replies}
     kinds = {node_id: (tag, tuple(t.shape), t.dtype) for node_id, (tag, t) in sent.items()}
     if kinds:
         usual, _ = Counter(kinds.values()).most_common(1)[0]
@@ -188,3 +201,20 @@ def _sort(
                 lost[node_id] = f"sent {kind} where the others sent {usual}"
                 del sent[node_id]
     return sent, done, lost
+
+
+def _tensors_of(reply: Message) -> ArrayRecord:
+    return reply.content.array_records.get(ANSWERS, ArrayRecord())
+
+
+def _read(record: ArrayRecord) -> _Sent:
+    """Return tag and tensor of an exchange; ReplyError where there is not one finite floating tensor."""
+    if len(record) != 1:
+        raise ReplyError(f"sent {len(record)} tensors in one exchange")
+    try:
+        ((tag, tensor),) = tensors(from_record(record)).items()
+    except Exception as error:  # bytes from outside: NumPy's parser may raise anything
+        raise ReplyError(f"sent a tensor that cannot be read: {type(error).__name__}: {error}") from error
+    if not bool(torch.isfinite(tensor).all()):
+        raise ReplyError(f"sent a value that is not finite in exchange '{tag}'")
+    return tag, tensor

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from logging import INFO, WARNING
 from typing import Any, ClassVar
@@ -32,12 +32,13 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from fedbn_flwr.averaging import State, Variance, average, check_state
+from fedbn_flwr.averaging import State, Variance, average, check_finite, check_state
 from fedbn_flwr.errors import ConfigError, ReplyError, unknown_name
 from fedbn_flwr.exchange import prompt
 from fedbn_flwr.records import from_record, num_bytes, to_record
 from fedbn_flwr.state import Part, Parts, split_state
 from fedbn_flwr.strategies.metrics import average_metrics
+from fedbn_flwr.strategies.momentum import MOMENTUM, MomentumScope, average_buffers, make_momentum
 from fedbn_flwr.strategies.report import RoundReport, Traffic
 from fedbn_flwr.strategies.roster import Node, Roster
 from fedbn_flwr.training import Rule
@@ -53,18 +54,22 @@ class FedAvgParams:
         variance: how running variances are averaged, "mean" or "pooled".
         min_replies: usable replies below which a round keeps the previous global model.
         eval_every: client evaluation every so many rounds, and in the last one.
+        momentum_scope: what becomes of SGD's momentum between rounds; see ``strategies.momentum``.
         seed: of the sampling of nodes.
     """
 
     variance: Variance = "mean"
     min_replies: int = 1
     eval_every: int = 1
+    momentum_scope: MomentumScope = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the values."""
         if self.variance not in ("mean", "pooled"):
             raise unknown_name("variance", self.variance, ["mean", "pooled"])
+        if self.momentum_scope not in ("none", "local", "global"):
+            raise unknown_name("momentum_scope", self.momentum_scope, ["none", "local", "global"])
         for key in ("min_replies", "eval_every"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}={getattr(self, key)} must be at least 1")
@@ -72,12 +77,13 @@ class FedAvgParams:
 
 @dataclass(frozen=True)
 class Reply:
-    """A usable reply: who sent it, the weight's count |D_i|, the shared entries, and the metrics."""
+    """A usable reply: who sent it, the weight's count |D_i|, the shared entries, the metrics, and further records."""
 
     node: Node
     num_examples: float
     state: State
     metrics: Mapping[str, float]
+    extras: Mapping[str, State] = field(default_factory=dict)
 
 
 class FedAvg(FlowerFedAvg):
@@ -99,7 +105,7 @@ class FedAvg(FlowerFedAvg):
     local: ClassVar[frozenset[Part]] = frozenset()
     needs_batchnorm: ClassVar[bool] = False
     Params: ClassVar[type[FedAvgParams]] = FedAvgParams
-    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Rule]]] = {}
+    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Rule]]] = {"momentum": make_momentum}
 
     def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
         fields = {field.name for field in dataclasses.fields(self.Params)}
@@ -121,12 +127,15 @@ class FedAvg(FlowerFedAvg):
         self.local_hashes: dict[str, str] = {}
         self._timeout = 3600.0
         self._asked: list[Node] = []
+        self.momentum: dict[str, Any] = {}
+        self.num_able = 0  # nodes with training data, N of the papers
         self._roster = Roster(self.params.seed, self._timeout)
 
     # --- what a method overrides -------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Check the method's settings against the run (``num_rounds``, ``parts``) and forget an earlier run."""
+        self.momentum = {}
 
     @classmethod
     def exchange_cost(cls, exchanges: str) -> tuple[int, int]:
@@ -139,7 +148,12 @@ class FedAvg(FlowerFedAvg):
 
     def client_config(self, server_round: int) -> dict[str, Any]:
         """Return what the method tells its clients in this round; ``rules`` names the client rules to apply."""
-        return {}
+        scope = self.params.momentum_scope
+        return {} if scope == "none" else {"rules": "momentum", "momentum-scope": scope}
+
+    def extras(self, server_round: int) -> Mapping[str, State]:
+        """Return what goes to the clients beside the model, by record; a client may answer in these records alone."""
+        return {MOMENTUM: self.momentum} if self.params.momentum_scope == "global" else {}
 
     def weights(self, replies: Sequence[Reply]) -> list[float]:
         """Return the weights of the replies, in their order; they are normalised later."""
@@ -150,6 +164,9 @@ class FedAvg(FlowerFedAvg):
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Return the new global state from the round's replies (in order of partition id) and the state before."""
+        if self.params.momentum_scope == "global":
+            sent = [reply.extras.get(MOMENTUM, {}) for reply in replies]
+            self.momentum = average_buffers(sent, self.weights(replies))
         return average(
             [reply.state for reply in replies], self.weights(replies), self._known_parts, self.params.variance
         )
@@ -194,13 +211,15 @@ class FedAvg(FlowerFedAvg):
             return []
         present = self._roster.present(grid, max(self.min_available_nodes, self.min_train_nodes))
         able = [node for node in present if node.num_examples != 0]
+        self.num_able = len(able)
         count = max(_share(self.fraction_train, len(able)), self.min_train_nodes)
         nodes = self._roster.sample(able, count, "train", server_round)
         log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
         told = ConfigRecord(
             {**config, "server-round": server_round, **self._common(), **self.client_config(server_round)}
         )
-        return self._address(nodes, MessageType.TRAIN, arrays, told, self.reports[-1].train)
+        extras = {key: to_record(state) for key, state in self.extras(server_round).items()}
+        return self._address(nodes, MessageType.TRAIN, arrays, told, self.reports[-1].train, extras)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -251,7 +270,7 @@ class FedAvg(FlowerFedAvg):
         count = max(_share(self.fraction_evaluate, len(present)), self.min_evaluate_nodes)
         nodes = self._roster.sample(present, count, "evaluate", server_round)
         told = ConfigRecord({**config, "server-round": server_round, **self._common()})
-        return self._address(nodes, MessageType.EVALUATE, arrays, told, self.reports[-1].evaluate)
+        return self._address(nodes, MessageType.EVALUATE, arrays, told, self.reports[-1].evaluate, {})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics; keep each client's own in the report."""
@@ -298,15 +317,23 @@ class FedAvg(FlowerFedAvg):
         return ArrayRecord({name: array for name, array in arrays.items() if part_of[name] not in self.local})
 
     def _address(
-        self, nodes: Sequence[Node], message_type: str, arrays: ArrayRecord, config: ConfigRecord, traffic: Traffic
+        self,
+        nodes: Sequence[Node],
+        message_type: str,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        traffic: Traffic,
+        extras: Mapping[str, ArrayRecord],
     ) -> list[Message]:
         shared = self._shared(arrays) if self.local else arrays
         self._asked = list(nodes)
         started = {node.node_id: node.node_id in self._roster.started for node in nodes}
         for had_start in set(started.values()):  # the same arrays to several nodes are one broadcast
             traffic.count_down(num_bytes(shared if had_start else arrays))
+        for extra in extras.values():
+            traffic.count_down(num_bytes(extra))
         records = {
-            had_start: RecordDict({self.arrayrecord_key: record, self.configrecord_key: config})
+            had_start: RecordDict({self.arrayrecord_key: record, **extras, self.configrecord_key: config})
             for had_start, record in ((False, arrays), (True, shared))
         }
         return [Message(records[had_start], node_id, message_type) for node_id, had_start in started.items()]
@@ -330,7 +357,8 @@ class FedAvg(FlowerFedAvg):
     def _read(self, server_round: int, node: Node, message: Message) -> tuple[Reply, list[tuple[int, int]]]:
         metrics = self._metrics(message)
         try:
-            state = from_record(message.content.array_records[self.arrayrecord_key])
+            states = {key: from_record(record) for key, record in message.content.array_records.items()}
+            state = states.pop(self.arrayrecord_key)
             sizes = [num_bytes(record) for record in message.content.array_records.values()]
         except KeyError as error:
             raise ReplyError(f"no ArrayRecord '{self.arrayrecord_key}'") from error
@@ -338,10 +366,12 @@ class FedAvg(FlowerFedAvg):
             raise ReplyError(f"arrays that cannot be read: {type(error).__name__}: {error}") from error
         expected = {n: a for n, a in self._before.items() if self._known_parts.part_of[n] not in self.local}
         check_state(state, expected, self._known_parts)
+        for key, extra in states.items():
+            check_finite(extra, f"record '{key}': ")
         count = metrics[self.weighted_by_key]
         if self.weighted_by_key == "num-examples" and node.num_examples is not None:
             count = node.num_examples
-        reply = Reply(node, count, state, metrics)
+        reply = Reply(node, count, state, metrics, states)
         self.check(server_round, reply, self._before)
         return reply, sizes
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
 from fedbn_flwr.training import Rule
 
 __all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
@@ -81,4 +81,5 @@ class FedProx(FedAvg):
 
     def client_config(self, server_round: int) -> dict[str, Any]:
         """Send mu."""
-        return {"rules": "proximal", "proximal-mu": self.params.proximal_mu}
+        own = {"rules": "proximal", "proximal-mu": self.params.proximal_mu}
+        return joined(super().client_config(server_round), own)

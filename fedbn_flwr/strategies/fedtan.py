@@ -37,7 +37,7 @@ from fedbn_flwr.carriers import Redo, Seat, seat_here
 from fedbn_flwr.carriers.channel import ChannelSeat, ChannelServer
 from fedbn_flwr.carriers.meeting import Member
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.strategies.carry import Carry, carry_by_channel, carry_by_meeting, carry_by_messages
+from fedbn_flwr.strategies.carry import Carried, carry_by_channel, carry_by_meeting, carry_by_messages
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
 from fedbn_flwr.syncbn import Backward, Exchanges, synchronised
 from fedbn_flwr.training import Compute, Rule, StepResult
@@ -138,9 +138,8 @@ class FedTAN(FedAvg):
     rules = {"synchronise-first-step": _synchronise}
     backward: Backward = "global"
 
-    _carry: Carry | None = None
+    _carried: Carried | None = None
     _channel: ChannelServer | None = None
-    _expected = 0  # exchanges of a round, once one has shown it
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds; see ``FedAvg.start``. A channel is closed at the end."""
@@ -176,37 +175,40 @@ class FedTAN(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Open what carries the exchanges; by messages, drive them here, and the replies are there already."""
+        """Carry the exchanges here, to the last reply: nothing is left to send."""
         messages = list(super().configure_train(server_round, arrays, config, grid))
-        self._carry = None
+        self._carried = None
         if not messages or not self.synchronises(server_round):
             return messages
         members = {message.metadata.dst_node_id: self._member(message) for message in messages}
-        timeout, least = self.params.fedtan_timeout, self.params.min_replies
+        params: FedTANParams = self.params
+        limits = params.fedtan_timeout, max(params.fedtan_timeout, self._timeout), params.min_replies
         if callable(getattr(grid, "open_meeting", None)):
-            self._carry = carry_by_meeting(grid, messages, members, timeout, least)
-        elif self.params.fedtan_exchange == "channel":
+            self._carried = carry_by_meeting(grid, messages, members, *limits)
+        elif params.fedtan_exchange == "channel":
             if self._channel is None:
-                params: FedTANParams = self.params
                 self._channel = ChannelServer(params.fedtan_bind, params.fedtan_address, params.fedtan_tls_dir)
-            self._carry = carry_by_channel(self._channel, messages, members, timeout, least)
+            self._carried = carry_by_channel(grid, self._channel, messages, members, *limits)
         else:
-            expected, wait = self._expected, max(timeout, self._timeout)
-            self._carry = carry_by_messages(grid, messages, members, timeout, wait, least, expected)
-            self._expected = self._carry.exchanges
-        return self._carry.messages
+            self._carried = carry_by_messages(grid, messages, members, *limits)
+        return []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Note what the exchanges moved and who was dropped in mid-step; then average as FedAvg does."""
-        if self._carry is not None:
-            replies = [*replies, *self._carry.replies]
-            report = self.reports[-1]
-            for node_id, reason in self._carry.close(report.train).items():
+        if self._carried is not None:
+            report, dropped = self.reports[-1], self._carried.dropped
+            moved = self._carried.traffic
+            report.train.exchanges += moved.exchanges
+            report.train.down += moved.down
+            report.train.up += moved.up
+            for node_id, reason in dropped.items():
                 node = self._roster.of(node_id)
-                report.rejected[node_id] = f"{node}: {reason}"
+                report.reject(node_id, f"{node}: {reason}")
                 log(WARNING, "round %d: %s %s; the step was redone without it", server_round, node, reason)
+            # A client that was dropped has no part in the round, whatever it trained on its own.
+            replies = [r for r in self._carried.replies if r.has_error() or r.metadata.src_node_id not in dropped]
         return super().aggregate_train(server_round, replies)
 
     def _member(self, message: Message) -> Member:

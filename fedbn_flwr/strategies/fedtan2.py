@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies.fedtan import FedTAN, FedTANParams
 from fedbn_flwr.strategies.fixbn import FixBNParams, FreezeSettings, Freezing
 
@@ -35,13 +36,16 @@ class FedTAN2Params(FedTANParams):
     """
 
     fedtan_rounds: int | float | str = 0.1
-    freeze_window: int = 200
-    freeze_tau: float = 1e-6
+    freeze_window: int = 100
+    freeze_tau: float = 2e-3
 
     def __post_init__(self) -> None:
         """Check the values, as FixBN does."""
         super().__post_init__()
-        FixBNParams(freeze_at=self.fedtan_rounds, freeze_window=self.freeze_window, freeze_tau=self.freeze_tau)
+        try:
+            FixBNParams(freeze_at=self.fedtan_rounds, freeze_window=self.freeze_window, freeze_tau=self.freeze_tau)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("freeze_at=", "fedtan_rounds=")) from None
 
 
 class FedTAN2(Freezing, FedTAN):

@@ -56,9 +56,10 @@ BAD = {
     ),
     "no data folder": (
         ["dataset=mnist"],
-        "data set 'mnist' is not embedded and data-dir is not set. Set data-dir to the folder that holds MNIST/raw/ with "
-        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each as it "
-        "is or with .gz, or to one where they may be downloaded; or use dataset='digits', which is embedded.",
+        "data set 'mnist' is not embedded and data-dir is not set. Set data-dir to the folder that holds MNIST/raw/ "
+        "with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, "
+        "each as it is or with .gz, or to one where they may be downloaded; or use dataset='digits', which is "
+        "embedded.",
     ),
     "a data folder that is missing": (
         ["dataset=mnist", "data-dir=/no/such/folder"],
@@ -122,7 +123,8 @@ def test_a_federation_of_another_size(found: int, quick_config, tmp_path: Path, 
         serve(grid, config, tmp_path / "out")
     assert str(caught.value) == (
         f"num-clients=3, but the federation has {found} node(s). In simulation add --federation-config "
-        "'num-supernodes=3' to `flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all there are."
+        "'num-supernodes=3' to `flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all there "
+        "are."
     )
     assert list(tmp_path.iterdir()) == []
 

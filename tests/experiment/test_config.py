@@ -12,7 +12,7 @@ from flwr.common.config import parse_config_args
 
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config import EVALUATIONS, Config
 from fedbn_flwr.experiment.reference import config_table
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -85,7 +85,9 @@ def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
     assert Config.make(through_flower(config), complete=True) == config
 
 
-@pytest.mark.parametrize("settings", [{}, OTHERS, {"local-epochs": 3}, {"freeze-at": 7}, {"freeze-at": 0.3}, {"seed": 9}])
+@pytest.mark.parametrize(
+    "settings", [{}, OTHERS, {"local-epochs": 3}, {"freeze-at": 7}, {"freeze-at": 0.3}, {"seed": 9}]
+)
 def test_to_mapping_round_trip(settings: dict[str, Any]) -> None:
     config = Config.make(settings)
     assert Config.make(config.to_mapping()) == config
@@ -114,13 +116,22 @@ def test_the_page_of_keys_is_up_to_date() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    values = {"learning-rat": 1, "batch-size": 0.5, "strategy": "fedbm", "seed": -1, "lr-decay-at": "soon", "nonsense": 2}
+    values = {
+        "learning-rat": 1,
+        "batch-size": 0.5,
+        "strategy": "fedbm",
+        "seed": -1,
+        "lr-decay-at": "soon",
+        "nonsense": 2,
+    }
     assert refused(values) == [
         "seed=-1: input should be greater than or equal to 0",
         "batch-size=0.5: input should be a valid integer, got a number with a fractional part",
         "unknown key 'learning-rat'. Did you mean 'learning-rate'?",
         "unknown key 'nonsense'. See docs/config.md for all keys.",
-        "unknown strategy 'fedbm'. Did you mean 'fedbn'? Allowed: " + ", ".join(sorted([*STRATEGIES, "centralized"])) + ".",
+        "unknown strategy 'fedbm'. Did you mean 'fedbn'? Allowed: "
+        + ", ".join(sorted([*STRATEGIES, "centralized"]))
+        + ".",
         "lr-decay-at: 'soon' is not a round (int), a fraction in [0, 1] or 'freeze'",
     ]
 
@@ -141,12 +152,16 @@ def test_all_problems_at_once() -> None:
         ({"learning-rate": float("inf")}, "learning-rate=inf: input should be a finite number"),
         ({"learning-rate": 0}, "learning-rate=0: input should be greater than 0"),
         ({"variance": "mode"}, "variance='mode': input should be 'mean' or 'pooled'"),
-        ({"eval-on": "global,own"}, "unknown eval-on 'own'. Allowed: global, personal-global, personal-own."),
+        ({"eval-on": "global,own"}, f"unknown eval-on 'own'. Allowed: {', '.join(sorted(EVALUATIONS))}."),
         ({"num-classes": 5}, "num-classes=5 is fewer than the 10 of dataset=digits"),
         ({"local-epochs": 0}, "local-steps and local-epochs are both 0: nothing to train; set one of them above 0"),
         (
-            {"strategy": "fixbn", "freeze-at": "auto"},
-            "freeze-window=200 must be below num-server-rounds=20 for freeze-at=auto",
+            {"strategy": "fixbn", "freeze-at": "auto", "freeze-window": 30},
+            "freeze-window=30 must be below num-server-rounds=20 for freeze-at=auto",
+        ),
+        (
+            {"strategy": "fedtan2", "fedtan-rounds": "auto", "freeze-window": 20},
+            "freeze-window=20 must be below num-server-rounds=20 for fedtan-rounds=auto",
         ),
     ],
 )

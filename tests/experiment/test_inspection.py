@@ -11,9 +11,9 @@ from flwr.app import Context
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.experiment.inspection import Inspection, inspect_model
 from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
-from fedbn_flwr.models import build_model, input_shape
+from fedbn_flwr.models import build_model
 from fedbn_flwr.records import to_record
 from fedbn_flwr.state import Part
 from fedbn_flwr.strategies import STRATEGIES
@@ -32,24 +32,36 @@ class Noise:
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, positions: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(
+        self, positions: torch.Tensor, generator: torch.Generator | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.images[positions], positions % 10
 
 
-def measured(strategy: str, model: str, norm: str, rounds: int) -> list[Traffic]:
+def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
+    """Both phases of a method that has two, for ResNet-20 on three channels or the MLP on one."""
+    size = {"dataset": "cifar10" if model == "resnet20" else "mnist", "model": model, "norm": norm}
+    quick = {"batch-size": 2, "local-steps": 1, "learning-rate": 0.001, "num-server-rounds": rounds}
+    return Config.make({"strategy": strategy, **size, **quick, "fedtan-rounds": 1})
+
+
+def foretold(found: Inspection) -> list[Traffic]:
+    """The traffic of each round."""
+    return [phase.traffic for phase in found.phases for _ in range(phase.rounds or 0)]
+
+
+def measured(config: Config) -> list[Traffic]:
     """The training traffic of the rounds of a real federation."""
-    dataset = "cifar10" if model == "resnet20" else "mnist"
-    settings = {"dataset": dataset, "batch-size": 2, "local-steps": 1, "learning-rate": 0.001}
-    config = Config.make({"strategy": strategy, "model": model, "norm": norm, **settings})
-    data = Noise(*input_shape(model, *((3, 32) if model == "resnet20" else (1, 28))))
+    data = Noise(*((3, 32) if config.model == "resnet20" else (1, 28)))
 
     def client_fn(context: Context) -> TorchClient:
         return TorchClient(make_model(config), data, data, local_training(config), context=context)
 
     method = make_strategy(config, make_model(config), CLIENTS)
     method.fraction_evaluate = 0.0
+    initial = to_record(make_model(config).state_dict())
     with InProcessGrid(client_app(client_fn), CLIENTS) as grid:
-        method.start(grid=grid, initial_arrays=to_record(make_model(config).state_dict()), num_rounds=rounds, timeout=60)
+        method.start(grid=grid, initial_arrays=initial, num_rounds=config.num_server_rounds, timeout=60)
     assert all(report.participants == list(range(CLIENTS)) for report in method.reports)
     return [report.train for report in method.reports]
 
@@ -57,13 +69,12 @@ def measured(strategy: str, model: str, norm: str, rounds: int) -> list[Traffic]
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_foretold_is_measured(strategy: str, model: str) -> None:
-    name, norm = MODELS[model]
-    dataset = (3, 32) if name == "resnet20" else (1, 28)
-    built = build_model(name, num_classes=10, channels=dataset[0], size=dataset[1], norm=norm)
-    found = inspect_model(built, strategy, CLIENTS)
-    if norm == "group" and STRATEGIES[strategy].needs_batchnorm:
+    config = settings(strategy, *MODELS[model], rounds=2)
+    found = inspect_model(make_model(config), strategy, CLIENTS, config)
+    if config.norm == "group" and STRATEGIES[strategy].needs_batchnorm:
         assert any("no BatchNorm" in warning for warning in found.warnings)
-    assert measured(strategy, name, norm, 2) == [found.first, found.later]
+    assert measured(config) == foretold(found)
+    assert found.total().exchanges == sum(traffic.exchanges for traffic in foretold(found))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +88,7 @@ def test_resnet20_has_the_papers_sizes(norm: str, floats: int, statistics: int, 
     assert found.floats[Part.STATISTICS] == statistics
     assert found.counters == {part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part}
     assert math.isclose(found.later.megabytes, megabytes, abs_tol=5e-5)
-    traffic = measured("fedavg", "resnet20", norm, 1)[0]
+    (traffic,) = measured(settings("fedavg", "resnet20", norm, rounds=1))
     assert (traffic.down, traffic.up) == (4 * floats, 4 * floats * CLIENTS)
     assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
 

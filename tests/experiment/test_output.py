@@ -57,7 +57,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> N
 
 def test_numbers_json_does_not_have_are_null(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", Config.make({}))
-    folder.add_round({"round": 1, "train-loss": math.nan, "clients": {"0": {"loss": math.inf}}, "list": [1.0, -math.inf]})
+    folder.add_round(
+        {"round": 1, "train-loss": math.nan, "clients": {"0": {"loss": math.inf}}, "list": [1.0, -math.inf]}
+    )
     line = (folder.path / "metrics.jsonl").read_text()
 
     def refuse(constant: str) -> None:
@@ -87,9 +89,7 @@ def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
         (out / (".keep" if used == "hidden file inside" else "notes.txt")).write_text("")
     with pytest.raises(ConfigError) as caught:
         RunFolder(out, Config.make({}))
-    assert str(caught.value) == (
-        f"out={str(out)!r} is in use; results are never overwritten. Choose another folder."
-    )
+    assert str(caught.value) == (f"out={str(out)!r} is in use; results are never overwritten. Choose another folder.")
     assert not (out / "config.yaml").exists()
 
 

@@ -39,6 +39,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
     """One short run of every method."""
     folder = tmp_path_factory.mktemp("runs")
     settings = {"num-clients": 3, "num-server-rounds": 3, "local-steps": 4, "batch-size": 16, "learning-rate": 0.2}
+    settings["fedtan-rounds"] = 1  # both phases of fedtan2
     made = {}
     for name in METHODS:
         made[name] = run(Config.make({**settings, "strategy": name}), folder / name), folder / name
@@ -97,11 +98,12 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
 def test_the_ledger_is_what_inspect_foretells(name: str, runs) -> None:
     summary, out = runs[name]
     lines = read_metrics(out / "metrics.jsonl")
-    found = inspect_model(make_model(Config.load(out / "config.yaml")), name, 3)
-    for line in lines:
-        cost = found.first if line["round"] == 1 else found.later
-        foretold = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
-        assert tuple(line[key] for key in LEDGER) == foretold, line["round"]
+    config = Config.load(out / "config.yaml")
+    phases = inspect_model(make_model(config), name, 3, config).phases
+    foretold = [phase.traffic for phase in phases for _ in range(phase.rounds or 0)]
+    for line, cost in zip(lines, foretold, strict=True):
+        expected = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
+        assert tuple(line[key] for key in LEDGER) == expected, line["round"]
     assert {key: summary["ledger"][key] for key in LEDGER} == {key: sum(line[key] for line in lines) for key in LEDGER}
 
 
@@ -148,7 +150,11 @@ def test_partial_participation_keeps_absent_clients_parts(quick_run) -> None:
 
 
 def test_eval_every_and_the_last(quick_run) -> None:
-    for strategy, key in (("fedavg", "test-accuracy"), ("fedbn", "personal-own-accuracy"), ("centralized", "test-accuracy")):
+    for strategy, key in (
+        ("fedavg", "test-accuracy"),
+        ("fedbn", "personal-own-accuracy"),
+        ("centralized", "test-accuracy"),
+    ):
         _, out = quick_run(strategy=strategy, **{"eval-every": 3, "num-server-rounds": 4})
         assert [key in line for line in read_metrics(out / "metrics.jsonl")] == [False, False, True, True], strategy
 
@@ -191,7 +197,9 @@ def test_a_run_without_one_usable_reply_fails(quick_config, tmp_path: Path) -> N
     other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
     with (
         InProcessGrid(client_app, 3, run_config=other.to_mapping()) as grid,
-        pytest.raises(EngineError, match=r"nothing was trained: no round had min-replies=1 usable replies\. First refused"),
+        pytest.raises(
+            EngineError, match=r"nothing was trained: no round had min-replies=1 usable replies\. First refused"
+        ),
     ):
         serve(grid, quick_config(), tmp_path / "out")
     assert not (tmp_path / "out" / "summary.json").exists()

@@ -27,13 +27,17 @@ from fedbn_flwr.strategies import STRATEGIES
 
 
 def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
-    own = {"partition-id": partition_id, "num-partitions": 3} if not node_config else node_config
+    own = node_config if node_config else {"partition-id": partition_id, "num-partitions": 3}
     return Context(1, 7, own, RecordDict(), config.to_mapping())
 
 
 def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
     config = quick_config()
-    views = [federation(config, 3).train_view(0), federation(config, 3).train_view(2), federation(config, 3).train_view()]
+    views = [
+        federation(config, 3).train_view(0),
+        federation(config, 3).train_view(2),
+        federation(config, 3).train_view(),
+    ]
     clients = [client_fn(context(config, i)) for i in range(3)]
     views += [client.train_data for client in clients]
     assert len({view.samples.inputs.untyped_storage().data_ptr() for view in views}) == 1

@@ -1,0 +1,233 @@
+"""How fast FedTAN is, as ratios measured side by side in one run on the same work.
+
+    python benchmarks/fedtan.py                                   # in process, against FedAvg and against bare torch
+    python benchmarks/fedtan.py --ray                             # also Flower's Ray simulation, five actors
+    python benchmarks/fedtan.py --data-dir DIR --reference REPO   # also two rounds of the authors' script
+
+ResNet-20, five clients, E = 5 steps on batches of 128 a round; random images of CIFAR-10's shape, or CIFAR-10 itself
+(``--data-dir``: the folder that holds ``cifar-10-batches-py``). All that is compared takes turns, and medians are
+shown. Bare torch: the round's 25 steps with their batches, no federation, on all cores, the fastest of three ways.
+``--reference``: a working copy of github.com/wangyanmeng/FedTAN, which reads CIFAR-10 from ``--data-dir``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+import torch
+import typer
+from fedtan_work import CLIENTS, STEPS, bare_steps, make_client_app, make_strategy, round_seconds
+
+from fedbn_flwr import InProcessGrid
+from fedbn_flwr.engines.flower_run import Scalar, flower_run
+
+Times = dict[str, list[float]]
+WORK = CLIENTS * STEPS
+
+_APP = """from fedtan_work import make_client_app, make_server_app
+
+server_app = make_server_app()
+client_app = make_client_app({data_dir!r})
+"""
+
+_PYPROJECT = """[project]
+name = "fedtan-benchmark"
+version = "1.0.0"
+description = "a benchmark"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "benchmark_app:server_app"
+clientapp = "benchmark_app:client_app"
+
+[tool.flwr.app.config]
+strategy = "fedavg"
+settings = "{}"
+rounds = 1
+times = ""
+"""
+
+
+def in_process(name: str, rounds: int, data_dir: str) -> list[float]:
+    """Return the seconds of each round in process, one torch thread a client."""
+    with InProcessGrid(make_client_app(data_dir), CLIENTS, torch_threads=1) as grid:
+        return round_seconds(make_strategy(name), grid, rounds)
+
+
+def bare(pool: Executor, workers: int, threads: int, data_dir: str) -> float:
+    """Return the seconds of the round's 25 steps, dealt out to the workers as evenly as can be."""
+    shares = [WORK // workers + (i < WORK % workers) for i in range(workers)]
+    start = time.perf_counter()
+    done = sum(future.result() for future in [pool.submit(bare_steps, n, threads, data_dir) for n in shares])
+    if done != WORK:
+        raise RuntimeError(f"{done} steps done, {WORK} wanted")
+    return time.perf_counter() - start
+
+
+def side_by_side(repetitions: int, rounds: int, data_dir: str) -> Times:
+    """Measure FedAvg, FedTAN and the bare steps in turns."""
+    cores, spawn = os.cpu_count() or 1, multiprocessing.get_context("spawn")
+    times: Times = {}
+    with ExitStack() as stack:
+        one = stack.enter_context(ProcessPoolExecutor(1, spawn))
+        many = stack.enter_context(ProcessPoolExecutor(cores, spawn))
+        threads = stack.enter_context(ThreadPoolExecutor(cores))
+        ways: Mapping[str, Callable[[], list[float]]] = {
+            "in process, FedAvg": lambda: in_process("fedavg", rounds, data_dir),
+            "in process, FedTAN": lambda: in_process("fedtan", rounds, data_dir),
+            f"bare torch, one process, {cores} torch threads": lambda: [bare(one, 1, cores, data_dir)],
+            f"bare torch, {cores} processes, one torch thread each": lambda: [bare(many, cores, 1, data_dir)],
+            f"bare torch, {cores} threads, one torch thread each": lambda: [bare(threads, cores, 1, data_dir)],
+        }
+        for name, way in ways.items():
+            if name.startswith("bare"):
+                way()  # the workers start and import torch
+        for turn in range(repetitions):
+            order = list(ways)[:: 1 if turn % 2 == 0 else -1]
+            for name in order:
+                times.setdefault(name, []).extend(way_times := ways[name]())
+                print(f"{name}: {statistics.median(way_times):.2f} s", file=sys.stderr, flush=True)
+    return times
+
+
+def in_ray(rounds: int, data_dir: str) -> Times:
+    """Measure FedAvg, FedTAN by channel and FedTAN by messages in Ray, each with five actors."""
+    runs: Mapping[str, tuple[str, dict[str, Any], int]] = {
+        "Ray, FedAvg": ("fedavg", {}, rounds),
+        "Ray, FedTAN by channel": ("fedtan", {"fedtan_exchange": "channel"}, rounds),
+        "Ray, FedTAN by messages": ("fedtan", {"fedtan_exchange": "messages"}, 1),
+    }
+    federation: dict[str, Scalar] = {
+        "num-supernodes": CLIENTS,
+        "client-resources-num-cpus": 1,
+        "init-args-num-cpus": CLIENTS,
+    }
+    times: Times = {}
+    with tempfile.TemporaryDirectory(prefix="fedtan-benchmark-") as folder:
+        app, found = Path(folder) / "app", Path(folder) / "times.json"
+        app.mkdir()
+        shutil.copy(Path(__file__).with_name("fedtan_work.py"), app)
+        (app / "benchmark_app.py").write_text(_APP.format(data_dir=data_dir))
+        (app / "pyproject.toml").write_text(_PYPROJECT)
+        for name, (strategy, settings, count) in runs.items():
+            config = {"strategy": strategy, "settings": json.dumps(settings), "rounds": count, "times": str(found)}
+            found.unlink(missing_ok=True)
+            flower_run(app, run_config=config, federation_config=federation)
+            times[name] = json.loads(found.read_text())
+            print(f"{name}: {statistics.median(times[name]):.2f} s", file=sys.stderr, flush=True)
+    return times
+
+
+def authors_rounds(repository: Path, data_dir: str, rounds: int = 2) -> list[float]:
+    """Return the seconds of the first rounds of the authors' script, read off its progress bar.
+
+    It runs in a copy of the repository and is ended after the last round; evaluation before round 1 is not counted.
+
+    Raises:
+        RuntimeError: it ended before; with its last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedtan-reference-") as folder:
+        copy = Path(folder) / "repository"
+        shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git", "data"))
+        (copy / "data").symlink_to(Path(data_dir).resolve())
+        command = [sys.executable, "FedTAN.py", "--epochs", str(rounds), "--momentum", "0", "--weight_decay", "0"]
+        process = subprocess.Popen(command, cwd=copy, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            seen: dict[int, float] = {}
+            tail = ""
+            for text in _pieces(process):
+                tail = (tail + text)[-4000:]
+                for done in re.findall(rf"\b(\d+)/{rounds} \[", tail):
+                    seen.setdefault(int(done), time.perf_counter())
+                if rounds in seen:
+                    return [seen[i + 1] - seen[i] for i in range(rounds)]
+            raise RuntimeError(f"the authors' script ended after {len(seen)} marks of {rounds + 1}:\n{tail}")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _pieces(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    if process.stderr is not None:
+        while piece := os.read(process.stderr.fileno(), 4096):
+            yield piece.decode(errors="replace")
+
+
+def ratios(times: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+    """Return each ratio that was measured, with its target."""
+    tan, average = times["in process, FedTAN"], times["in process, FedAvg"]
+    floor = min(seconds for name, seconds in times.items() if name.startswith("bare"))
+    found = {
+        "in process: FedTAN / FedAvg": (tan / average, "<= 1.10"),
+        "bare torch / in process FedTAN": (floor / tan, ">= 0.85"),
+        "bare torch / in process FedAvg": (floor / average, ""),
+    }
+    if "Ray, FedAvg" in times:
+        ray = times["Ray, FedAvg"]
+        found["Ray: FedTAN by channel / FedAvg"] = (times["Ray, FedTAN by channel"] / ray, "<= 1.5")
+        found["Ray: FedTAN by messages / FedAvg"] = (times["Ray, FedTAN by messages"] / ray, "")
+    if "the authors' script" in times:
+        found["the authors' script / in process FedTAN"] = (times["the authors' script"] / tan, ">= 25")
+    return found
+
+
+def main(
+    repetitions: Annotated[int, typer.Option(min=1, help="turns of everything in process and bare")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds timed in each turn")] = 2,
+    data_dir: Annotated[str, typer.Option(help="folder with cifar-10-batches-py; random images without it")] = "",
+    ray: Annotated[bool, typer.Option(help="also in Flower's Ray simulation")] = False,
+    reference: Annotated[str, typer.Option(help="a working copy of the authors' repository; needs --data-dir")] = "",
+    out: Annotated[Path, typer.Option(help="where the figures go, as JSON")] = Path("runs/benchmark-fedtan.json"),
+) -> None:
+    """Measure FedTAN against FedAvg, bare torch, and on request in Ray and against the authors' script."""
+    if reference and not data_dir:
+        raise typer.BadParameter("--reference needs --data-dir: the authors' script trains on CIFAR-10")
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    data_dir = str(Path(data_dir).resolve()) if data_dir else ""
+    times = side_by_side(repetitions, rounds, data_dir)
+    if ray:
+        times |= in_ray(rounds * 2, data_dir)
+    if reference:
+        times["the authors' script"] = authors_rounds(Path(reference), data_dir)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    found = ratios(medians)
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    print(f"{machine}; ResNet-20, {CLIENTS} clients, E = {STEPS}; medians\n")
+    print("| one round | seconds | measured |\n|---|---:|---:|")
+    for name, seconds in medians.items():
+        print(f"| {name} | {seconds:.3f} | {len(times[name])} |")
+    print("\n| ratio | measured | target |\n|---|---:|---|")
+    for name, (ratio, target) in found.items():
+        print(f"| {name} | {ratio:.2f} | {target} |")
+    figures = {name: {"ratio": ratio, "target": target} for name, (ratio, target) in found.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps({"machine": machine, "seconds": times, "ratios": figures}, indent=2) + "\n")
+    os.replace(partial, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

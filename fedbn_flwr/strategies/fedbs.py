@@ -1,0 +1,113 @@
+"""FedBS: FedAvg weighted by the clients' losses, then FedProx with equal weights once the losses agree.
+
+Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization",
+ICTAI 2021, Algorithm 1.
+
+=========  ======================================================================
+sent down  the whole state; in phase 2 also mu
+sent up    the whole state, and the loss F_k
+kept       nothing
+cost       F floats down, F up per client, as FedAvg
+=========  ======================================================================
+
+F_k -> the reply's ``train-loss``; eps -> ``fedbs_eps``; r -> ``fedbs_rounds``; mu -> ``proximal_mu``. Phase 1: weights
+F_k / sum F, for everything including BN. When the population standard deviation of the round's F is at most eps in r
+consecutive rounds (rounds with fewer than two replies do not count): phase 2 for good, FedProx with equal weights.
+
+Differs from the paper, whose Algorithm 1 and text disagree: F_k is the mean over all examples of the round of the batch
+losses before each step, without the proximal term; mu = 0.01 is ours; all F zero gives equal weights. Law: equal losses
+give the plain mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging import INFO
+from typing import Any
+
+import numpy as np
+from flwr.common import log
+
+from fedbn_flwr.averaging import State
+from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.strategies.fedavg import FedAvg, Reply
+from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
+
+__all__ = ["FedBS", "FedBSParams"]
+
+_LOSS = "train-loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBSParams(FedProxParams):
+    """Parameters of FedBS.
+
+    Attributes:
+        fedbs_eps: eps, the spread of the losses at which they agree.
+        fedbs_rounds: r, consecutive rounds in which they must.
+    """
+
+    fedbs_eps: float = 0.1
+    fedbs_rounds: int = 5
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if not (math.isfinite(self.fedbs_eps) and self.fedbs_eps >= 0):
+            raise ConfigError(f"fedbs_eps={self.fedbs_eps} must be a finite number >= 0")
+        if self.fedbs_rounds < 1:
+            raise ConfigError(f"fedbs_rounds={self.fedbs_rounds} must be at least 1")
+
+
+class FedBS(FedProx):
+    """Loss-weighted averaging until the losses agree, FedProx with equal weights after (``switched_after``)."""
+
+    name = "fedbs"
+    summary_line = "weighted by the clients' losses, then FedProx with equal weights"
+    source = "Idrissi 2021, ICTAI"
+    Params = FedBSParams
+
+    switched_after: int | None = None
+    _agreed = 0
+
+    def begin(self) -> None:
+        """Start in phase 1."""
+        super().begin()
+        self.switched_after, self._agreed = None, 0
+
+    def phase(self, server_round: int) -> str:
+        """Return "loss-weighted" or "proximal"."""
+        return "loss-weighted" if self.switched_after is None else "proximal"
+
+    def client_config(self, server_round: int) -> dict[str, Any]:
+        """Send mu in phase 2."""
+        if self.switched_after is None:
+            return FedAvg.client_config(self, server_round)
+        return super().client_config(server_round)
+
+    def check(self, server_round: int, reply: Reply, before: State) -> None:
+        """Refuse a reply without a usable loss."""
+        super().check(server_round, reply, before)
+        loss = reply.metrics.get(_LOSS)
+        if loss is None or not math.isfinite(loss) or loss < 0:
+            raise ReplyError(f"metric '{_LOSS}' is {loss}; FedBS weighs by it and needs a finite number >= 0")
+
+    def weights(self, replies: Sequence[Reply]) -> list[float]:
+        """Return the losses in phase 1, equal weights in phase 2 or where all losses are zero."""
+        losses = [reply.metrics[_LOSS] for reply in replies]
+        return losses if self.switched_after is None and any(losses) else [1.0] * len(replies)
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Average; in phase 1 count the rounds in which the losses agreed."""
+        state = super().combine(server_round, replies, before)
+        if self.switched_after is None and len(replies) >= 2:
+            spread = float(np.std([reply.metrics[_LOSS] for reply in replies]))
+            self._agreed = self._agreed + 1 if spread <= self.params.fedbs_eps else 0
+            if self._agreed >= self.params.fedbs_rounds:
+                self.switched_after = server_round
+                log(
+                    INFO, "FedBS: the losses agreed in %d rounds; FedProx from round %d", self._agreed, server_round + 1
+                )
+        return state

@@ -1,0 +1,168 @@
+"""SCAFFOLD: local steps corrected by control variates, aware of BatchNorm.
+
+Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", arXiv:1910.06378,
+Algorithm 1, option II.
+
+=========  ================================================================================================
+sent down  the whole state x; the server's variate c
+sent up    the whole state y_i; dc_i = c_i+ - c_i
+kept       c_i, the client's variate
+cost       F + T floats down, F + T up per client, T = trainable parameters
+=========  ================================================================================================
+
+eta_l -> the round's learning rate; eta_g -> ``server_learning_rate``; K_i -> the client's steps; S of N clients take
+part. Local step y -= eta_l (grad - c_i + c); c_i+ = c_i - c + (x - y_i) / (K_i eta_l). Server, unweighted:
+x += eta_g mean(y_i - x), c += S/N mean(dc_i). Variates are over trainable parameters only and start at zero. Differs
+from the paper, which has no BatchNorm: running statistics (and buffers) are averaged with p_i, not corrected. Law: with
+variates at zero, equal clients and eta_g = 1 it is FedAvg. Momentum is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.averaging import State, weighted_sum
+from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply, joined
+from fedbn_flwr.training import Entries, Extras, Rule
+
+__all__ = ["ControlVariates", "Scaffold", "ScaffoldParams"]
+
+VARIATES = "variates"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaffoldParams(FedAvgParams):
+    """Parameters of SCAFFOLD.
+
+    Attributes:
+        server_learning_rate: eta_g > 0.
+    """
+
+    server_learning_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if not (math.isfinite(self.server_learning_rate) and self.server_learning_rate > 0):
+            raise ConfigError(f"server_learning_rate={self.server_learning_rate} must be a finite number above 0")
+        if self.momentum_scope != "none":
+            raise ConfigError("scaffold corrects plain SGD: momentum_scope must be 'none'")
+
+
+class ControlVariates(Rule):
+    """Client half: add c - c_i to every gradient, and find the new c_i from how far the client went."""
+
+    def __init__(self) -> None:
+        self._server: Entries = {}
+        self._own: Entries = {}
+        self._start: dict[str, Tensor] = {}
+        self._correction: dict[str, Tensor] = {}
+        self._change: dict[str, Tensor] = {}
+        self._steps = 0
+        self._rate = 0.0
+
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take c and c_i; what is missing is zero."""
+        self._server, self._own = sent.get(VARIATES, {}), kept
+
+    def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
+        """Remember x and the learning rate.
+
+        Raises:
+            ConfigError: the optimizer has momentum.
+        """
+        group = optimizer.param_groups[0]
+        if group["momentum"]:
+            raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={group['momentum']} must be 0")
+        self._rate = float(group["lr"])
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._start = {name: p.detach().clone() for name, p in trainable.items()}
+        self._correction = {
+            name: self._of(self._server, name, p) - self._of(self._own, name, p) for name, p in self._start.items()
+        }
+
+    def gradients(self, model: nn.Module) -> None:
+        """Add c - c_i."""
+        self._steps += 1
+        for name, parameter in model.named_parameters():
+            if name in self._correction and parameter.grad is not None:
+                parameter.grad += self._correction[name]
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Find dc_i = -c + (x - y_i) / (K_i eta_l)."""
+        went = {name: self._start[name] - p.detach() for name, p in model.named_parameters() if name in self._start}
+        scale = 1 / (self._steps * self._rate) if self._steps else 0.0
+        self._change = {name: scale * d - self._of(self._server, name, d) for name, d in went.items()}
+        return {}
+
+    def reply(self) -> Extras:
+        """Return dc_i."""
+        return {VARIATES: self._change}
+
+    def keep(self) -> Entries:
+        """Return c_i+ = c_i + dc_i."""
+        return {name: self._of(self._own, name, change) + change for name, change in self._change.items()}
+
+    @staticmethod
+    def _of(variates: Entries, name: str, like: Tensor) -> Tensor:
+        return variates[name].to(like) if name in variates else torch.zeros_like(like)
+
+
+def _variates(_: Mapping[str, Any]) -> Rule:
+    return ControlVariates()
+
+
+class Scaffold(FedAvg):
+    """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
+
+    name = "scaffold"
+    summary_line = "control variates over trainable parameters; BN statistics averaged"
+    source = "Karimireddy 2020, arXiv:1910.06378"
+    Params = ScaffoldParams
+    rules = {"variates": _variates}
+
+    variates: dict[str, Any]
+
+    def begin(self) -> None:
+        """Start with c = 0."""
+        super().begin()
+        self.variates = {}
+
+    def client_config(self, server_round: int) -> dict[str, Any]:
+        """Ask for the correction."""
+        return joined(super().client_config(server_round), {"rules": "variates"})
+
+    def extras(self, server_round: int) -> Mapping[str, State]:
+        """Send c."""
+        return {**super().extras(server_round), VARIATES: self.variates}
+
+    def check(self, server_round: int, reply: Reply, before: State) -> None:
+        """Refuse a reply without dc_i, or one that does not fit the model."""
+        super().check(server_round, reply, before)
+        change = reply.extras.get(VARIATES, {})
+        if not change:
+            raise ReplyError(f"record '{VARIATES}' is missing: the client's training must apply the rule 'variates'")
+        for name, array in change.items():
+            if name not in before or array.shape != before[name].shape:
+                raise ReplyError(f"record '{VARIATES}': entry '{name}' of shape {array.shape} does not fit the model")
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Average; then step x and c with the unweighted means of the clients' changes."""
+        state = super().combine(server_round, replies, before)
+        shares = [1 / len(replies)] * len(replies)
+        changes = [reply.extras[VARIATES] for reply in replies]
+        for name in changes[0]:
+            x = before[name].astype(np.float64)
+            moved = weighted_sum([reply.state[name].astype(np.float64) - x for reply in replies], shares)
+            state[name] = (x + self.params.server_learning_rate * moved).astype(before[name].dtype)
+            step = len(replies) / self.num_able * weighted_sum([change[name] for change in changes], shares)
+            self.variates[name] = (self.variates.get(name, 0.0) + step).astype(before[name].dtype)
+        return state

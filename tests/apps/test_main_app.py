@@ -1,0 +1,91 @@
+"""The default app: thin entry points, and the demo's table and exit code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from apps.main import demo as module
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.sweep import Study
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_components_of_the_toml() -> None:
+    components = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
+    for kind, (name, expected) in zip(components, (("serverapp", ServerApp), ("clientapp", ClientApp)), strict=True):
+        assert kind == name
+        path, attribute = components[kind].split(":")
+        assert isinstance(getattr(importlib.import_module(path), attribute), expected)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "apps").rglob("*_app.py")), ids=str)
+def test_an_app_is_an_entry_point_only(path: Path) -> None:
+    kinds = {type(node).__name__ for node in ast.parse(path.read_text()).body}
+    assert kinds <= {"Expr", "ImportFrom", "Assign"}
+
+
+# --- the demo, with short runs and Flower's part in process ----------------------------------------------------------
+
+
+@pytest.fixture
+def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """``flower_run`` does the run in process with the settings it was given; ``seen["change"]`` is added to them."""
+    seen: dict[str, Any] = {"change": {}}
+    load = Study.load
+
+    def short(path: Path) -> Study:
+        seen["study"] = path
+        return load(path, ["num-server-rounds=2", "local-steps=1", "eval-every=1"])
+
+    def flower_run(app: Path, *, run_config: Any, federation_config: Any, on_line: Any) -> None:
+        seen.update(app=app, federation=federation_config)
+        nodes = {"num-clients": federation_config["num-supernodes"]}
+        settings = {key: value for key, value in run_config.items() if key != "out"}
+        run(Config.make({**settings, **nodes, **seen["change"]}), Path(run_config["out"]))
+        on_line("INFO :      round 2/2: test-accuracy 0.5 train-loss 1.0")
+
+    monkeypatch.setattr(module.Study, "load", short)
+    monkeypatch.setattr(module, "flower_run", flower_run)
+    return seen
+
+
+def test_the_demo_ends_with_a_table(short_demo: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out = tmp_path / "demo"
+    assert module.demo(out) == 0
+    assert (short_demo["app"], short_demo["study"]) == (ROOT, ROOT / "apps/main/recipes/demo.yaml")
+    assert short_demo["federation"] == {"num-supernodes": 5, "client-resources-num-cpus": 1}
+    said = capsys.readouterr().out
+    for method in ("FedAvg+BN (flwr run)", "FedAvg+BN", "FedAvg+GN", "FixBN", "FedBN personalised", "centralized"):
+        assert method in said
+    for column in ("accuracy, %", "rounds", "MB of floats"):
+        assert column in said
+    assert "flwr run and in process end in the same bits: yes" in said
+    for line in said.splitlines()[-3:]:
+        assert Path(line.strip()).is_file(), "the paths of the results come last"
+
+
+def test_the_demo_fails_where_the_engines_differ(short_demo: dict[str, Any], tmp_path: Path, capsys) -> None:
+    short_demo["change"] = {"seed": 7}
+    assert module.demo(tmp_path / "demo") == 1
+    assert "the same bits: NO" in capsys.readouterr().out
+
+
+def test_the_demo_fails_with_flowers_words(short_demo, tmp_path: Path, capsys, monkeypatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise EngineError("flwr run: finished:failed. Its last words:\nOops")
+
+    monkeypatch.setattr(module, "flower_run", fails)
+    assert module.demo(tmp_path / "demo") == 1
+    assert "Its last words:\nOops" in capsys.readouterr().out

@@ -1,0 +1,55 @@
+"""The recipes: one per strategy, each says how to run it and what it reaches."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.sweep import Study
+from fedbn_flwr.strategies import STRATEGIES
+
+FOLDER = Path(__file__).parents[2] / "apps/main/recipes"
+STUDIES = ("demo",)
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in STUDIES)
+HEADER = re.compile(
+    r"# .+\.\n#   fedbn-flwr run apps/main/recipes/(?P<file>\w+)\.yaml --out runs/\w+\n"
+    r"# Digits, .+\. Reaches (?P<accuracy>\d+\.\d\d) % on (?P<on>the whole test set|the clients' own two classes) \("
+)
+
+
+def test_one_recipe_per_strategy() -> None:
+    assert sorted(STRATEGIES) == RECIPES
+    assert [Config.load(FOLDER / f"{name}.yaml").strategy for name in RECIPES] == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_loads_and_says_how_to_run_it(name: str) -> None:
+    path = FOLDER / f"{name}.yaml"
+    config = Config.load(path)
+    check(config)
+    header = HEADER.match(path.read_text())
+    assert header is not None
+    assert header["file"] == name
+    local = bool(STRATEGIES[name].local)
+    assert (header["on"] == "the clients' own two classes") == local
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_loads(name: str) -> None:
+    assert list(Study.load(FOLDER / f"{name}.yaml").cells())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_reaches_what_it_says(name: str, tmp_path: Path) -> None:
+    """Within two points: another CPU rounds otherwise, and the run on non-IID data amplifies that."""
+    path = FOLDER / f"{name}.yaml"
+    summary = run(Config.load(path), tmp_path / "out")
+    header = HEADER.match(path.read_text())
+    assert header is not None
+    assert 100 * summary["final"][summary["headline"]] == pytest.approx(float(header["accuracy"]), abs=2)

@@ -1,0 +1,103 @@
+"""FedBS: loss weights, the round in which it switches, and what it is after."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.strategies import FedAvg, FedProx
+from fedbn_flwr.strategies.fedavg import Reply
+from fedbn_flwr.strategies.fedbs import FedBS
+from fedbn_flwr.strategies.roster import Node
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate((6, 13, 9))]
+
+
+def replies(*losses: float) -> list[Reply]:
+    return [
+        Reply(Node(i, i), 10.0 * (i + 1), {"w": np.full(2, float(i))}, {"train-loss": loss})
+        for i, loss in enumerate(losses)
+    ]
+
+
+def begun(**settings) -> FedBS:
+    from fedbn_flwr.state import split_state
+
+    strategy = FedBS(**settings)
+    strategy.parts = split_state({"w": None})
+    strategy.begin()
+    return strategy
+
+
+def test_the_model_is_the_loss_weighted_mean(federate, datasets, mlp) -> None:
+    run = federate(FedBS(fedbs_eps=0.0), mlp, datasets, rounds=1)
+    sent = [m for m in run.grid.received if m.has_content() and "arrays" in m.content.array_records]
+    losses = [m.content.metric_records["metrics"]["train-loss"] for m in sent]
+    assert len(set(losses)) == 3
+    for name in ("0.weight", "1.running_mean", "1.running_var"):
+        want = sum(
+            f / sum(losses) * m.content.array_records["arrays"][name].numpy() for f, m in zip(losses, sent, strict=True)
+        )
+        np.testing.assert_allclose(run.state[name], want, rtol=1e-12)
+    assert run.state["1.num_batches_tracked"] == 3  # 13 examples in batches of 4, the last of one dropped
+
+
+def test_zero_losses_weigh_equally() -> None:
+    state = begun().combine(1, replies(0.0, 0.0, 0.0), {})
+    np.testing.assert_array_equal(state["w"], [1.0, 1.0])
+
+
+def test_it_switches_in_the_round_the_rule_says_once() -> None:
+    """Two consecutive rounds with a spread of at most eps; single replies do not count, a wide round starts anew."""
+    strategy = begun(fedbs_eps=0.1, fedbs_rounds=2)
+    near, wide = (1.0, 1.1, 0.9), (1.0, 2.0, 0.5)
+    for server_round, losses in enumerate([near, wide, near, (1.0,), near], start=1):
+        assert strategy.phase(server_round) == "loss-weighted"
+        assert "proximal-mu" not in strategy.client_config(server_round)
+        strategy.combine(server_round, replies(*losses), {})
+    assert strategy.switched_after == 5
+    assert strategy.phase(6) == "proximal"
+    assert strategy.client_config(6)["proximal-mu"] == 0.01
+    strategy.combine(6, replies(*wide), {})
+    assert strategy.switched_after == 5
+    np.testing.assert_array_equal(strategy.combine(7, replies(*wide), {})["w"], [1.0, 1.0])
+
+
+def test_the_spread_at_eps_counts() -> None:
+    strategy = begun(fedbs_eps=0.5, fedbs_rounds=1)
+    strategy.combine(1, replies(1.0, 2.0), {})  # population deviation exactly 0.5
+    assert strategy.switched_after == 1
+
+
+def test_after_the_switch_it_is_fedprox_with_equal_clients(federate, points, mlp, same_bits) -> None:
+    datasets = [points(8, i) for i in range(3)]
+    run = federate(FedBS(fedbs_eps=1e9, fedbs_rounds=1, proximal_mu=0.3), mlp, datasets, rounds=3)
+    assert run.strategy.switched_after == 1
+    after = federate(FedProx(proximal_mu=0.3), mlp, datasets, rounds=3)
+    assert [c.get("proximal-mu") for c in run.grid.config()] == [None] * 3 + [0.3] * 6
+    assert after.grid.config()[0]["proximal-mu"] == 0.3
+
+
+def test_equal_losses_are_the_plain_mean(same_bits) -> None:
+    plain = FedAvg()
+    plain.parts = begun().parts
+    plain.begin()
+    same = [Reply(r.node, 1.0, r.state, r.metrics) for r in replies(0.5, 0.5, 0.5)]
+    same_bits(begun().combine(1, same, {}), plain.combine(1, same, {}))
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), -0.1])
+def test_a_reply_without_a_usable_loss_is_refused(loss) -> None:
+    metrics = {} if loss is None else {"train-loss": loss}
+    with pytest.raises(ReplyError, match="metric 'train-loss' is"):
+        begun().check(1, Reply(Node(0, 0), 1.0, {}, metrics), {})
+
+
+@pytest.mark.parametrize("settings", [{"fedbs_eps": -0.1}, {"fedbs_rounds": 0}, {"proximal_mu": -1.0}])
+def test_bad_settings_are_refused(settings) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        FedBS(**settings)

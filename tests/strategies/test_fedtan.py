@@ -1,0 +1,201 @@
+"""FedTAN's settings, its ledger, and its channel in a whole run; the law and the dropouts have files of their own."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.carriers.channel import ChannelSeat
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.models import build_model
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
+
+CARRIERS = ("meeting", "messages", "channel")
+
+
+def made(strategy=FedTAN, *, carrier: str = "meeting", **settings):
+    how = carrier if carrier == "channel" else "messages"
+    return strategy(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_exchange": how, **settings})
+
+
+def branches(lab) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return lab.trained(lab.Branches())
+
+
+def test_the_ledger_of_resnet20_is_table_3(tan, lab) -> None:
+    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart."""
+    model = build_model("resnet20", num_classes=10, channels=3, size=32)
+    data = lab.client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
+    report = tan(made(), model, data).strategy.reports[0].train
+    assert round(report.megabytes, 4) == 6.2679
+    assert report.exchanges == 3 * 19 + 1 == 58
+    assert (report.down, report.up) == (4 * (271098 + 2 * 1376), 5 * 4 * (271098 + 2 * 1376))
+    assert (report.counters_down, report.counters_up) == (19 * 8, 5 * 19 * 8)
+    plain = tan(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
+    assert round(plain.megabytes, 4) == 6.2049
+    assert (plain.exchanges, plain.down) == (1, 4 * 271098)
+    assert (plain.counters_down, plain.counters_up) == (19 * 8, 5 * 19 * 8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "exchanges", "rows", "count"),
+    [(FedTAN, "3L+1", 4, 16), (FedTAN, "2L+1", 5, 11), (FedDNA, "3L+1", 2, 11), (FedDNA, "2L+1", 3, 6)],
+)
+def test_all_carriers_move_the_same_bytes(tan, lab, strategy, exchanges: str, rows: int, count: int) -> None:
+    """Five calls of BatchNorm with four channels: mean, variance and two gradients; fused, a rest of the mean."""
+    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
+    state = sum(value.nbytes for value in model.state_dict().values() if value.is_floating_point())
+    counters = sum(value.nbytes for value in model.state_dict().values() if not value.is_floating_point())
+    for carrier in CARRIERS:
+        run = tan(made(strategy, carrier=carrier, fedtan_exchanges=exchanges), model, data, carrier=carrier, rounds=2)
+        for report in run.strategy.reports:
+            moved = report.train
+            assert moved.exchanges == count, carrier
+            assert (moved.down, moved.up) == (state + 5 * rows * 4 * 8, 3 * (state + 5 * rows * 4 * 8)), carrier
+            assert (moved.counters_down, moved.counters_up) == (counters, 3 * counters), carrier
+
+
+def test_the_carriers_give_the_same_bits(tan, lab, same_bits) -> None:
+    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
+    for strategy in (FedTAN, FedDNA):
+        one, *others = (tan(made(strategy, carrier=c), model, data, carrier=c, rounds=2) for c in CARRIERS)
+        for other in others:
+            same_bits(one.state, other.state)
+
+
+def test_without_batchnorm_it_is_fedavg(tan, lab, same_bits) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(1, 4), nn.Linear(4, 3)).double()
+    data = lab.client_data((5,), (2, 3, 1))
+    plain = tan(FedAvg(fraction_evaluate=0.0), model, data, rounds=2, local_steps=2)
+    for carrier in CARRIERS:
+        run = tan(made(carrier=carrier), model, data, carrier=carrier, rounds=2, local_steps=2)
+        same_bits(run.state, plain.state)
+        assert run.strategy.reports[1].train.exchanges == 1
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_client_with_one_example_takes_part(tan, lab, carrier: str) -> None:
+    """Its first step sees the union; the local ones, which would see one value per channel, are left out."""
+    model = build_model("mlp", num_classes=3, channels=1, size=28).double()
+    data = lab.client_data((1, 28, 28), (1, 3))
+    run = tan(made(carrier=carrier), model, data, carrier=carrier, local_steps=3)
+    clients = run.strategy.reports[0].clients
+    assert [clients[i]["steps"] for i in "01"] == [1, 3]
+    assert [clients[i]["dropped-batches"] for i in "01"] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fedtan_exchanges": "4L+1"}, "unknown fedtan_exchanges '4L+1'. Did you mean '3L+1'? Allowed: 2L+1, 3L+1."),
+        ({"fedtan_exchange": "chanel"}, "unknown fedtan_exchange 'chanel'. Did you mean 'channel'?"),
+        ({"fedtan_timeout": 0.0}, "fedtan_timeout=0.0 must be above 0 seconds"),
+        ({"fedtan_timeout": float("nan")}, "fedtan_timeout=nan must be above 0 seconds"),
+    ],
+)
+def test_settings_are_checked(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        FedTAN(**settings)
+    assert str(error.value).startswith(message)
+
+
+def test_a_channel_in_plaintext_beyond_loopback_is_refused(tan, lab) -> None:
+    strategy = made(carrier="channel", fedtan_bind="0.0.0.0:0")
+    with pytest.raises(ConfigError, match="plaintext is allowed on loopback only"):
+        tan(strategy, branches(lab), lab.client_data((3, 6, 6), (2, 3)), carrier="channel")
+
+
+def test_clients_that_do_not_tell_their_size_are_named(tan, lab) -> None:
+    class Silent(TorchClient):
+        def get_properties(self, config):
+            return {"partition-id": self.partition_id}
+
+    with pytest.raises(ConfigError, match=r"strategy 'fedtan' needs to know .* of node \d+ \(partition 0\)"):
+        tan(made(), branches(lab), lab.client_data((3, 6, 6), (2, 3)), client=Silent)
+
+
+def test_the_port_is_closed_at_the_end_also_of_a_run_that_failed(tan, lab) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        bind = f"127.0.0.1:{probe.getsockname()[1]}"
+    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3))
+
+    def fail(_, __):
+        raise ValueError("no")
+
+    for aggregate in (None, fail):
+        strategy = made(
+            carrier="channel", fedtan_bind=bind, **({"train_metrics_aggr_fn": aggregate} if aggregate else {})
+        )
+        if aggregate:
+            with pytest.raises(ValueError, match="no"):
+                tan(strategy, model, data, carrier="channel")
+        else:
+            assert tan(strategy, model, data, carrier="channel").strategy.reports[0].rejected == {}
+        host, _, port = bind.partition(":")
+        with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=2):
+            pass
+
+
+def test_intruders_do_not_disturb_a_run(tan, lab, same_bits) -> None:
+    """Each client's process calls on the port as a stranger would, and with the tokens of the round before."""
+    said: list[str] = []
+    lock = threading.Lock()
+    tokens: dict[int, str] = {}
+
+    def call(address: str, token: str | None, frame: bytes) -> None:
+        metadata = () if token is None else (("token", token),)
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as error:
+            channel.unary_unary("/fedbn.Channel/Call")(frame, metadata=metadata, timeout=10)
+        with lock:
+            said.append(error.value.code().name)
+
+    class Besieged(TorchClient):
+        def fit(self, parameters, config):
+            address = str(config["fedtan-address"])
+            call(address, None, b"\x00\x00\x00\x0f" + b'{"op": "begin"}')
+            call(address, "guess", b"garbage")
+            call(address, None, bytes(5 * 2**20))
+            with socket.create_connection(tuple(address.split(":")), timeout=5) as bare:
+                bare.sendall(b"\xff" * 4096)
+            if self.partition_id in tokens:
+                with pytest.raises(EngineError, match="UNAUTHENTICATED"):
+                    ChannelSeat(address, tokens[self.partition_id], b"", 5).begin()
+                said.append("replayed")
+            tokens[self.partition_id] = str(config["fedtan-token"])
+            return super().fit(parameters, config)
+
+    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
+    run = tan(made(carrier="channel"), model, data, carrier="channel", rounds=2, client=Besieged)
+    assert [report.rejected for report in run.strategy.reports] == [{}, {}]
+    assert said.count("replayed") == 3
+    assert said.count("UNAUTHENTICATED") + said.count("RESOURCE_EXHAUSTED") == len(said) - 3 == 18
+    same_bits(run.state, tan(made(), model, data, rounds=2).state)
+
+
+def test_two_runs_of_one_strategy_are_independent(tan, lab, same_bits) -> None:
+    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
+    strategy = made(carrier="channel")
+    first = tan(strategy, model, data, carrier="channel", rounds=2)
+    again = tan(strategy, copy.deepcopy(model), data, carrier="channel", rounds=2)
+    same_bits(first.state, again.state)
+    assert len(strategy.reports) == 2
+
+
+def test_the_global_model_moves(tan, lab) -> None:
+    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
+    run = tan(made(), model, data, rounds=2)
+    assert [r.phase for r in run.strategy.reports] == ["synchronised"] * 2
+    assert not np.array_equal(run.history[2]["head.weight"], run.history[1]["head.weight"])
+    assert run.state["twice.num_batches_tracked"] == 4
+    assert run.state["frozen.num_batches_tracked"] == 0

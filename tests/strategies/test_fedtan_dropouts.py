@@ -1,0 +1,261 @@
+"""A client lost in mid-step is dropped, named, and the round is what it would have been without it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.exchange import PromptGrid
+from fedbn_flwr.strategies import FedTAN
+
+CARRIERS = ("meeting", "messages", "channel")
+SIZES = (6, 5, 9, 7)
+BAD = 1
+Fault = Callable[[Tensor], Tensor]
+
+
+class Gremlin(nn.Module):
+    """Sits between two BatchNorm layers; does nothing until it is given a fault."""
+
+    fault: Fault | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fault(x) if self.fault else x
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first = [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2)]
+        return nn.Sequential(*first, Gremlin(), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut(x: Tensor) -> Tensor:
+    raise PowerCut("lights out")
+
+
+def cut_backward(x: Tensor) -> Tensor:
+    x.register_hook(cut)
+    return x
+
+
+def not_a_number(x: Tensor) -> Tensor:
+    return x * float("nan")
+
+
+def wrong_shape(x: Tensor) -> Tensor:
+    F.batch_norm(torch.ones(4, 7, dtype=x.dtype) * x.sum(), None, None, training=True)
+    return x
+
+
+def broken(fault: Fault | None, *, fit: Callable[..., Any] | None = None) -> type[TorchClient]:
+    """A client with a fault in round 1 in partition BAD; ``fit`` takes the place of its training."""
+
+    class Broken(TorchClient):
+        def fit(self, parameters, config):
+            if self.partition_id == BAD and config["server-round"] == 1:
+                self.model[4].fault = fault
+                if fit:
+                    return fit(self, parameters, config)
+            return super().fit(parameters, config)
+
+    return Broken
+
+
+def strategy(carrier: str, **settings: Any) -> FedTAN:
+    how = carrier if carrier == "channel" else "messages"
+    return FedTAN(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_exchange": how, **settings})
+
+
+@pytest.fixture
+def data(lab):
+    return lab.client_data((5,), SIZES)
+
+
+@pytest.fixture
+def without(tan, model, data):
+    """The run in which the broken client is not there in round 1."""
+    return tan(strategy("meeting"), model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4)
+
+
+FAULTS = {
+    "raises in the forward pass": (cut, None, "lights out"),
+    "raises in the backward pass": (cut_backward, None, "lights out"),
+    "sends NaN": (not_a_number, None, "not finite in exchange 'mean/1'"),
+    "sends a wrong shape": (wrong_shape, None, "sent ('mean/1', (7,), torch.float64) where the others sent"),
+    "dies before the first exchange": (None, lambda *_: cut(torch.ones(1)), "lights out"),
+    "does not synchronise": (None, lambda self, p, c: (list(p), 5, {}), ""),
+}
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_the_round_is_as_without_the_lost_client(tan, model, data, without, same_bits, carrier: str, kind: str) -> None:
+    fault, fit, said = FAULTS[kind]
+    if kind == "does not synchronise" and carrier == "messages":
+        fit = answers_with_a_model
+    made = strategy(carrier)
+    done = tan(made, model, data, carrier=carrier, rounds=2, client=broken(fault, fit=fit), local_steps=3, batch_size=4)
+    assert done.seconds < 10, "nobody waited for a timeout"
+    first, second = made.reports
+    node_id = done.grid.get_node_ids()[BAD]
+    assert list(first.rejected) == [node_id]
+    assert first.rejected[node_id].startswith(f"node {node_id} (partition {BAD}): ")
+    assert said in first.rejected[node_id]
+    assert first.participants == [0, 2, 3]
+    for server_round in (1, 2):
+        same_bits(done.history[server_round], without.history[server_round])
+    assert second.rejected == {}, "the next round begins with all"
+    assert second.participants == [0, 1, 2, 3]
+
+
+def answers_with_a_model(self: TorchClient, parameters: Any, config: Any) -> Any:
+    """What a client that knows nothing of exchanges does with a TRAIN message."""
+    return list(self._state().values()), 5, {}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
+    tan, model, data, without, same_bits, carrier: str, begins: bool
+) -> None:
+    release = threading.Event()
+
+    def stall(x: Any, *_: Any) -> Any:
+        release.wait(20)
+        return x
+
+    class Stalling(broken(stall if begins else None, fit=None if begins else lambda *a: held(*a))):
+        def fit(self, parameters, config):
+            if config["server-round"] == 2:
+                release.set()
+            return super().fit(parameters, config)
+
+    def held(self: TorchClient, parameters: Any, config: Any) -> Any:
+        stall(None)
+        return TorchClient.fit(self, parameters, config)
+
+    made = strategy(carrier, fedtan_timeout=1.0)
+    try:
+        done = tan(made, model, data, carrier=carrier, rounds=2, client=Stalling, local_steps=3, batch_size=4)
+    finally:
+        release.set()
+    assert 1 <= done.seconds < 8
+    late = {
+        ("meeting", True): "did not send exchange 'mean/1' within 1 s",
+        ("channel", True): "did not send exchange 'mean/1' within 1 s",
+        ("messages", True): "did not answer an exchange within 1 s of the first",
+        ("messages", False): "did not answer an exchange within 1 s of the first",
+    }.get((carrier, begins), "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'")
+    assert late in done.why(BAD)
+    assert made.reports[0].participants == [0, 2, 3]
+    for server_round in (1, 2):
+        same_bits(done.history[server_round], without.history[server_round])
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_two_lost_clients_are_two_redone_steps(tan, model, data, same_bits, carrier: str) -> None:
+    class Broken(TorchClient):
+        def fit(self, parameters, config):
+            self.model[4].fault = {0: cut, 2: cut_backward}.get(self.partition_id)
+            return super().fit(parameters, config)
+
+    made = strategy(carrier)
+    done = tan(made, model, data, carrier=carrier, client=Broken, local_steps=2)
+    without = tan(strategy("meeting"), model, data, hide={1: {0, 2}}, local_steps=2)
+    assert made.reports[0].participants == [1, 3]
+    assert len(made.reports[0].rejected) == 2
+    same_bits(done.state, without.state)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_below_the_minimum_the_previous_model_is_kept(tan, model, data, same_bits, carrier: str) -> None:
+    made = strategy(carrier, min_replies=4)
+    done = tan(made, model, data, carrier=carrier, rounds=2, client=broken(cut))
+    assert done.seconds < 10
+    first, second = made.reports
+    assert first.kept_previous
+    assert first.participants == []
+    assert "lights out" in done.why(BAD)
+    same_bits(done.history[1], done.history[0])
+    assert second.participants == [0, 1, 2, 3]
+    assert not second.kept_previous
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_when_all_are_lost_the_round_ends(tan, model, data, same_bits, carrier: str) -> None:
+    class Broken(TorchClient):
+        def fit(self, parameters, config):
+            self.model[4].fault = cut
+            return super().fit(parameters, config)
+
+    made = strategy(carrier)
+    done = tan(made, model, data, carrier=carrier, client=Broken)
+    assert made.reports[0].kept_previous
+    assert len(made.reports[0].rejected) == 4
+    assert done.seconds < 10
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(tan, model, data, carrier: str) -> None:
+    """The step it took part in stands; only its model is missing from the average."""
+
+    def fit(self: TorchClient, parameters: Any, config: Any) -> Any:
+        passes: list[Tensor] = []
+
+        def late(x: Tensor) -> Tensor:
+            passes.append(x)
+            return cut(x) if len(passes) == 2 else x
+
+        self.model[4].fault = late
+        return TorchClient.fit(self, parameters, config)
+
+    made = strategy(carrier)
+    done = tan(made, model, data, carrier=carrier, client=broken(None, fit=fit), local_steps=2)
+    assert "lights out" in done.why(BAD)
+    assert made.reports[0].participants == [0, 2, 3]
+    assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was redone"
+
+
+def test_an_array_that_cannot_be_read_drops_its_sender(tan, model, data, without, same_bits, monkeypatch) -> None:
+    made = strategy("messages")
+    plain = PromptGrid.pull_messages
+
+    def spoiled(self: PromptGrid, message_ids: Any) -> list[Message]:
+        replies = list(plain(self, message_ids))
+        for reply in replies:
+            of_bad = reply.has_content() and reply.metadata.src_node_id == self.get_node_ids()[BAD]
+            if of_bad and len(made.reports) == 1 and "fedtan" in reply.content.array_records:
+                for array in reply.content["fedtan"].values():
+                    array.data = b"\x93NUMPY nothing"
+        return replies
+
+    monkeypatch.setattr(PromptGrid, "pull_messages", spoiled)
+    done = tan(made, model, data, carrier="messages", rounds=2, local_steps=3, batch_size=4)
+    assert "sent a tensor that cannot be read: " in done.why(BAD)
+    same_bits(done.state, without.state)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_replayed_steps_give_the_bits_of_uninterrupted_ones(tan, model, data, same_bits, steps: int) -> None:
+    """With dropout on: batch, random state and running statistics are those of the first pass in every replay."""
+    settings = {"rounds": 2, "local_steps": steps, "batch_size": 4, "sgd_momentum": 0.9}
+    met, replayed, called = (tan(strategy(c), model, data, carrier=c, **settings) for c in CARRIERS)
+    same_bits(met.state, replayed.state)
+    same_bits(met.state, called.state)
+    other = tan(strategy("meeting"), model, data, **settings, seed=8)
+    assert not np.array_equal(met.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"

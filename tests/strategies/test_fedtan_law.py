@@ -1,0 +1,223 @@
+"""FedTAN's law: a round of one step, through the strategy and its clients, is one centralised step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.models import build_model
+from fedbn_flwr.strategies import FedDNA, FedTAN
+
+MODES = ("3L+1", "2L+1")
+SIZES = (2, 3, 1)
+VISION = {
+    "resnet18": ({}, 32),
+    "mobilenet_v2": ({"dropout": 0.0}, 32),
+    "densenet121": ({}, 32),
+    "googlenet": ({"aux_logits": False, "init_weights": False, "dropout": 0.0}, 40),
+}
+
+MODELS = ("mlp", "lenet", "resnet20", *VISION, "branches", "1d", "3d")
+SMOOTH = {"mobilenet_v2": 2, "googlenet": 4}
+
+
+def in_float32(name: str) -> tuple[str, ...]:
+    """The large models take one count of exchanges each."""
+    return {"resnet18": MODES[:1], "mobilenet_v2": MODES[:1], "densenet121": MODES[1:], "googlenet": MODES[1:]}.get(
+        name, MODES
+    )
+
+
+def make(lab, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """A model in float64 and the shape of its inputs."""
+    if name in ("mlp", "lenet", "resnet20"):
+        shape = {"mlp": (1, 28, 28), "lenet": (3, 28, 28), "resnet20": (3, 16, 16)}[name]
+        return lab.trained(build_model(name, num_classes=3, channels=shape[0], size=shape[1])), shape
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        if name in VISION:
+            options, size = VISION[name]
+            return lab.trained(torchvision.models.get_model(name, num_classes=3, **options)), (3, size, size)
+        if name == "branches":
+            return lab.trained(lab.Branches()), (3, 6, 6)
+        if name == "1d":
+            layers = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5), nn.Tanh(), nn.Flatten(), nn.Linear(30, 4)]
+            return lab.trained(nn.Sequential(*layers, nn.BatchNorm1d(4), nn.Linear(4, 3))), (2, 8)
+        layers = [nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 2), nn.BatchNorm3d(3)]
+        return lab.trained(nn.Sequential(*layers, nn.Flatten(), nn.Linear(24, 3))), (2, 4, 4, 4)
+
+
+def one_round(tan, lab, model, data, strategy=FedTAN, **options):
+    own = {key: options.pop(key) for key in list(options) if key.startswith("fedtan_")}
+    made = strategy(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, fedtan_timeout=20, **own)
+    done = tan(made, model, data, weight_decay=lab.DECAY, **options)
+    assert done.strategy.reports[0].rejected == {}
+    assert done.strategy.reports[0].participants == list(range(len(data)))
+    return done
+
+
+def off(tan, lab, model, data, **options) -> float:
+    oracle, start = lab.centralised(model, data), model.state_dict()
+    return max(lab.distances(one_round(tan, lab, model, data, **options).tensors, oracle, start))
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_process_a_round_is_a_centralised_step(tan, lab, name: str, exchanges: str) -> None:
+    model, shape = make(lab, name)
+    data = lab.client_data(shape, (3, 2) if name in VISION else SIZES)
+    assert off(tan, lab, model, data, fedtan_exchanges=exchanges) < 1e-10
+
+
+@pytest.mark.parametrize("carrier", ["messages", "channel"])
+@pytest.mark.parametrize(
+    ("name", "exchanges"), [("mlp", "3L+1"), ("mlp", "2L+1"), ("branches", "3L+1"), ("branches", "2L+1")]
+)
+def test_the_other_carriers_obey_the_law(tan, lab, carrier: str, name: str, exchanges: str) -> None:
+    model, shape = make(lab, name)
+    data = lab.client_data(shape, SIZES)
+    assert off(tan, lab, model, data, carrier=carrier, fedtan_exchange=carrier, fedtan_exchanges=exchanges) < 1e-10
+
+
+@pytest.mark.parametrize(("carrier", "exchanges"), [("messages", "2L+1"), ("channel", "3L+1"), ("channel", "2L+1")])
+def test_the_other_carriers_obey_the_law_on_resnet20(tan, lab, carrier: str, exchanges: str) -> None:
+    model, shape = make(lab, "resnet20")
+    data = lab.client_data(shape, (2, 1))
+    assert off(tan, lab, model, data, carrier=carrier, fedtan_exchange=carrier, fedtan_exchanges=exchanges) < 1e-10
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 1),
+    exchanges=st.sampled_from(MODES),
+    seed=st.integers(0, 99),
+)
+def test_any_number_and_size_of_clients(tan, lab, sizes: list[int], exchanges: str, seed: int) -> None:
+    model, shape = make(lab, "mlp")
+    data = lab.client_data(shape, sizes, seed=seed)
+    assert off(tan, lab, model, data, fedtan_exchanges=exchanges) < 1e-10
+
+
+@pytest.mark.parametrize(("name", "exchanges"), [(name, mode) for name in MODELS for mode in in_float32(name)])
+def test_float32_is_no_farther_from_the_oracle_than_torch(tan, lab, name: str, exchanges: str) -> None:
+    """Three times torch's own distance is allowed: the order of sums is another one.
+
+    A unit whose input is within rounding of a kink (ReLU, max pooling) may fall on its other side, in torch's step or
+    in ours, and then sets that one back a thousandfold: in the deep models each about as often as the other (googlenet:
+    4 and 5 of 10 seeds, mobilenet_v2: 3 and 1 of 6). Their data is from seeds where neither happens.
+    """
+    model, shape = make(lab, name)
+    data = lab.client_data(shape, (4, 6, 3), dtype=torch.float32, seed=SMOOTH.get(name, 0))
+    start = model.float().state_dict()
+    oracle = lab.centralised(model, data)
+    torchs = lab.distances(lab.centralised(model, data, torch.float32), oracle, start)
+    ours = lab.distances(one_round(tan, lab, model, data, fedtan_exchanges=exchanges).tensors, oracle, start)
+    for own, plain in zip(ours, torchs, strict=True):
+        assert own < 3 * plain, (ours, torchs)
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize("name", ["mlp", "resnet20", "branches"])
+def test_without_the_backward_half_the_law_fails(tan, lab, name: str, exchanges: str) -> None:
+    model, shape = make(lab, name)
+    data = lab.client_data(shape, SIZES)
+    oracle, start = lab.centralised(model, data), model.state_dict()
+    done = one_round(tan, lab, model, data, strategy=FedDNA, fedtan_exchanges=exchanges)
+    parameters, statistics = lab.distances(done.tensors, oracle, start)
+    assert parameters > 1e-3
+    assert statistics < 1e-10, "the forward half is exact"
+
+
+class WeightedBatchNorm(nn.Module):
+    """BatchNorm whose moments weigh example j by q_j (sum 1), in plain differentiable operations."""
+
+    def __init__(self, layer: nn.BatchNorm1d, q: Tensor) -> None:
+        super().__init__()
+        self.q, self.eps, self.momentum, self.weight, self.bias = q, layer.eps, layer.momentum, layer.weight, layer.bias
+        for name, buffer in layer.named_buffers():
+            self.register_buffer(name, buffer)
+
+    def forward(self, y: Tensor) -> Tensor:
+        q = self.q[:, None]
+        mean = (q * y).sum(0)
+        var = (q * (y - mean) ** 2).sum(0)
+        with torch.no_grad():
+            self.running_mean += self.momentum * (mean - self.running_mean)
+            self.running_var += self.momentum * (var * len(y) / (len(y) - 1) - self.running_var)
+            self.num_batches_tracked += 1
+        return (y - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+def test_equal_batches_of_unequal_clients_weigh_samples_by_p_over_b(tan, lab, exchanges: str) -> None:
+    """|D_i| 4, 12 and 8, batches of 4: the oracle weighs an example of client i by p_i / b_i."""
+    model, shape = make(lab, "mlp")
+    data = lab.client_data(shape, (4, 12, 8))
+    seen: dict[int, Tensor] = {}
+    for i, own in enumerate(data):
+        own.batch = lambda positions, generator=None, i=i, own=own: (  # type: ignore[method-assign]
+            seen.setdefault(i, positions) is None or own.inputs[positions],
+            own.targets[positions],
+        )
+    done = one_round(tan, lab, model, data, fedtan_exchanges=exchanges, batch_size=4, local_steps=1)
+    assert {len(positions) for positions in seen.values()} == {4}
+    q = torch.cat([torch.full((4,), len(own) / 24 / 4, dtype=torch.float64) for own in data])
+    start, oracle = model.state_dict(), copy.deepcopy(model)
+    oracle.norm = WeightedBatchNorm(oracle.norm, q)
+    inputs = torch.cat([own.inputs[seen[i]] for i, own in enumerate(data)])
+    targets = torch.cat([own.targets[seen[i]] for i, own in enumerate(data)])
+    (q * F.cross_entropy(oracle(inputs), targets, reduction="none")).sum().backward()
+    torch.optim.SGD(oracle.parameters(), lab.RATE, weight_decay=lab.DECAY).step()
+    want = oracle.state_dict()
+    assert max(lab.distances(done.tensors, want, start)) < 1e-10
+    plain = lab.centralised(model, [type(data[0])(inputs, targets)])
+    assert min(lab.distances(done.tensors, plain, start)) > 1e-3, "the plain union is another step"
+
+
+@pytest.mark.parametrize("carrier", ["meeting", "messages", "channel"])
+def test_later_steps_are_local_and_share_one_optimizer(tan, lab, carrier: str) -> None:
+    """Three steps with momentum: the first by hand on the union, two local ones, then the average; slow and plain."""
+    model, shape = make(lab, "mlp")
+    data = lab.client_data(shape, (4, 6, 5))
+    done = one_round(
+        tan, lab, model, data, carrier=carrier, fedtan_exchange=carrier.replace("meeting", "messages"), local_steps=3,
+        sgd_momentum=0.9,
+    )  # fmt: skip
+    start, weights = model.state_dict(), [len(d) / 15 for d in data]
+    local = [copy.deepcopy(model) for _ in data]
+    # The first step: every client's gradient of its own loss, with BN's statistics those of the union, as functions
+    # of all the inputs. p_i F_i alone reaches gamma and beta; what reaches the hidden layer goes through every client.
+    hidden = [own.hidden(d.inputs.flatten(1)) for own, d in zip(local, data, strict=True)]
+    union = torch.cat(hidden)
+    mean, var = union.mean(0), union.var(0, correction=0)
+    loss = torch.zeros(())
+    for own, y, d, p in zip(local, hidden, data, weights, strict=True):
+        x = (y - mean) / (var + own.norm.eps).sqrt() * own.norm.weight + own.norm.bias
+        loss = loss + p * F.cross_entropy(own.fc(x.relu()), d.targets)
+    loss.backward()
+    for own, d, p in zip(local, data, weights, strict=True):
+        optimizer = torch.optim.SGD(own.parameters(), lab.RATE, momentum=0.9, weight_decay=lab.DECAY)
+        for parameter in own.parameters():
+            parameter.grad /= p  # the client steps on F_i, the average weighs it
+        with torch.no_grad():
+            own.norm.running_mean += 0.1 * (mean - own.norm.running_mean)
+            own.norm.running_var += 0.1 * (var * 15 / 14 - own.norm.running_var)
+            own.norm.num_batches_tracked += 1
+        optimizer.step()
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(own(d.inputs), d.targets).backward()
+            optimizer.step()
+    states = [own.state_dict() for own in local]
+    want = {
+        name: sum(p * s[name] for p, s in zip(weights, states, strict=True)) if value.is_floating_point() else value
+        for name, value in states[0].items()
+    }
+    assert max(lab.distances(done.tensors, want, start)) < 1e-10

@@ -1,0 +1,137 @@
+"""SCAFFOLD against a slow reference with its own variates; what it becomes without them; what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.records import from_record, tensors
+from fedbn_flwr.strategies import FedAvg, Scaffold
+from fedbn_flwr.strategies.scaffold import ControlVariates
+
+RATE, SERVER_RATE, ROUNDS = 0.1, 0.7, 5
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate((6, 14, 10, 8))]
+
+
+def local(model, data, batch_size: int, correction: dict) -> int:
+    """Plain full passes in order, every gradient corrected; returns the steps."""
+    steps = 0
+    for inputs, targets in zip(data.inputs.split(batch_size), data.targets.split(batch_size), strict=True):
+        loss = F.cross_entropy(model(inputs), targets)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        for name, p, g in zip(names, parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.data -= RATE * (g + correction[name])
+        steps += 1
+    return steps
+
+
+def test_against_a_slow_reference(federate, datasets, mlp, monkeypatch) -> None:
+    """Five rounds, half of the clients a round, uneven steps: server and client variates, model and statistics."""
+    monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
+    strategy = Scaffold(fraction_train=0.5, min_train_nodes=2, server_learning_rate=SERVER_RATE, seed=3)
+    run = federate(strategy, mlp, datasets, rounds=ROUNDS, batch_size=4)
+    chosen = [report.participants for report in strategy.reports]
+    assert len({tuple(c) for c in chosen}) > 1
+    assert all(len(c) == 2 for c in chosen)
+
+    reference = mlp()
+    names = [name for name, _ in reference.named_parameters()]
+    c = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
+    own = [{name: v.clone() for name, v in c.items()} for _ in datasets]
+    for round_ in chosen:
+        x = {name: value.clone() for name, value in reference.state_dict().items()}
+        total = sum(len(datasets[i]) for i in round_)
+        moved = {name: torch.zeros_like(c[name]) for name in names}
+        change = {name: torch.zeros_like(c[name]) for name in names}
+        averaged = {name: torch.zeros_like(v) for name, v in x.items() if "running" in name}
+        for i in round_:
+            client = mlp()
+            client.load_state_dict(x)
+            client.train()
+            steps = local(client, datasets[i], 4, {name: c[name] - own[i][name] for name in names})
+            y = client.state_dict()
+            for name in names:
+                new = own[i][name] - c[name] + (x[name] - y[name]) / (steps * RATE)
+                change[name] += (new - own[i][name]) / len(round_)
+                moved[name] += (y[name] - x[name]) / len(round_)
+                own[i][name] = new
+            for name in averaged:
+                averaged[name] += len(datasets[i]) / total * y[name]
+        for name in names:
+            c[name] += len(round_) / len(datasets) * change[name]
+        state = {**x, **averaged, **{name: x[name] + SERVER_RATE * moved[name] for name in names}}
+        reference.load_state_dict(state)
+
+    got = tensors(run.state)
+    for name, want in reference.state_dict().items():
+        if want.is_floating_point():
+            torch.testing.assert_close(got[name], want, rtol=1e-10, atol=1e-12, msg=name)
+    for name in names:
+        np.testing.assert_allclose(strategy.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12)
+    for i, variate in enumerate(own):
+        state = run.grid.inner.context(i).state
+        if any(i in c for c in chosen):
+            kept = from_record(state.array_records["fedbn-flwr.rules"])
+            for name in names:
+                np.testing.assert_allclose(
+                    kept[f"ControlVariates/{name}"], variate[name].numpy(), rtol=1e-9, atol=1e-12
+                )
+        else:
+            assert "fedbn-flwr.rules" not in state
+
+
+def test_with_variates_frozen_at_zero_and_equal_clients_it_is_fedavg(federate, points, mlp, monkeypatch) -> None:
+    monkeypatch.setattr(ControlVariates, "gradients", lambda self, model: None)  # no step counted: no change either
+    datasets = [points(8, i) for i in range(3)]
+    runs = [federate(strategy, mlp, datasets) for strategy in (Scaffold(), FedAvg())]
+    for name, value in runs[0].state.items():
+        np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-12, atol=1e-14)
+
+
+def test_it_differs_from_fedavg_once_variates_are_there(federate, datasets, mlp, same_bits) -> None:
+    """In round 1 all variates are zero: with equal weights the same model; from round 2 on another."""
+    runs = [federate(strategy, mlp, datasets, rounds=2) for strategy in (Scaffold(), FedAvg())]
+    same_bits(
+        {n: v for n, v in runs[0].history[1].items() if "running" in n},
+        {n: v for n, v in runs[1].history[1].items() if "running" in n},
+    )
+    assert (runs[0].state["0.weight"] != runs[1].state["0.weight"]).any()
+
+
+def test_variates_are_counted_and_carry_no_statistics(federate, datasets, mlp) -> None:
+    run = federate(Scaffold(), mlp, datasets, rounds=2)
+    sent = [
+        from_record(m.content.array_records["variates"])
+        for m in run.grid.received
+        if m.has_content() and "variates" in m.content.array_records
+    ]
+    names = [name for name, _ in mlp().named_parameters()]
+    assert sent
+    assert all(list(variates) == names for variates in sent)
+    size = sum(p.numel() * 8 for p in mlp().parameters())
+    floats = sum(v.nbytes for v in run.state.values() if v.dtype.kind == "f")
+    first, second = (report.train for report in run.strategy.reports)
+    assert (first.down, first.up) == (floats, len(datasets) * (floats + size))
+    assert (second.down, second.up) == (floats + size, len(datasets) * (floats + size))
+
+
+def test_momentum_is_refused(federate, datasets, mlp) -> None:
+    run = federate(Scaffold(), mlp, datasets, rounds=1, sgd_momentum=0.9)
+    (reason, *_) = run.strategy.reports[0].rejected.values()
+    assert "scaffold corrects plain SGD: sgd-momentum=0.9 must be 0" in reason
+    assert run.strategy.reports[0].kept_previous
+    with pytest.raises(ConfigError, match="momentum_scope must be 'none'"):
+        Scaffold(momentum_scope="local")
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_a_bad_server_learning_rate_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="server_learning_rate="):
+        Scaffold(server_learning_rate=rate)

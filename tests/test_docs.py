@@ -1,0 +1,142 @@
+"""The documentation: its code runs, its tables are those of the code, its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.experiment.reference import fill_tables
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+NOT_RUN = {
+    ("README.md", "installs torch, then takes minutes"),
+    ("README.md", "starts Flower's managed SuperLink, which outlives the command"),
+    ("CONTRIBUTING.md", "installs the development tools and runs everything"),
+    ("CONTRIBUTING.md", "writes into the checkout"),
+    ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
+    ("docs/simulation.md", "needs a GPU"),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the reason not to run it, its text."""
+
+    page: str
+    line: int
+    language: str
+    reason: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```(\w*)(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE):
+            language, tag, body = match.groups()
+            line = text[: match.start()].count("\n") + 1
+            reason = tag.strip().removeprefix("no-run:").strip()
+            assert not tag.strip() or tag.strip().startswith("no-run: "), f"{page}:{line}: {tag}"
+            found.append(Block(str(page.relative_to(ROOT)), line, language, reason, body))
+    return found
+
+
+BLOCKS = blocks()
+
+
+def to_run(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and not block.reason]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in which the paths of the documentation lead into the checkout."""
+    for name in ("apps", "docs", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    assert {block.language for block in BLOCKS} <= {"sh", "python", "yaml", "toml", "text"}
+    assert {(block.page, block.reason) for block in BLOCKS if block.reason} == NOT_RUN
+    assert to_run("python")
+    assert to_run("sh")
+
+
+@pytest.mark.parametrize("block", to_run("python"), ids=str)
+def test_python(block: Block, folder: Path, env: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", block.text],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
+
+
+@pytest.mark.parametrize("block", to_run("sh"), ids=str)
+def test_shell(block: Block, folder: Path, env: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_tables_are_those_of_the_registries() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert page == fill_tables(page), "run: python -m fedbn_flwr.experiment.reference README.md"
+    for name in STRATEGIES:
+        assert f"[`{name}`](fedbn_flwr/strategies/{name}.py)" in page
+    for name in NORMS:
+        assert f"| `{name}` |" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_named_exists(page: Path) -> None:
+    """Paths in code quotes, from the root of the repository or of the package."""
+    for name in re.findall(r"`((?:fedbn_flwr|tests|apps|docs)/[\w./]+)`", page.read_text()):
+        if "NAME" not in name:
+            assert (ROOT / name).exists(), name
+    for target in re.findall(r"^make (\w+)", page.read_text(), re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+def test_no_path_of_one_machine() -> None:
+    for page in PAGES:
+        assert not re.search(r"/(home|Users|root|work|tmp)/", page.read_text()), page
