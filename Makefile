@@ -11,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/python -m apps.main.demo
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m slow

@@ -128,7 +128,7 @@ def test_inspect_warns_where_a_method_does_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strategy", "fedbm"], "unknown strategy 'fedbm'. Did you mean 'fedbn'?"),
+        (["--strategy", "fedbnn"], "unknown strategy 'fedbnn'. Did you mean 'fedbn'?"),
         (["--model", "resnet18"], "unknown model 'resnet18'. Did you mean 'torchvision:resnet18'?"),
         (["--norm", "grup"], "unknown norm 'grup'. Did you mean 'group'?"),
         (["--num-clients", "0"], "num-clients"),
@@ -181,8 +181,8 @@ def test_sweep(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (out / "table.md").read_text().strip() in result.stdout
     assert json.loads((out / "A/all/seed-0/summary.json").read_text())["rounds"] == 1
-    study.write_text("name: wrong\nmethods: {A: {strategy: fedbm}}\n")
+    study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
     refused = call("sweep", str(study), "--out", str(tmp_path / "other"))
     assert refused.exit_code == 2
-    assert "A/all/seed-0: unknown strategy 'fedbm'. Did you mean 'fedbn'?" in refused.stderr
+    assert "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean 'fedbn'?" in refused.stderr
     assert not (tmp_path / "other").exists()

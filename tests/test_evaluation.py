@@ -64,3 +64,22 @@ def test_gradients_work_after_evaluation(points, mlp) -> None:
     evaluate(model, data)
     F.cross_entropy(model(data.inputs), data.targets).backward()
     assert model[0].weight.grad is not None
+
+
+def test_the_batches_own_statistics(points, mlp) -> None:
+    """BatchNorm by hand on each batch; running statistics neither used nor changed, dropout off."""
+    data, model = points(10), mlp(dropout=0.5)
+    before = copy.deepcopy(model.state_dict())
+    found = evaluate(model, data, batch_size=6, batch_statistics=True)
+    losses = []
+    with torch.no_grad():
+        for part in torch.arange(10).split(6):
+            hidden = model[0](data.inputs[part])
+            scaled = (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + model[1].eps).sqrt()
+            outputs = model[4]((scaled * model[1].weight + model[1].bias).relu())
+            losses.append(F.cross_entropy(outputs, data.targets[part], reduction="sum"))
+    assert found.loss == pytest.approx(float(sum(losses)) / 10, rel=1e-12)
+    assert found.loss != evaluate(model, data, batch_size=6).loss
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert model[1].running_mean is not None
+    assert model.training

@@ -111,11 +111,21 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     plain = Traffic(1, everything[0], num_clients * everything[0], everything[1], num_clients * everything[1])
     start = Traffic(1, everything[0], num_clients * shared[0], everything[1], num_clients * shared[1])
     later = Traffic(1, shared[0], num_clients * shared[0], shared[1], num_clients * shared[1])
+    # What accompanies the model (variates, momentum) starts at zero and is not sent down in the first round.
+    shared_copies, all_copies = method.extra_copies(config.momentum_scope)
+    extra = sum(
+        p.numel() * p.element_size() * (all_copies + shared_copies * (parts.part_of[name] not in method.local))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    )
+    start.up += num_clients * extra
+    later.up += num_clients * extra
+    later.down += extra
     rounds = config.num_server_rounds
     calls: tuple[int, ...] = ()
     phases = (
         [Phase("first", 1, start), Phase("later", rounds - 1, later)]
-        if method.local
+        if method.local or extra
         else [Phase("every", rounds, later)]
     )
     per_layer, rows = method.exchange_cost(config.fedtan_exchanges)

@@ -142,6 +142,11 @@ class FedAvg(FlowerFedAvg):
         """Return what a synchronised BN layer costs beside the model: exchanges, and rows of its channels each way."""
         return 0, 0
 
+    @classmethod
+    def extra_copies(cls, momentum_scope: str) -> tuple[int, int]:
+        """Return how often the trainable floats travel beside the model: of shared entries, and of all."""
+        return int(momentum_scope == "global"), 0
+
     def phase(self, server_round: int) -> str:
         """Return the name of the method's phase in this round."""
         return "train"

@@ -131,6 +131,11 @@ class Scaffold(FedAvg):
 
     variates: dict[str, Any]
 
+    @classmethod
+    def extra_copies(cls, momentum_scope: str) -> tuple[int, int]:
+        """Return that the variates of all trainable parameters travel beside the model."""
+        return 0, 1
+
     def begin(self) -> None:
         """Start with c = 0."""
         super().begin()

@@ -119,7 +119,7 @@ def test_all_problems_at_once() -> None:
     values = {
         "learning-rat": 1,
         "batch-size": 0.5,
-        "strategy": "fedbm",
+        "strategy": "fedbnn",
         "seed": -1,
         "lr-decay-at": "soon",
         "nonsense": 2,
@@ -129,7 +129,7 @@ def test_all_problems_at_once() -> None:
         "batch-size=0.5: input should be a valid integer, got a number with a fractional part",
         "unknown key 'learning-rat'. Did you mean 'learning-rate'?",
         "unknown key 'nonsense'. See docs/config.md for all keys.",
-        "unknown strategy 'fedbm'. Did you mean 'fedbn'? Allowed: "
+        "unknown strategy 'fedbnn'. Did you mean 'fedbn'? Allowed: "
         + ", ".join(sorted([*STRATEGIES, "centralized"]))
         + ".",
         "lr-decay-at: 'soon' is not a round (int), a fraction in [0, 1] or 'freeze'",

@@ -66,7 +66,7 @@ def test_overrides_go_over_the_base(tmp_path: Path) -> None:
     [
         (("skip: [FedBN/own/iid]", "skip: [FedBN/idd]"), "'FedBN/idd' names no METHOD/SPLIT"),
         (("FedAvg/iid: 91", "FedAvg: 91"), "'FedAvg' names no METHOD/SPLIT"),
-        (("strategy: fedbn", "strategy: fedbm"), "FedBN/own/two classes/seed-0: unknown strategy 'fedbm'"),
+        (("strategy: fedbn", "strategy: silobm"), "FedBN/own/two classes/seed-0: unknown strategy 'silobm'"),
         (("name: small", "nome: small"), "nome: extra inputs are not permitted"),
         (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
         ((TEXT, "- a"), "study .*study.yaml"),
