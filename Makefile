@@ -1,5 +1,5 @@
 # Everything a fresh machine with Python 3.11, pip, git and make needs. All targets create and use ./.venv.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1

@@ -102,9 +102,8 @@ def side_by_side(repetitions: int, rounds: int, data_dir: str) -> Times:
             f"bare torch, {cores} processes, one torch thread each": lambda: [bare(many, cores, 1, data_dir)],
             f"bare torch, {cores} threads, one torch thread each": lambda: [bare(threads, cores, 1, data_dir)],
         }
-        for name, way in ways.items():
-            if name.startswith("bare"):
-                way()  # the workers start and import torch
+        for pool, workers in ((one, 1), (many, cores), (threads, cores)):
+            list(pool.map(bare_steps, [1] * workers, [1] * workers))  # the workers start and import torch
         for turn in range(repetitions):
             order = list(ways)[:: 1 if turn % 2 == 0 else -1]
             for name in order:
@@ -133,7 +132,12 @@ def in_ray(rounds: int, data_dir: str) -> Times:
         (app / "benchmark_app.py").write_text(_APP.format(data_dir=data_dir))
         (app / "pyproject.toml").write_text(_PYPROJECT)
         for name, (strategy, settings, count) in runs.items():
-            config = {"strategy": strategy, "settings": json.dumps(settings), "rounds": count, "times": str(found)}
+            config: dict[str, Scalar] = {
+                "strategy": strategy,
+                "settings": json.dumps(settings),
+                "rounds": count,
+                "times": str(found),
+            }
             found.unlink(missing_ok=True)
             flower_run(app, run_config=config, federation_config=federation)
             times[name] = json.loads(found.read_text())

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def round_seconds(strategy: FedAvg, grid: Grid, rounds: int) -> list[float]:
     )
     if refused := [reason for report in strategy.reports for reason in report.rejected.values()]:
         raise RuntimeError(f"a client was refused: {refused[0]}")
-    return [after - before for before, after in zip(times[1:-1], times[2:], strict=True)]
+    return [after - before for before, after in pairwise(times[1:])]
 
 
 def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
@@ -98,7 +99,7 @@ def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
     for _ in range(count):
         inputs, targets = data.batch(torch.randint(len(data), (BATCH,), generator=generator))
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return count
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr.data.augment import Augment
-from fedbn_flwr.data.datasets import DATASETS, DatasetInfo, load_dataset
+from fedbn_flwr.data.datasets import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.data.partitions import (
     PARTITIONS,
     PartitionInfo,
@@ -11,11 +11,14 @@ from fedbn_flwr.data.partitions import (
     deal_test,
     make_partition,
     partition_counts,
+    split_dataset,
 )
+from fedbn_flwr.data.picture import partition_picture, partition_table
 from fedbn_flwr.data.samples import Dataset, Samples, View
 
 __all__ = [
     "DATASETS",
+    "MAX_BYTES",
     "PARTITIONS",
     "Augment",
     "Dataset",
@@ -28,4 +31,7 @@ __all__ = [
     "load_dataset",
     "make_partition",
     "partition_counts",
+    "partition_picture",
+    "partition_table",
+    "split_dataset",
 ]

@@ -82,6 +82,21 @@ class Augment:
             inputs = torch.where(flips.to(inputs.device).view(-1, 1, 1, 1), inputs.flip(3), inputs)
         return inputs
 
+    def with_pixels(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return augmented images and, moved in the same way, the classes of their pixels.
+
+        Args:
+            inputs: as in a call, which makes the same draws and the same images.
+            targets: uint8 classes, (B, H, W); what a crop adds around them is 255, to be ignored.
+            generator: as in a call.
+
+        Raises:
+            ConfigError: as in a call.
+        """
+        # One more channel, complemented: the padding of 0 then stands for class 255.
+        both = self(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), generator)
+        return both[:, :-1], ~both[:, -1]
+
 
 def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:
     """Return the windows of zero-padded (B, C, H, W) ``inputs`` at ``offsets`` (2, B): one gather of flat pixels."""

@@ -1,89 +1,24 @@
-"""The registry of data sets, and their loading in the shape a model needs."""
+"""Loading data sets in the shape a model needs."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-from fedbn_flwr.data.readers import READ_ERRORS, Reader, read_cifar, read_digits, read_idx, read_svhn, read_usps
-from fedbn_flwr.data.samples import Dataset, Samples
+from fedbn_flwr.data.catalogue import DATASETS, DatasetInfo
+from fedbn_flwr.data.folders import TooLargeError
+from fedbn_flwr.data.readers import READ_ERRORS
+from fedbn_flwr.data.samples import Dataset
+from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 
-__all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
+__all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
 
-
-@dataclass(frozen=True, slots=True)
-class DatasetInfo:
-    """What is known of a data set before it is loaded.
-
-    Attributes:
-        name: name in the registry.
-        num_classes: number of classes.
-        channels: colour channels of the images as published.
-        size: height and width of the images as published, in pixels.
-        summary: one line.
-        source: where it was published.
-        loader: reads (train, test) from the data folder.
-        files: what the loader looks for in the data folder; "" for an embedded data set.
-        mean: mean of the training pixels per channel, pixels scaled to [0, 1].
-        std: standard deviation, likewise.
-    """
-
-    name: str
-    num_classes: int
-    channels: int
-    size: int
-    summary: str
-    source: str
-    loader: Reader
-    files: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-_IDX_FILES = "{}/raw/ with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and \
-t10k-labels-idx1-ubyte, each as it is or with .gz"
-
-_INFOS = (
-    DatasetInfo(
-        "digits", 10, 1, 8, "1,797 handwritten digits, 8x8 grey, embedded in scikit-learn (80 % train, 20 % test)",
-        "Alpaydin & Kaynak 1998, UCI Optical Recognition of Handwritten Digits (its test part)",
-        read_digits, "", (0.3055,), (0.3760,),
-    ),
-    DatasetInfo(
-        "mnist", 10, 1, 28, "70,000 handwritten digits, 28x28 grey", "LeCun et al. 1998",
-        read_idx("MNIST"), _IDX_FILES.format("MNIST"), (0.1307,), (0.3081,),
-    ),
-    DatasetInfo(
-        "fashion-mnist", 10, 1, 28, "70,000 pictures of clothes, 28x28 grey", "Xiao et al. 2017",
-        read_idx("FashionMNIST"), _IDX_FILES.format("FashionMNIST"), (0.2860,), (0.3530,),
-    ),
-    DatasetInfo(
-        "cifar10", 10, 3, 32, "60,000 photographs of 10 kinds of things, 32x32 RGB", "Krizhevsky 2009",
-        read_cifar("CIFAR10"), "cifar-10-batches-py/ with data_batch_1 to data_batch_5, test_batch and batches.meta",
-        (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
-    ),
-    DatasetInfo(
-        "cifar100", 100, 3, 32, "60,000 photographs of 100 kinds of things, 32x32 RGB", "Krizhevsky 2009",
-        read_cifar("CIFAR100"), "cifar-100-python/ with train, test and meta",
-        (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
-    ),
-    DatasetInfo(
-        "svhn", 10, 3, 32, "99,289 digits of house numbers, 32x32 RGB (without the extra part)", "Netzer et al. 2011",
-        read_svhn, "train_32x32.mat and test_32x32.mat", (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970),
-    ),
-    DatasetInfo(
-        "usps", 10, 1, 16, "9,298 digits of postal codes, 16x16 grey", "Hull 1994",
-        read_usps, "usps.bz2 and usps.t.bz2", (0.2539,), (0.3842,),
-    ),
-)  # fmt: skip
-
-DATASETS: dict[str, DatasetInfo] = {info.name: info for info in _INFOS}
+MAX_BYTES = 16 * 2**30
+"""Limit on the decoded images of one data set (ours): ImageNet fits at 65 pixels, Cityscapes at 786x1572."""
 
 # A functools.cache alone lets two threads that come at once both load: with the lock the second one waits.
 _LOADING = threading.Lock()
@@ -95,6 +30,7 @@ def load_dataset(
     channels: int | None = None,
     size: int | None = None,
     device: str | torch.device = "cpu",
+    max_bytes: int = MAX_BYTES,
 ) -> Dataset:
     """Return a data set in the shape a model needs, on a device.
 
@@ -104,15 +40,19 @@ def load_dataset(
     Args:
         name: a name of ``DATASETS``.
         data_dir: the folder that holds the files, or where they are downloaded; not used by embedded data sets.
+            Folders of image files are decoded once per process, never downloaded.
         channels: 1 or 3; None as published. Grey is repeated over 3 channels (without a copy); RGB becomes grey by
             ITU-R 601 luma, with mean and std averaged over the channels.
-        size: height and width in pixels; None as published. Images are resized once, bilinear with antialiasing,
-            and rounded to bytes; mean and std stay those of the published size.
+        size: height in pixels, and width but for the data sets whose ``aspect`` is not 1; None as published. Images
+            are resized once, bilinear with antialiasing, and rounded to bytes; mean and std stay those of the
+            published size.
         device: where the samples lie.
+        max_bytes: image files that would take more memory once decoded are refused before the first is decoded.
 
     Raises:
         ConfigError: the name is unknown, or channels or size cannot be had.
-        DataError: data_dir is not set or not a folder, or the files are absent and cannot be downloaded.
+        DataError: data_dir is not set or not a folder, the files are absent and cannot be downloaded, or they are too
+            large.
     """
     if name not in DATASETS:
         raise unknown_name("dataset", name, DATASETS)
@@ -122,27 +62,31 @@ def load_dataset(
     if channels not in (1, 3) or size < 1:
         raise ConfigError(f"data set {name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1.")
     # Arguments are brought to one form first: the cache must not hold a second copy under another spelling.
+    shape = Shape(channels, size, info.aspect * size, max_bytes)
     with _LOADING:
-        return _load(name, _folder(info, data_dir), channels, size, str(torch.device(device)))
+        return _load(name, _folder(info, data_dir), shape, str(torch.device(device)))
 
 
 @functools.cache
-def _load(name: str, folder: Path, channels: int, size: int, device: str) -> Dataset:
+def _load(name: str, folder: Path, shape: Shape, device: str) -> Dataset:
     info = DATASETS[name]
     try:
-        train, test = info.loader(folder)
+        train, test, group_names = info.loader(folder, shape)
+    except TooLargeError as error:
+        raise DataError(f"data set {name!r}: {error}") from error
     except READ_ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise DataError(
-            f"data set {name!r} could not be read from {folder} or downloaded to it: {reason}. Expected in the folder: "
+            f"data set {name!r} could not be read from {folder}{' or downloaded to it' if info.downloads else ''}: "
+            f"{reason}. Expected in the folder: "
             f"{info.files}. Put these files there, or set data-dir to the folder that holds them, or use "
             f"dataset='digits', which is embedded."
         ) from error
     mean, std = info.mean, info.std
-    if channels != info.channels:
-        mean, std = (values * 3 if channels == 3 else (sum(values) / 3,) for values in (mean, std))
-    train, test = (_reshaped(part, channels, size).to(device) for part in (train, test))
-    return Dataset(name, train, test, info.num_classes, mean, std)
+    if shape.channels != info.channels:
+        mean, std = (values * 3 if shape.channels == 3 else (sum(values) / 3,) for values in (mean, std))
+    train, test = (reshaped(part, shape).to(device) for part in (train, test))
+    return Dataset(name, train, test, info.num_classes, mean, std, group_names)
 
 
 def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
@@ -152,7 +96,8 @@ def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
     if not str(data_dir):
         raise DataError(
             f"data set {info.name!r} is not embedded and data-dir is not set. Set data-dir to the folder that holds "
-            f"{info.files}, or to one where they may be downloaded; or use dataset='digits', which is embedded."
+            f"{info.files}{', or to one where they may be downloaded' if info.downloads else ''}; or use "
+            f"dataset='digits', which is embedded."
         )
     folder = Path(data_dir).expanduser().resolve()
     if not folder.is_dir():
@@ -161,25 +106,3 @@ def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
             f"to the folder that holds {info.files}."
         )
     return folder
-
-
-def _reshaped(samples: Samples, channels: int, size: int, chunk: int = 4096) -> Samples:
-    """Return the samples with ``channels`` and ``size`` x ``size`` pixels, computed ``chunk`` images at a time."""
-    inputs = samples.inputs
-    if channels < inputs.shape[1]:
-        inputs = torch.cat([_luma(part) for part in torch.split(inputs, chunk)])
-    if inputs.shape[2:] != (size, size):
-        inputs = torch.cat([_resized(part, size) for part in torch.split(inputs, chunk)])
-    return Samples(inputs.expand(-1, channels, -1, -1), samples.targets)
-
-
-def _luma(images: torch.Tensor) -> torch.Tensor:
-    """Return RGB bytes as grey, (299 R + 587 G + 114 B) / 1000 rounded, in integers: exact on every machine."""
-    red, green, blue = torch.split(images.to(torch.int32), 1, dim=1)
-    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8)
-
-
-def _resized(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Return uint8 images at the new size: in float32, as torch's uint8 kernels round differently between CPUs."""
-    resized = F.interpolate(images.float(), (size, size), mode="bilinear", align_corners=False, antialias=True)
-    return resized.round_().clamp_(0, 255).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""The registry of splits of the training examples over the clients, and the test examples that go with a split.
+"""The registry of splits of the training examples over the clients.
 
 Every split is a function of its arguments: the same seed gives the same indices on every machine. A split is a list of
 sorted, disjoint int64 index vectors by partition id.
@@ -8,24 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.data.splits import Indices, PartitionRequest, listed, split_classes, split_dirichlet, split_iid
+from fedbn_flwr.data.dealing import deal_test, partition_counts
+from fedbn_flwr.data.group_splits import split_domain, split_natural
+from fedbn_flwr.data.samples import Dataset
+from fedbn_flwr.data.shards import split_shards, split_unbalanced_shards
+from fedbn_flwr.data.splits import (
+    Indices,
+    PartitionRequest,
+    listed,
+    split_classes,
+    split_dirichlet,
+    split_dirichlet_equal,
+    split_iid,
+)
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
-from fedbn_flwr.seeds import numpy_generator
 
 __all__ = ["PARTITIONS", "PartitionInfo", "PartitionRequest", "deal_test", "make_partition", "partition_counts"]
+__all__ += ["split_dataset"]
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionInfo:
-    """A kind of split: its name, one line on it, where it comes from, and the function that makes it."""
+    """A kind of split.
+
+    Attributes:
+        name: name in the registry.
+        summary: one line.
+        source: where it comes from.
+        split: the function that makes it.
+        by_class: it looks at the classes of images, which images with a class for each pixel do not have.
+        by_group: it needs a data set with groups.
+    """
 
     name: str
     summary: str
     source: str
     split: Callable[[PartitionRequest], list[Indices]]
+    by_class: bool = False
+    by_group: bool = False
 
 
 def make_partition(
@@ -38,6 +62,10 @@ def make_partition(
     alpha: float = 0.5,
     classes_per_client: int = 2,
     min_size: int = 10,
+    num_shards: int = 0,
+    shards_per_client: int = 0,
+    domain_share: float = 1.0,
+    groups: Indices | None = None,
 ) -> list[Indices]:
     """Return the indices of each client's training examples.
 
@@ -47,9 +75,14 @@ def make_partition(
         num_clients: number of parts.
         seed: the run's seed.
         num_classes: number of classes; None for the largest label + 1.
-        alpha: ``dirichlet``: concentration; small values give clients of few classes.
+        alpha: ``dirichlet``, ``dirichlet-equal``: concentration; small values give clients of few classes.
         classes_per_client: ``classes``: number of consecutive classes of each client.
         min_size: ``dirichlet``: redrawn until every client has as many examples (default as in flwr-datasets).
+        num_shards: ``shards``: must be clients times shards-per-client; ``unbalanced-shards``: number of shards. 0 for
+            that product, or for shards of 50 examples.
+        shards_per_client: ``shards``: of each client, 0 for 2; ``unbalanced-shards``: at most, 0 for 30.
+        domain_share: ``domain``: fraction of each domain's examples (up to 1) or number of them (above 1).
+        groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits do not look at it.
 
     Raises:
         ConfigError: a name or number is out of range.
@@ -68,49 +101,61 @@ def make_partition(
         raise DataError(
             f"labels run from {labels.min()} to {found - 1}; num-classes={num_classes} allows 0 to {num_classes - 1}."
         )
-    request = PartitionRequest(labels, num_classes, num_clients, seed, alpha, classes_per_client, min_size)
+    for key, value in (("num-shards", num_shards), ("shards-per-client", shards_per_client)):
+        if value < 0:
+            raise ConfigError(f"{key}={value}: 0 (not set) or more needed.")
+    if groups is not None:
+        groups = np.asarray(groups, dtype=np.int64)
+        if groups.shape != labels.shape:
+            raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
+    request = PartitionRequest(
+        labels,
+        num_classes,
+        num_clients,
+        seed,
+        alpha,
+        classes_per_client,
+        min_size,
+        num_shards,
+        shards_per_client,
+        domain_share,
+        groups,
+    )
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
     _refuse_empty(name, partition)
     return partition
 
 
-def deal_test(
-    train_partition: Sequence[Indices], train_labels: Indices, test_labels: Indices, seed: int
-) -> list[Indices]:
-    """Return each client's test examples: its share of a class in the test set is its share of it in training.
-
-    One rule for every kind of split. The n test examples of a class are dealt in proportion to the clients' training
-    counts by largest remainder (ties to the lower partition id), which examples is drawn from the seed. Every test
-    example of a class that somebody holds goes to exactly one client; those of other classes to nobody. A client of few
-    examples may get none.
+def split_dataset(
+    dataset: Dataset, name: str, num_clients: int, *, seed: int, **settings: Any
+) -> tuple[list[Indices], list[Indices]]:
+    """Return the training and the test examples of each client: ``make_partition``, then ``deal_test``.
 
     Args:
-        train_partition: indices into ``train_labels`` by partition id.
-        train_labels: class of each training example, int64.
-        test_labels: class of each test example, int64.
+        dataset: the data to split.
+        name: a name of ``PARTITIONS``.
+        num_clients: number of parts.
         seed: the run's seed.
+        settings: further keyword arguments of ``make_partition``; classes and groups come from the data set.
+
+    Raises:
+        ConfigError: as ``make_partition``; a split by class of images that have a class for each pixel.
+        DataError: as ``make_partition``.
     """
-    train_labels, test_labels = np.asarray(train_labels), np.asarray(test_labels)
-    num_classes = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
-    counts = partition_counts(train_partition, train_labels, num_classes)
-    dealt: list[list[Indices]] = [[] for _ in train_partition]
-    for label in range(num_classes):
-        examples = np.flatnonzero(test_labels == label).astype(np.int64)
-        held, total = counts[:, label], int(counts[:, label].sum())
-        if total == 0:
-            continue
-        # Integers throughout: quotas and remainders are exact, so that ties are ties on every machine.
-        sizes, remainders = np.divmod(held * len(examples), total)
-        sizes[np.argsort(-remainders, kind="stable")[: len(examples) - int(sizes.sum())]] += 1
-        shuffled = numpy_generator(seed, "deal-test", label).permutation(examples)
-        for client, part in enumerate(np.split(shuffled, np.cumsum(sizes)[:-1])):
-            dealt[client].append(part)
-    return [np.sort(np.concatenate([np.empty(0, np.int64), *parts])) for parts in dealt]
-
-
-def partition_counts(partition: Sequence[Indices], labels: Indices, num_classes: int) -> Indices:
-    """Return the number of examples of each class at each client, int64 (clients, classes)."""
-    return np.stack([np.bincount(labels[part], minlength=num_classes) for part in partition]).astype(np.int64)
+    if name in PARTITIONS and PARTITIONS[name].by_class and dataset.train.by_pixel:
+        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
+        raise ConfigError(
+            f"partition {name!r} splits by class; the images of dataset {dataset.name!r} have a class for each pixel. "
+            f"Use one of {allowed}."
+        )
+    labels, test_labels = (part.labels.cpu().numpy() for part in (dataset.train, dataset.test))
+    groups, test_groups = (
+        None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
+    )
+    train = make_partition(
+        name, labels, num_clients, seed=seed, num_classes=dataset.num_classes, groups=groups, **settings
+    )
+    return train, deal_test(train, labels, test_labels, seed, groups, test_groups)
 
 
 def _refuse_empty(name: str, partition: Sequence[Indices]) -> None:
@@ -131,12 +176,49 @@ _INFOS = (
         "each class split in proportions drawn from Dirichlet(partition-alpha), unequal sizes",
         "Yurochkin et al. 2019 (arXiv 1905.12022); flwr-datasets DirichletPartitioner",
         split_dirichlet,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "dirichlet-equal",
+        "each client draws its class mix from Dirichlet(partition-alpha), equal sizes",
+        "Hsu, Qi & Brown 2019 (arXiv 1909.06335)",
+        split_dirichlet_equal,
+        by_class=True,
     ),
     PartitionInfo(
         "classes",
         "classes-per-client consecutive classes per client, each class evenly over its holders",
         "Wang, Shi & Chang 2023 (FedTAN), Appendix D",
         split_classes,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "shards",
+        "sorted by class, cut into num-shards equal shards, shards-per-client random ones per client",
+        "McMahan et al. 2017; FedBS, balanced label distribution skew",
+        split_shards,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "unbalanced-shards",
+        "sorted by class, cut into num-shards equal shards, 1 to shards-per-client random ones per client, all used",
+        "FedBS, unbalanced label distribution skew",
+        split_unbalanced_shards,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "domain",
+        "one domain per client, domain-share of each domain evenly over its clients",
+        "Li et al. 2021 (FedBN)",
+        split_domain,
+        by_group=True,
+    ),
+    PartitionInfo(
+        "natural",
+        "a client per group of the data (domain, city, writer)",
+        "Caldas et al. 2018 (LEAF); FixBN's Cityscapes",
+        split_natural,
+        by_group=True,
     ),
 )
 

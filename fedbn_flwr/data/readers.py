@@ -13,21 +13,33 @@ from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from tarfile import TarError
-from typing import Any
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from fedbn_flwr.data.samples import Samples
+from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.seeds import numpy_generator
 
-__all__ = ["READ_ERRORS", "Reader", "read_cifar", "read_digits", "read_idx", "read_svhn", "read_usps"]
+__all__ = ["READ_ERRORS", "Loaded", "Reader", "as_samples", "read_cifar", "read_digits", "read_idx", "read_svhn"]
+__all__ += ["read_usps"]
 
-Reader = Callable[[Path], tuple[Samples, Samples]]
-"""Reads (train, test) from a folder."""
 
-READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, TarError, zlib.error)
+class Loaded(NamedTuple):
+    """What a reader returns: both sets, and the names of the groups where the samples have groups."""
+
+    train: Samples
+    test: Samples
+    group_names: tuple[str, ...] = ()
+
+
+Reader = Callable[[Path, Shape], Loaded]
+"""Reads a data set from a folder; whether in the shape asked for or as published is the reader's choice."""
+
+READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, TarError, BadZipFile, zlib.error)
 """What a reader raises where files are absent, damaged or cannot be downloaded."""
 
 # The embedded set has no split of its own: ours is fixed here, so that every run and every seed shares one test set.
@@ -35,9 +47,9 @@ _DIGITS_SPLIT_SEED = 0
 _DIGITS_TEST_SHARE = 0.2
 
 
-def read_digits(folder: Path) -> tuple[Samples, Samples]:
+def read_digits(folder: Path, shape: Shape) -> Loaded:
     """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set; no file is read."""
-    del folder  # embedded: the signature is that of every reader
+    del folder, shape  # embedded: the signature is that of every reader
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -49,7 +61,7 @@ def read_digits(folder: Path) -> tuple[Samples, Samples]:
         shuffled = numpy_generator(_DIGITS_SPLIT_SEED, "digits-split", label).permutation(members)
         in_test[shuffled[: round(_DIGITS_TEST_SHARE * len(members))]] = True
     targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
-    return Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test])
+    return Loaded(Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test]))
 
 
 def read_idx(class_name: str) -> Reader:
@@ -59,7 +71,8 @@ def read_idx(class_name: str) -> Reader:
     written; torchvision's class is asked only to download what is missing.
     """
 
-    def read(folder: Path) -> tuple[Samples, Samples]:
+    def read(folder: Path, shape: Shape) -> Loaded:
+        del shape
         raw = folder / class_name / "raw"
         stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
         if not all((raw / stem).exists() or (raw / f"{stem}.gz").exists() for stem in stems):
@@ -67,7 +80,7 @@ def read_idx(class_name: str) -> Reader:
 
             getattr(datasets, class_name)(str(folder), train=True, download=True)
         train_images, train_labels, test_images, test_labels = (_idx_array(raw / stem) for stem in stems)
-        return _grey(train_images, train_labels), _grey(test_images, test_labels)
+        return Loaded(as_samples(train_images, train_labels), as_samples(test_images, test_labels))
 
     return read
 
@@ -75,35 +88,36 @@ def read_idx(class_name: str) -> Reader:
 def read_cifar(class_name: str) -> Reader:
     """Return the reader of CIFAR10 or CIFAR100 (python version), 32x32 RGB, files checked against their MD5."""
 
-    def read(folder: Path) -> tuple[Samples, Samples]:
+    def read(folder: Path, shape: Shape) -> Loaded:
+        del shape
         from torchvision import datasets
 
         source = getattr(datasets, class_name)
         parts = (_present_or_downloaded(source, str(folder), train=train) for train in (True, False))
-        train, test = (
-            Samples(_bytes(part.data).permute(0, 3, 1, 2).contiguous(), _int64(part.targets)) for part in parts
-        )
-        return train, test
+        train, test = (as_samples(part.data, part.targets) for part in parts)
+        return Loaded(train, test)
 
     return read
 
 
-def read_svhn(folder: Path) -> tuple[Samples, Samples]:
+def read_svhn(folder: Path, shape: Shape) -> Loaded:
     """Return the street-view house numbers, 32x32 RGB crops, 73,257 train and 26,032 test (without ``extra``)."""
+    del shape
     from torchvision.datasets import SVHN
 
     parts = (_present_or_downloaded(SVHN, str(folder), split=split) for split in ("train", "test"))
-    train, test = (Samples(_bytes(part.data), _int64(part.labels)) for part in parts)
-    return train, test
+    train, test = (as_samples(part.data.transpose(0, 2, 3, 1), part.labels) for part in parts)
+    return Loaded(train, test)
 
 
-def read_usps(folder: Path) -> tuple[Samples, Samples]:
+def read_usps(folder: Path, shape: Shape) -> Loaded:
     """Return the postal digits, 16x16 grey, from ``usps.bz2`` and ``usps.t.bz2``."""
+    del shape
     from torchvision.datasets import USPS
 
     parts = (_present_or_downloaded(USPS, str(folder), train=train) for train in (True, False))
-    train, test = (_grey(np.asarray(part.data), np.asarray(part.targets)) for part in parts)
-    return train, test
+    train, test = (as_samples(np.asarray(part.data), part.targets) for part in parts)
+    return Loaded(train, test)
 
 
 def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any) -> Any:
@@ -134,14 +148,14 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return found.reshape(shape)
 
 
-def _grey(images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> Samples:
-    """Return (N, H, W) grey images and their labels as samples."""
-    return Samples(_bytes(images).unsqueeze(1), _int64(labels))
+def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
+    """Return (N, H, W) grey or (N, H, W, 3) RGB images and their labels as samples, copied.
 
-
-def _bytes(images: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.from_numpy(np.array(images, dtype=np.uint8, order="C"))
-
-
-def _int64(labels: Any) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(labels, dtype=np.int64).copy())
+    Raises:
+        DataError: the images have another shape.
+    """
+    if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)):
+        raise DataError(f"images of shape {images.shape}: (N, H, W) or (N, H, W, 3) needed.")
+    rows = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    inputs = torch.from_numpy(np.array(rows, dtype=np.uint8, order="C"))
+    return Samples(inputs, torch.from_numpy(np.array(labels, dtype=np.int64)))

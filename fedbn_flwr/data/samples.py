@@ -23,11 +23,13 @@ class Samples:
 
     Attributes:
         inputs: pixels 0..255, uint8, (N, C, H, W). May be an expanded (stride 0) tensor over C.
-        targets: class of each image, int64, (N,).
+        targets: class of each image, int64, (N,); or of each pixel (segmentation), uint8, (N, H, W), 255 to be ignored.
+        groups: the group each image comes from (a domain, a city, a writer), int64, (N,); None where there are none.
     """
 
     inputs: Tensor
     targets: Tensor
+    groups: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Raise DataError unless dtypes, shapes and devices are as documented."""
@@ -35,13 +37,20 @@ class Samples:
             raise DataError(
                 f"sample inputs are {self.inputs.dtype} of shape {tuple(self.inputs.shape)}; uint8 (N, C, H, W) needed."
             )
-        if self.targets.dtype != torch.int64 or self.targets.shape != self.inputs.shape[:1]:
+        count, _, height, width = self.inputs.shape
+        allowed = ((torch.int64, (count,)), (torch.uint8, (count, height, width)))
+        if (self.targets.dtype, tuple(self.targets.shape)) not in allowed:
             raise DataError(
                 f"sample targets are {self.targets.dtype} of shape {tuple(self.targets.shape)}; "
-                f"int64 ({len(self.inputs)},) needed."
+                f"int64 ({count},) needed, or uint8 ({count}, {height}, {width}) for pixels."
             )
-        if self.inputs.device != self.targets.device:
-            raise DataError(f"sample inputs are on {self.inputs.device}, targets on {self.targets.device}.")
+        if self.groups is not None and (self.groups.dtype, self.groups.shape) != (torch.int64, (count,)):
+            raise DataError(
+                f"sample groups are {self.groups.dtype} of shape {tuple(self.groups.shape)}; int64 ({count},) needed."
+            )
+        for what, tensor in (("targets", self.targets), ("groups", self.groups)):
+            if tensor is not None and tensor.device != self.inputs.device:
+                raise DataError(f"sample inputs are on {self.inputs.device}, {what} on {tensor.device}.")
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -49,7 +58,18 @@ class Samples:
 
     def to(self, device: str | torch.device) -> Samples:
         """Return the same samples on ``device``, without a copy where they are there already."""
-        return Samples(self.inputs.to(device), self.targets.to(device))
+        groups = None if self.groups is None else self.groups.to(device)
+        return Samples(self.inputs.to(device), self.targets.to(device), groups)
+
+    @property
+    def by_pixel(self) -> bool:
+        """Whether targets are the classes of pixels (segmentation)."""
+        return self.targets.ndim == 3
+
+    @property
+    def labels(self) -> Tensor:
+        """The class by which an image is split over clients, int64 (N,): 0 for all where targets are pixels."""
+        return self.targets.new_zeros(len(self), dtype=torch.int64) if self.by_pixel else self.targets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +83,7 @@ class Dataset:
         num_classes: targets are 0..num_classes - 1.
         mean: mean of the training pixels per channel, pixels scaled to [0, 1].
         std: standard deviation, likewise.
+        group_names: names of the groups 0, 1, ... of training and test samples; () where there are none.
     """
 
     name: str
@@ -71,6 +92,23 @@ class Dataset:
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    group_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise DataError unless both sets have groups, each with a name, or neither has."""
+        for what, samples in (("training", self.train), ("test", self.test)):
+            if (samples.groups is None) != (not self.group_names):
+                raise DataError(
+                    f"data set {self.name!r}: {len(self.group_names)} names of groups, but the {what} samples have "
+                    f"{'no' if samples.groups is None else 'some'} groups. Give both or neither."
+                )
+            if samples.groups is not None and len(samples):
+                low, high = (int(bound) for bound in torch.aminmax(samples.groups))
+                if low < 0 or high >= len(self.group_names):
+                    raise DataError(
+                        f"data set {self.name!r}: groups of the {what} samples run from {low} to {high}; "
+                        f"the {len(self.group_names)} names allow 0 to {len(self.group_names) - 1}."
+                    )
 
 
 class View:
@@ -123,8 +161,14 @@ class View:
 
     @property
     def targets(self) -> Tensor:
-        """Classes of the view's images, int64 (n,), on the samples' device."""
+        """Classes of the view's images, int64 (n,), or of their pixels, uint8 (n, H, W), on the samples' device."""
         return self._samples.targets if self._indices is None else self._samples.targets[self._indices]
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Groups of the view's images, int64 (n,), on the samples' device; None where the samples have none."""
+        groups = self._samples.groups
+        return groups if groups is None or self._indices is None else groups[self._indices]
 
     def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return the images at ``positions`` as (x / 255 - mean) / std, and their classes, on the samples' device.
@@ -136,18 +180,21 @@ class View:
             generator: a CPU generator for the augmentation; None for none of it (evaluation).
 
         Returns:
-            float32 (B, C, H, W) and int64 (B,).
+            float32 (B, C, H, W) and int64 (B,), or int64 (B, H, W) for the classes of pixels.
 
         Raises:
             IndexError: a position lies outside the view (CPU; on other devices torch reports it in its own way).
         """
         positions = positions.to(self._samples.inputs.device)
         chosen = positions if self._indices is None else self._indices[positions]
-        images = self._samples.inputs[chosen]
+        images, targets = self._samples.inputs[chosen], self._samples.targets[chosen]
         if generator is not None and self._augment is not None:
-            images = self._augment(images, generator)
+            if targets.ndim == 3:
+                images, targets = self._augment.with_pixels(images, targets, generator)
+            else:
+                images = self._augment(images, generator)
         inputs = images.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
-        return inputs, self._samples.targets[chosen]
+        return inputs, targets.to(torch.int64)
 
 
 def _checked(indices: Tensor, count: int) -> Tensor:

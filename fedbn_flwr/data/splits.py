@@ -1,4 +1,10 @@
-"""The kinds of splits: each takes a request and returns one index vector per client, in any order.
+"""Splits by class: each takes a request and returns one index vector per client, in any order.
+
+``dirichlet-equal``: Hsu, Qi & Brown 2019, section 2: each client draws its class mix q and fills it from the examples
+that are left; a class that is used up drops out of the mixes still to be filled.
+
+Differs from the paper: q ~ Dir(alpha, ..., alpha), so that ``partition-alpha`` means what it means in ``dirichlet``;
+Hsu draws q ~ Dir(alpha p) with p the class shares: Hsu's alpha is ours times the number of (equally large) classes.
 
 ``iid`` and ``dirichlet`` are flwr-datasets' partitioners, on a table of labels only; the import is inside the functions
 because it takes seconds and the other kinds do without. ``classes``: Wang, Shi & Chang 2023 (FedTAN), Appendix D.
@@ -22,9 +28,11 @@ from fedbn_flwr.seeds import derive_seed, numpy_generator
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["Indices", "PartitionRequest", "listed", "split_classes", "split_dirichlet", "split_iid"]
+__all__ = ["Indices", "PartitionRequest", "listed", "split_classes", "split_dirichlet", "split_dirichlet_equal"]
+__all__ += ["split_iid"]
 
 Indices = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 # flwr-datasets redraws 10 times and gives up; at alpha 0.1 and 100 clients few draws leave every client 10 examples.
 _DIRICHLET_SEEDS = 20
@@ -42,6 +50,10 @@ class PartitionRequest:
     alpha: float
     classes_per_client: int
     min_size: int
+    num_shards: int = 0
+    shards_per_client: int = 0
+    domain_share: float = 1.0
+    groups: Indices | None = None
 
 
 def split_iid(request: PartitionRequest) -> list[Indices]:
@@ -53,8 +65,7 @@ def split_iid(request: PartitionRequest) -> list[Indices]:
 
 def split_dirichlet(request: PartitionRequest) -> list[Indices]:
     """Split each class in Dirichlet-drawn proportions; redraw until every client has ``min_size`` examples."""
-    if not 0 < request.alpha < float("inf"):
-        raise ConfigError(f"partition-alpha={request.alpha}: a number above 0 needed (0.1 skewed, 100 nearly iid).")
+    _check_alpha(request.alpha)
     if request.num_clients * request.min_size > len(request.labels):
         raise DataError(
             f"partition 'dirichlet' needs {request.min_size} examples for each of {request.num_clients} clients; "
@@ -90,6 +101,40 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
         return _partitioned(partitioner, *_shuffled(request, "dirichlet-order"))
+
+
+def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
+    """Give every client as many examples (sizes differ by at most 1), in proportions it draws for itself."""
+    _check_alpha(request.alpha)
+    rng = numpy_generator(request.seed, "partition", "dirichlet-equal")
+    order, labels = _shuffled(request, "dirichlet-equal-order")
+    pools = [order[labels == label] for label in range(request.num_classes)]
+    left = np.array([len(pool) for pool in pools])
+    small, larger = divmod(len(order), request.num_clients)
+    partition = []
+    for client in range(request.num_clients):
+        mix = rng.dirichlet(np.full(request.num_classes, float(request.alpha)))
+        taken = _filled(small + (client < larger), mix, left, rng)
+        left = left - taken
+        ends = zip(pools, left, taken, strict=True)
+        partition.append(np.concatenate([pool[rest : rest + count] for pool, rest, count in ends]))
+    return partition
+
+
+def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> Indices:
+    """Return how many examples of each class to take: ``size`` draws from ``mix``, at most ``left`` of a class."""
+    taken = np.zeros_like(left)
+    while (missing := size - int(taken.sum())) > 0:
+        weights = np.where(taken < left, mix, 0.0)
+        if not weights.sum() > 0:  # every class of the mix is used up: in proportion to what is left
+            weights = (left - taken).astype(np.float64)
+        taken = np.minimum(taken + rng.multinomial(missing, weights / weights.sum()), left)
+    return taken
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha < float("inf"):
+        raise ConfigError(f"partition-alpha={alpha}: a number above 0 needed (0.1 skewed, 100 nearly iid).")
 
 
 def _shuffled(request: PartitionRequest, purpose: str) -> tuple[Indices, Indices]:

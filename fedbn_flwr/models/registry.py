@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.models.alexnet import FULL, SMALL, alexnet, alexnet_shape
+from fedbn_flwr.models.digits import digits_cnn, digits_shape
+from fedbn_flwr.models.fedbs import cifar_net, cifar_shape, mnist_net, mnist_shape
 from fedbn_flwr.models.info import ModelInfo
 from fedbn_flwr.models.lenet import lenet, lenet_shape
 from fedbn_flwr.models.mlp import mlp, mlp_shape
 from fedbn_flwr.models.resnet import resnet_shape, small_resnet
+from fedbn_flwr.models.segmentation import SEGMENTATION_PREFIX, segmentation_info, segmentation_names
 from fedbn_flwr.models.zoo import PREFIX, zoo_info, zoo_names
 from fedbn_flwr.norms import NORMS, replace_norm
 from fedbn_flwr.seeds import derive_seed
@@ -22,13 +27,37 @@ __all__ = ["MODELS", "build_model", "input_shape", "model_info"]
 MODELS: dict[str, ModelInfo] = {
     "mlp": ModelInfo("784-30-classes, one BN layer, for MNIST", "FedTAN, arXiv:2301.02982, 6.1", mlp, mlp_shape),
     "lenet": ModelInfo("LeNet-like CNN, two BN layers", "FixBN, arXiv:2303.06530, 4", lenet, lenet_shape),
-    "resnet20": ModelInfo(
-        "ResNet-20 for small images, option A shortcuts, 19 BN layers",
-        "He et al. 2016, arXiv:1512.03385, 4.2",
-        partial(small_resnet, depth=20),
-        resnet_shape,
+    **{
+        f"resnet{depth}": ModelInfo(
+            f"ResNet-{depth} for small images, option A shortcuts, {depth - 1} BN layers",
+            "He et al. 2016, arXiv:1512.03385, 4.2",
+            partial(small_resnet, depth=depth),
+            resnet_shape,
+        )
+        for depth in (20, 32, 44, 56)
+    },
+    "digits-cnn": ModelInfo(
+        "FedBN's digits network, 3 convolutions and 3 linear layers, 5 BN layers, for 28 pixels",
+        "FedBN, arXiv:2102.07623",
+        digits_cnn,
+        digits_shape,
     ),
+    "alexnet-bn": ModelInfo(
+        "AlexNet with 7 BN layers, for 256 pixels (64 or more)",
+        "FedBN, arXiv:2102.07623",
+        partial(alexnet, widths=FULL),
+        alexnet_shape,
+    ),
+    "alexnet-bn-small": ModelInfo(
+        "AlexNet with 7 BN layers, narrower, for 64 pixels",
+        "ours, after FedBN, arXiv:2102.07623",
+        partial(alexnet, widths=SMALL),
+        alexnet_shape,
+    ),
+    "fedbs-mnist": ModelInfo("FedBS's network of 2 convolutions for the MNISTs", "FedBS, V-A", mnist_net, mnist_shape),
+    "fedbs-cifar": ModelInfo("FedBS's network of 4 convolutions for CIFAR-10", "FedBS, V-A", cifar_net, cifar_shape),
     f"{PREFIX}<name>": zoo_info("<name>"),
+    f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
 }
 
 # Layers draw their initial weights from torch's one default generator: two builds at a time would mix their draws.
@@ -36,19 +65,25 @@ _BUILDING = threading.Lock()
 
 
 def model_info(name: str) -> ModelInfo:
-    """Return the entry of a model name: a key of ``MODELS``, or ``torchvision:`` and the name of a classifier.
+    """Return the entry of a model name.
+
+    It is a key of ``MODELS``, or ``torchvision:`` and the name of a classifier, or ``torchvision-seg:`` and that of a
+    segmentation network.
 
     Raises:
         ConfigError: an unknown name, with the nearest one.
     """
     if name.startswith(PREFIX):
         return zoo_info(name.removeprefix(PREFIX))
+    if name.startswith(SEGMENTATION_PREFIX):
+        return segmentation_info(name.removeprefix(SEGMENTATION_PREFIX))
     if name in MODELS:
         return MODELS[name]
-    if name in zoo_names():
-        raise ConfigError(
-            f"unknown model {name!r}. Did you mean {PREFIX + name!r}? Allowed: {', '.join(sorted(MODELS))}."
-        )
+    for prefix, names in ((PREFIX, zoo_names()), (SEGMENTATION_PREFIX, segmentation_names())):
+        if name in names:
+            raise ConfigError(
+                f"unknown model {name!r}. Did you mean {prefix + name!r}? Allowed: {', '.join(sorted(MODELS))}."
+            )
     raise unknown_name("model", name, MODELS)
 
 
@@ -63,13 +98,22 @@ def input_shape(name: str, channels: int, size: int) -> tuple[int, int]:
 
 
 def build_model(
-    name: str, *, num_classes: int, channels: int, size: int, norm: str = "batch", norm_groups: int = 2, seed: int = 0
+    name: str,
+    *,
+    num_classes: int,
+    channels: int,
+    size: int,
+    norm: str = "batch",
+    norm_groups: int = 2,
+    norm_options: Mapping[str, object] | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """Return a model on the CPU in training mode that maps images to logits (N, num_classes).
 
     The model is built with BatchNorm for ``input_shape(name, channels, size)``, then ``replace_norm`` is applied: all
-    kinds of norm share their other initial weights. Equal arguments give equal weights; the global random state is left
-    as it was (a thread that draws from it during the call would change the result).
+    kinds of norm share their other initial weights (``fixup`` starts from them and changes some). Equal arguments give
+    equal weights; the global random state is left as it was (a thread that draws from it during the call would change
+    the result).
 
     Args:
         name: a model name, see ``model_info``.
@@ -78,6 +122,7 @@ def build_model(
         size: side of the data set's images in pixels.
         norm: a key of ``NORMS``.
         norm_groups: number of groups of the kinds that take it.
+        norm_options: other options of norms by name, see ``replace_norm``; ``norm`` gets those it takes.
         seed: seed of the run.
 
     Raises:
@@ -92,8 +137,13 @@ def build_model(
         # torch.manual_seed would also reseed the generators of all accelerators, which are not forked here.
         torch.default_generator.manual_seed(derive_seed(seed, "model"))
         model = model_info(name).build(num_classes, *shape)
-    options = {"groups": norm_groups} if "groups" in NORMS[norm].options else {}
-    return replace_norm(model, norm, **options)[0]
+    options = {"groups": norm_groups, **(norm_options or {})}
+    known = {option for info in NORMS.values() for option in info.options}
+    for option in options:
+        if option not in known:
+            raise unknown_name("option of a norm", option, known)
+    taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
+    return replace_norm(model, norm, **taken)[0]
 
 
 def _at_least_one(**values: int) -> None:

@@ -60,6 +60,7 @@ def _check(name: str) -> None:
         family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
         raise ConfigError(
             f"torchvision model {name!r} is from torchvision.models.{family}; only image classifiers can "
-            "be trained here. Use one of torchvision.models itself, e.g. 'torchvision:resnet18'."
+            "be built so. Use one of torchvision.models itself, e.g. 'torchvision:resnet18' (for segmentation, "
+            "'torchvision-seg:' and the name)."
         )
     raise unknown_name("torchvision classifier", name, zoo_names())

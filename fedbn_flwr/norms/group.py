@@ -53,15 +53,17 @@ class CheckedGroupNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def use_group(model: nn.Module, *, groups: int = 2) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def use_group(model: nn.Module, *, groups: int = 2, kind: str = "group") -> tuple[nn.Module, tuple[Replacement, ...]]:
     """Replace every BatchNorm layer by GroupNorm of ``groups`` groups, in place; see ``swap_batchnorm``.
+
+    ``kind`` is the norm's name in messages.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
         NormLayerError: some layer's channels are not divisible by ``groups``; the message names all such layers.
     """
     if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
-        raise ConfigError(f"norm 'group': groups is {groups!r}; it must be a whole number of at least 1.")
+        raise ConfigError(f"norm {kind!r}: groups is {groups!r}; it must be a whole number of at least 1.")
     places = batchnorm_places(model)
     bad = [(path, layer) for path, layer, _, _ in places if layer.num_features % groups]
     if bad:
@@ -69,7 +71,7 @@ def use_group(model: nn.Module, *, groups: int = 2) -> tuple[nn.Module, tuple[Re
         common = math.gcd(*(place.layer.num_features for place in places))
         fitting = ", ".join(str(g) for g in range(1, common + 1) if common % g == 0)
         raise NormLayerError(
-            f"norm 'group' with groups={groups}: channels not divisible by {groups} in {names}. "
+            f"norm {kind!r} with groups={groups}: channels not divisible by {groups} in {names}. "
             f"Numbers of groups that fit every layer: {fitting}."
         )
     return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, groups, path))

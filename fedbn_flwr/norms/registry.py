@@ -10,10 +10,14 @@ from torch import nn
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.norms.batch import keep_batch
+from fedbn_flwr.norms.fixup import use_fixup
 from fedbn_flwr.norms.group import use_group, use_instance, use_layer
+from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
+from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.norms.report import NormReport, Replacement
 from fedbn_flwr.norms.swap import refuse_uninitialised
+from fedbn_flwr.norms.wsconv import use_wsconv
 
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "replace_norm"]
 
@@ -44,6 +48,29 @@ NORMS: dict[str, NormInfo] = {
     ),
     "layer": NormInfo("GroupNorm of one group", "Ba et al. 2016, arXiv:1607.06450", use_layer),
     "instance": NormInfo("GroupNorm, a group per channel", "Ulyanov et al. 2016, arXiv:1607.08022", use_instance),
+    "group+ws": NormInfo(
+        "GroupNorm, and weight standardisation of the convolutions in front of it",
+        "Qiao et al. 2019, arXiv:1903.10520",
+        use_group_ws,
+        ("groups",),
+    ),
+    "batch-renorm": NormInfo(
+        "batch renormalisation: BatchNorm corrected by its running statistics",
+        "Ioffe 2017, arXiv:1702.03275",
+        use_batch_renorm,
+        ("rmax", "dmax", "warmup_steps"),
+    ),
+    "wsconv": NormInfo(
+        "no norm, convolutions with scaled standardised weights",
+        "FedWon, eq. (3); Brock et al. 2021, arXiv:2101.08692",
+        use_wsconv,
+        ("activation", "gain"),
+    ),
+    "fixup": NormInfo(
+        "no norm, Fixup's start and scalar biases; residual networks only",
+        "Zhang et al. 2019, arXiv:1901.09321",
+        use_fixup,
+    ),
     "none": NormInfo("BatchNorm removed, no bias added", "ours (a control)", remove_batch),
 }
 
@@ -53,17 +80,19 @@ def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Mod
 
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device, dtype, ``requires_grad``,
     train/eval mode and what is shared inside the model; the given model is left as it is. A layer object used at
-    several paths stays one object. A model without BatchNorm gives a plain copy and an empty report.
+    several paths stays one object. A model without BatchNorm gives a plain copy and an empty report (but ``wsconv`` is
+    about its convolutions all the same, and ``fixup`` refuses it).
 
     Args:
         model: any module; it may itself be a BatchNorm layer.
         kind: a key of ``NORMS``.
-        **options: options of that kind: ``groups`` of ``group`` (default 2).
+        **options: options of that kind: ``groups`` (2) of ``group`` and ``group+ws``; ``rmax`` (3), ``dmax`` (5) and
+            ``warmup_steps`` (1000) of ``batch-renorm``; ``activation`` ("relu") and ``gain`` (True) of ``wsconv``.
 
     Raises:
         ConfigError: an unknown kind or option, or an option out of range.
-        NormLayerError: a lazy BatchNorm that has not seen a batch, channels not divisible by the groups, or a BatchNorm
-            subclass with layers of its own; the message names the layers.
+        NormLayerError: a lazy BatchNorm that has not seen a batch, channels not divisible by the groups, a BatchNorm
+            subclass with layers of its own, or a model the kind is not for; the message names the layers.
     """
     if kind not in NORMS:
         raise unknown_name("norm", kind, NORMS)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import NormLayerError
@@ -98,8 +99,12 @@ def _refuse_fused(places: tuple[Place, ...]) -> None:
 
 
 def describe(layer: nn.Module) -> str:
-    """Return a short description of a norm layer for reports: type, channels, what differs from the defaults."""
+    """Return a short description of a layer for reports: type, channels, what differs from a norm's defaults."""
     name = type(layer).__name__
+    if isinstance(layer, _ConvNd):
+        return f"{name}({layer.in_channels}, {layer.out_channels}, {'x'.join(map(str, layer.kernel_size))})"
+    if isinstance(layer, nn.Linear):
+        return f"{name}({layer.in_features}, {layer.out_features})"
     if isinstance(layer, nn.GroupNorm):
         parts = [f"{layer.num_groups}, {layer.num_channels}"]
     elif isinstance(layer, _BatchNorm):

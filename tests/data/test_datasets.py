@@ -18,7 +18,9 @@ import torch.nn.functional as F
 
 from fedbn_flwr.data import datasets
 from fedbn_flwr.data.datasets import DATASETS, load_dataset
+from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.samples import Dataset, Samples
+from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import ConfigError, DataError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
@@ -138,7 +140,10 @@ def test_idx_files_are_read_in_place_packed_or_not(tmp_path: Path, suffix: str) 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("mnist", "MNIST"), pytest.param("fashion-mnist", "FashionMNIST", marks=pytest.mark.slow)],
+)
 def test_the_real_mnists(name: str, folder: str) -> None:
     root = real(folder)
     data = load_dataset(name, root)
@@ -148,6 +153,7 @@ def test_the_real_mnists(name: str, folder: str) -> None:
     assert_constants_hold(data)
 
 
+@pytest.mark.slow
 def test_the_real_cifar10(tmp_path: Path) -> None:
     folder = real("cifar10_compact") / "cifar10_compact"
     spec = importlib.util.spec_from_file_location("unpack_cifar10", folder / "unpack_cifar10.py")
@@ -210,7 +216,7 @@ def test_rgb_becomes_luma_and_constants_averages(monkeypatch: pytest.MonkeyPatch
     info = DATASETS["svhn"]
     fields = {field: getattr(info, field) for field in info.__slots__} | {
         "files": "",
-        "loader": lambda _: (samples, samples),
+        "loader": lambda *_: Loaded(samples, samples),
     }
     monkeypatch.setitem(DATASETS, "svhn", datasets.DatasetInfo(**fields))
     data = load_dataset("svhn", channels=1)
@@ -232,11 +238,20 @@ def test_images_are_resized_once_bilinear_with_antialiasing(size: int) -> None:
 
 def test_chunks_do_not_change_the_result() -> None:
     samples = load_dataset("digits").test
-    assert torch.equal(datasets._reshaped(samples, 1, 5, chunk=7).inputs, datasets._reshaped(samples, 1, 5).inputs)
+    shape = Shape(1, 5, 4, 0)
+    assert torch.equal(reshaped(samples, shape, chunk=7).inputs, reshaped(samples, shape).inputs)
+
+
+def test_nothing_to_do_gives_the_same_samples() -> None:
+    samples = load_dataset("digits").test
+    assert reshaped(samples, Shape(1, 8, 8, 0)) is samples
 
 
 def test_the_registry_is_complete() -> None:
-    assert list(DATASETS) == ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "usps"]
+    single = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "usps"]
+    domains = ["digits-domains", "digits-five", "office-caltech10", "domainnet10"]
+    assert list(DATASETS) == [*single, *domains, "tiny-imagenet", "imagenet", "cityscapes"]
+    assert [name for name, info in DATASETS.items() if info.grouped] == [*domains, "cityscapes"]
     for name, info in DATASETS.items():
         assert info.name == name
         assert info.summary
@@ -273,7 +288,7 @@ def test_absent_files_without_a_network_are_explained(name: str, tmp_path: Path)
     assert f"data set {name!r}" in message
     assert str(tmp_path) in message
     assert DATASETS[name].files in message
-    assert "no network" in message
+    assert ("no network" in message) == ("or downloaded to it" in message) == DATASETS[name].downloads
     assert "\n" not in message
     assert "set data-dir" in message
 

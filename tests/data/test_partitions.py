@@ -95,9 +95,13 @@ def test_classes_that_no_window_covers_are_not_used() -> None:
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_a_split_depends_on_the_seed_alone_and_covers_everything(name: str) -> None:
     labels = labels_of([40] * 10)
-    first, again, other = (make_partition(name, labels, 4, seed=seed, classes_per_client=5) for seed in (3, 3, 4))
+    groups = np.arange(400) % (4 if name == "natural" else 2)
+    first, again, other = (
+        make_partition(name, labels, 4, seed=seed, classes_per_client=5, groups=groups) for seed in (3, 3, 4)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    same = all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    assert same == (name == "natural")
     assert_valid(first, np.arange(400))
 
 
@@ -170,10 +174,11 @@ def test_dirichlet_gives_up_with_the_small_partitions_named() -> None:
         make_partition("dirichlet", labels_of([20] * 10), 15, seed=0, alpha=0.01)
 
 
+@pytest.mark.parametrize("name", ["dirichlet", "dirichlet-equal"])
 @pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
-def test_alpha_must_be_a_positive_number(alpha: float) -> None:
+def test_alpha_must_be_a_positive_number(alpha: float, name: str) -> None:
     with pytest.raises(ConfigError, match=f"partition-alpha={alpha}: a number above 0 needed"):
-        make_partition("dirichlet", labels_of([50] * 10), 2, seed=0, alpha=alpha)
+        make_partition(name, labels_of([50] * 10), 2, seed=0, alpha=alpha)
 
 
 def test_dirichlet_needs_its_minimum_for_each_client() -> None:
@@ -266,5 +271,8 @@ def test_dealing_follows_appendix_d() -> None:
 
 
 def test_the_registry_has_a_summary_and_a_source_each() -> None:
-    assert list(PARTITIONS) == ["iid", "dirichlet", "classes"]
+    by_class = ["dirichlet", "dirichlet-equal", "classes", "shards", "unbalanced-shards"]
+    assert list(PARTITIONS) == ["iid", *by_class, "domain", "natural"]
+    assert [name for name, info in PARTITIONS.items() if info.by_class] == by_class
+    assert [name for name, info in PARTITIONS.items() if info.by_group] == ["domain", "natural"]
     assert all(info.name == name and info.summary and info.source for name, info in PARTITIONS.items())

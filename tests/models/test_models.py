@@ -13,8 +13,18 @@ from fedbn_flwr.models import MODELS, build_model, input_shape, model_info
 from fedbn_flwr.models.resnet import BasicBlock, SmallResNet
 from fedbn_flwr.norms import NORMS, batchnorm_places
 
-NAMES = ["mlp", "lenet", "resnet20", "torchvision:resnet18", "torchvision:mobilenet_v2", "torchvision:googlenet"]
-BN_LAYERS = dict(zip(NAMES, [1, 2, 19, 20, 52, 57], strict=True))
+BN_LAYERS = {
+    "mlp": 1,
+    "lenet": 2,
+    "resnet20": 19,
+    "alexnet-bn-small": 7,
+    "fedbs-mnist": 2,
+    "torchvision:resnet18": 20,
+    "torchvision:mobilenet_v2": 52,
+    "torchvision:googlenet": 57,
+}
+NAMES = list(BN_LAYERS)
+RESIDUAL = ("resnet20", "torchvision:resnet18")
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +74,16 @@ def test_number_of_batchnorm_layers(name: str) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> None:
+    if norm == "fixup" and name not in RESIDUAL:
+        with pytest.raises(NormLayerError, match="norm 'fixup' is for residual networks"):
+            build(name, norm=norm)
+        return
     model = build(name, num_classes=7, norm=norm)
     assert model.training
     channels, side = input_shape(name, 3, 32)
     x = torch.randn(2, channels, side, side)
-    if (name, norm) == ("mlp", "instance"):
-        with pytest.raises(NormLayerError, match=r"the norm layer at norm:"):
+    if norm == "instance" and name in ("mlp", "alexnet-bn-small"):
+        with pytest.raises(NormLayerError, match=r"the norm layer at (norm|classifier\.1):"):
             model(x)
         return
     for training in (True, False):
@@ -99,7 +113,12 @@ def test_all_norms_share_their_other_initial_weights() -> None:
     first = build("resnet20", norm="batch").state_dict()
     for norm in NORMS:
         state = build("resnet20", norm=norm).state_dict()
-        assert all(torch.equal(first[key], value) for key, value in state.items())
+        changed = {"fixup": ("conv1.weight", "conv2.weight", "fc.weight", "fc.bias")}.get(norm, ())
+        shared = [key for key in state if key in first and not key.endswith(changed)]
+        assert "conv.weight" in shared
+        assert norm == "fixup" or "layer3.2.conv2.weight" in shared
+        # The one number of a fixup bias goes by the name of a norm's beta.
+        assert all(torch.equal(first[key], state[key]) for key in shared if first[key].shape == state[key].shape)
 
 
 def test_builds_in_several_threads_equal_one_in_the_main_thread() -> None:
@@ -183,16 +202,16 @@ def test_depth_must_be_6n_plus_2(depth: int) -> None:
 
 
 def test_unknown_names_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown model 'resnet2'. Did you mean 'resnet20'\?"):
-        build("resnet2")
+    with pytest.raises(ConfigError, match=r"unknown model 'resnet-20'. Did you mean 'resnet20'\?"):
+        build("resnet-20")
     with pytest.raises(ConfigError, match=r"unknown model 'resnet50'. Did you mean 'torchvision:resnet50'\?"):
         build("resnet50")
     with pytest.raises(ConfigError, match=r"unknown torchvision classifier 'resnet81'. Did you mean 'resnet18'\?"):
         build("torchvision:resnet81")
     with pytest.raises(ConfigError, match=r"unknown torchvision classifier '<name>'"):
         input_shape("torchvision:<name>", 3, 32)
-    with pytest.raises(ConfigError, match=r"unknown norm 'batchnorm'. Did you mean 'batch'\?"):
-        build("mlp", norm="batchnorm")
+    with pytest.raises(ConfigError, match=r"unknown norm 'batchs'. Did you mean 'batch'\?"):
+        build("mlp", norm="batchs")
 
 
 @pytest.mark.parametrize(
@@ -223,5 +242,19 @@ def test_norm_groups_reach_the_layers_and_misfits_are_named() -> None:
 
 
 def test_registry_lines_are_complete() -> None:
-    assert list(MODELS) == ["mlp", "lenet", "resnet20", "torchvision:<name>"]
+    assert list(MODELS) == [
+        "mlp",
+        "lenet",
+        "resnet20",
+        "resnet32",
+        "resnet44",
+        "resnet56",
+        "digits-cnn",
+        "alexnet-bn",
+        "alexnet-bn-small",
+        "fedbs-mnist",
+        "fedbs-cifar",
+        "torchvision:<name>",
+        "torchvision-seg:<name>",
+    ]
     assert all(info.summary and info.source and "\n" not in info.summary for info in MODELS.values())
