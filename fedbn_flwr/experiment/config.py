@@ -24,6 +24,7 @@ __all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar", "read_overrides", "
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global")
+SEGMENTATION = ("cityscapes",)
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 
 
@@ -47,12 +48,19 @@ class Config(BaseModel):
     strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
     norm: str = _key("what", "batch", "normalisation of the model; `fedbn-flwr list norms`")
     norm_groups: int = _key("what", 2, "groups of `norm=group`", ge=1)
+    wsconv_gain: bool = _key("what", True, "learnable gain per channel of `norm=wsconv`")
+    activation: str = _key("what", "relu", "activation that `norm=wsconv` scales for: relu or identity")
+    renorm_rmax: float = _key("what", 3.0, "r_max of `norm=batch-renorm`", ge=1)
+    renorm_dmax: float = _key("what", 5.0, "d_max of `norm=batch-renorm`", ge=0)
     model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, or torchvision:NAME")
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
     dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
     data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
     partition: str = _key("what", "classes", "split over the clients; `fedbn-flwr list partitions`")
     partition_alpha: float = _key("what", 0.5, "concentration of `partition=dirichlet`", gt=0)
+    num_shards: int = _key("what", 0, "shards of `partition=shards`, `unbalanced-shards`; 0 = the natural number", ge=0)
+    shards_per_client: int = _key("what", 0, "shards of a client (`unbalanced-shards`: at most); 0 = 2, or 30", ge=0)
+    domain_share: float = _key("what", 1.0, "`partition=domain`: share of a domain used; above 1 a number", gt=0)
     classes_per_client: int = _key("what", 2, "classes each client holds under `partition=classes`", ge=1)
     num_clients: int = _key(
         "what", 0, "clients; in process they are made (0 = 5); under Flower the federation has them (0 = all)", ge=0
@@ -96,6 +104,7 @@ class Config(BaseModel):
         "methods", "mean", "average of running variances; pooled adds the spread"
     )
     proximal_mu: float = _key("methods", 0.01, "mu of fedprox, and of fedbs in phase 2", ge=0)
+    agc: float = _key("methods", 0.1, "lambda of fedwon's adaptive gradient clipping; 0 = off", ge=0)
     server_learning_rate: float = _key("methods", 1.0, "eta_g of scaffold", gt=0)
     fedbs_eps: float = _key("methods", 0.1, "eps of fedbs: the spread of losses that agree", ge=0)
     fedbs_rounds: int = _key("methods", 5, "r of fedbs: consecutive rounds in which they must", ge=1)
@@ -163,6 +172,12 @@ class Config(BaseModel):
             problems.append(f"momentum-scope={self.momentum_scope} needs sgd-momentum above 0")
         if self.strategy == "scaffold" and self.sgd_momentum:
             problems.append(f"strategy=scaffold corrects plain SGD: sgd-momentum={self.sgd_momentum} must be 0")
+        if self.strategy == "fedwon" and self.norm != "wsconv":
+            problems.append(f"strategy=fedwon trains without normalisation: norm={self.norm} must be wsconv")
+        if self.dataset in SEGMENTATION or self.model.startswith("torchvision-seg:"):
+            problems.append(
+                "segmentation has loaders and models (fedbn_flwr.data, fedbn_flwr.models), but runs classify images"
+            )
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
         for strategy, key, value in (

@@ -66,6 +66,12 @@ def make_model(config: Config) -> nn.Module:
         size=size,
         norm=config.norm,
         norm_groups=config.norm_groups,
+        norm_options={
+            "rmax": config.renorm_rmax,
+            "dmax": config.renorm_dmax,
+            "activation": config.activation,
+            "gain": config.wsconv_gain,
+        },
         seed=config.seed,
     )
     for module in model.modules():
@@ -130,40 +136,43 @@ def federation(config: Config, num_clients: int) -> Federation:
     Raises:
         DataError: the data is not there, or cannot be split as asked.
     """
-    what = (config.dataset, config.data_dir, config.model, config.device, config.augment, config.partition)
-    return _federation(*what, config.partition_alpha, config.classes_per_client, config.seed, num_clients)
+    # Only what the data and their split depend on: runs that differ in anything else share them.
+    return _federation(num_clients, *(getattr(config, key) for key in _DATA_KEYS))
+
+
+_DATA_KEYS = (
+    *("dataset", "data_dir", "model", "device", "augment", "seed", "partition", "partition_alpha"),
+    *("classes_per_client", "num_shards", "shards_per_client", "domain_share"),
+)
 
 
 # A pure function of its arguments, kept for the last few: Flower calls client_fn for every message, and all clients of
 # a process share one copy of the images.
 @functools.lru_cache(maxsize=4)
-def _federation(
-    dataset: str,
-    data_dir: str,
-    model: str,
-    device: str,
-    augment: str,
-    partition: str,
-    alpha: float,
-    classes_per_client: int,
-    seed: int,
-    num_clients: int,
-) -> Federation:
-    info = DATASETS[dataset]
-    channels, size = input_shape(model, info.channels, info.size)
-    data = load_dataset(dataset, data_dir, channels, size, pick_device(device))
-    labels, test_labels = data.train.targets.cpu().numpy(), data.test.targets.cpu().numpy()
+def _federation(num_clients: int, *values: Any) -> Federation:
+    of = dict(zip(_DATA_KEYS, values, strict=True))
+    info = DATASETS[of["dataset"]]
+    channels, size = input_shape(of["model"], info.channels, info.size)
+    data = load_dataset(of["dataset"], of["data_dir"], channels, size, pick_device(of["device"]))
+    labels, test_labels = (samples.targets.cpu().numpy() for samples in (data.train, data.test))
+    groups, test_groups = (
+        None if samples.groups is None else samples.groups.cpu().numpy() for samples in (data.train, data.test)
+    )
     train = make_partition(
-        partition,
+        of["partition"],
         labels,
         num_clients,
-        seed=seed,
+        seed=of["seed"],
         num_classes=data.num_classes,
-        alpha=alpha,
-        classes_per_client=classes_per_client,
+        alpha=of["partition_alpha"],
+        classes_per_client=of["classes_per_client"],
+        num_shards=of["num_shards"],
+        shards_per_client=of["shards_per_client"],
+        domain_share=of["domain_share"],
+        groups=groups,
     )
-    test = deal_test(train, labels, test_labels, seed)
-    return Federation(data, tuple(train), tuple(test), Augment.parse(augment))
+    test = deal_test(train, labels, test_labels, of["seed"], groups, test_groups)
+    return Federation(data, tuple(train), tuple(test), Augment.parse(of["augment"]))
 
 
 def client_fn(context: Context) -> TorchClient:

@@ -13,6 +13,7 @@ from fedbn_flwr.strategies.feddna import FedDNA
 from fedbn_flwr.strategies.fedprox import FedProx
 from fedbn_flwr.strategies.fedtan import FedTAN
 from fedbn_flwr.strategies.fedtan2 import FedTAN2
+from fedbn_flwr.strategies.fedwon import FedWon
 from fedbn_flwr.strategies.fixbn import FixBN
 from fedbn_flwr.strategies.mtfl import MTFL
 from fedbn_flwr.strategies.scaffold import Scaffold
@@ -30,6 +31,7 @@ __all__ = [
     "FedProx",
     "FedTAN",
     "FedTAN2",
+    "FedWon",
     "FixBN",
     "Scaffold",
     "SiloBN",
@@ -39,7 +41,12 @@ __all__ = [
 
 STRATEGIES: Mapping[str, type[FedAvg]] = {
     strategy.name: strategy
-    for strategy in (FedAvg, FedProx, Scaffold, FedBN, SiloBN, MTFL, FixBN, FedTAN, FedTAN2, FedDNA, FedBS, Standalone)
+    for strategy in (
+        *(FedAvg, FedProx, Scaffold),
+        *(FedBN, SiloBN, MTFL),
+        *(FixBN, FedTAN, FedTAN2, FedDNA),
+        *(FedBS, FedWon, Standalone),
+    )
 }
 
 

@@ -72,6 +72,7 @@ def test_a_new_attempt_forgets_the_answers_and_a_new_round_the_model(context) ->
     model, answers = told(context, {}, attempt=1, union=5)
     assert same_model(model)
     assert answers == {}
+    told(context, {"fedtan/mean/0": np.ones(1)}, attempt=1)
     _, answers = told(context, {**MODEL, "w": np.zeros(3)}, server_round=2)
     assert answers == {}
     with pytest.raises(StateError, match="the model of round 3 was sent to this client in an earlier message"):

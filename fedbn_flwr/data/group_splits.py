@@ -1,0 +1,84 @@
+"""Splits by group: clients that hold one domain, city or writer each.
+
+``domain``: Li et al. 2021 (FedBN), Zhuang & Lyu 2024 (FedWon): a client's examples are of one domain, and a domain may
+have several clients. ``natural``: a client for each group that has training examples.
+
+Ours: client i of N holds domain i mod D, so that more clients never change the domain of earlier ones; the examples of
+a domain are drawn at random, without regard to class.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from fedbn_flwr.data.splits import Indices, PartitionRequest
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.seeds import numpy_generator
+
+__all__ = ["split_domain", "split_natural"]
+
+
+def split_domain(request: PartitionRequest) -> list[Indices]:
+    """Deal a share of each domain evenly (sizes differ by at most 1) over the clients of that domain.
+
+    ``domain_share`` up to 1 is a fraction of each domain's examples (rounded down), a whole number above 1 how many
+    examples of each domain are used.
+    """
+    parts: list[Indices] = [np.empty(0, np.int64)] * request.num_clients
+    members = _members("domain", request)
+    if request.num_clients < len(members):
+        raise ConfigError(
+            f"partition 'domain': num-clients={request.num_clients} is fewer than the {len(members)} domains. Use "
+            f"{len(members)} or more."
+        )
+    for domain, (group, own) in enumerate(members.items()):
+        used = _used(request.domain_share, len(own), group)
+        holders = range(domain, request.num_clients, len(members))
+        if used < len(holders):
+            raise DataError(
+                f"partition 'domain': domain-share={request.domain_share} leaves {used} of the {len(own)} examples of "
+                f"domain {group} for its {len(holders)} clients. Use a larger share or fewer clients."
+            )
+        shuffled = numpy_generator(request.seed, "partition", "domain", group).permutation(own)[:used]
+        for client, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
+            parts[client] = part
+    return parts
+
+
+def split_natural(request: PartitionRequest) -> list[Indices]:
+    """Give each client all examples of one group, in order of the groups; groups without examples have no client."""
+    members = _members("natural", request)
+    if request.num_clients != len(members):
+        raise ConfigError(
+            f"partition 'natural' makes a client of each of the {len(members)} groups with training examples; "
+            f"num-clients={request.num_clients}. Use num-clients={len(members)}."
+        )
+    return list(members.values())
+
+
+def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
+    """Return the examples of each group that has any."""
+    if request.groups is None:
+        raise ConfigError(
+            f"partition {name!r} needs a data set with groups (domains, cities, writers), such as 'digits-domains'. "
+            "Use another partition or data set."
+        )
+    return {int(group): np.flatnonzero(request.groups == group).astype(np.int64) for group in np.unique(request.groups)}
+
+
+def _used(share: float, count: int, group: int) -> int:
+    """Return how many of a domain's ``count`` examples are used."""
+    if 0 < share <= 1:
+        return int(Fraction(str(share)) * count)  # as the decimal it is written as: 0.29 of 100 is 29, not 28
+    if not 1 < share < float("inf") or share != int(share):
+        raise ConfigError(
+            f"domain-share={share}: a fraction in (0, 1] of each domain, or a whole number of examples above 1."
+        )
+    if share > count:
+        raise DataError(
+            f"domain-share={share}: domain {group} has only {count} training examples. Use {count} or fewer, or a "
+            "fraction."
+        )
+    return int(share)

@@ -1,0 +1,97 @@
+"""A split seen: the examples of each class at each client, as a picture and as a table."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedbn_flwr.data.splits import Indices
+from fedbn_flwr.errors import DataError
+
+__all__ = ["partition_picture", "partition_table"]
+
+_MOST_LABELS = 400
+_MOST_COLUMNS = 20
+
+
+def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = ()) -> bytes:
+    """Return a PNG: a column per client, a row per class (class 0 below), darker for more examples.
+
+    The counts are written into the fields where there are at most 400; empty fields stay white. Equal arguments give
+    equal bytes on one machine.
+
+    Args:
+        counts: examples, int64 (clients, classes), as of ``partition_counts``; or (clients, groups).
+        title: above the picture.
+        names: of the rows; their numbers where empty.
+
+    Raises:
+        DataError: counts are not a table, or the names do not fit it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    _check(counts, names)
+    clients, classes = counts.shape
+    size = (min(16.0, 2.5 + 0.45 * clients), min(16.0, 1.8 + 0.35 * classes))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    image = axis.imshow(
+        np.ma.masked_equal(counts.T, 0), cmap="Blues", origin="lower", aspect="auto", interpolation="nearest",
+        vmin=0, vmax=max(1, int(counts.max(initial=0))),
+    )  # fmt: skip
+    figure.colorbar(image, ax=axis, label="training examples")
+    if counts.size <= _MOST_LABELS:
+        for client, label in np.argwhere(counts > 0).tolist():
+            value = int(counts[client, label])
+            colour = "white" if 2 * value > counts.max() else "black"
+            axis.text(client, label, str(value), ha="center", va="center", fontsize=6, color=colour)
+    axis.set_xlabel("client")
+    axis.set_ylabel("class")
+    for ticks, many in ((axis.set_xticks, clients), (axis.set_yticks, classes)):
+        ticks(range(0, many, -(-many // 25)))
+    if names:
+        axis.set_yticks(range(classes), list(names))
+        axis.set_ylabel("")
+    if title:
+        axis.set_title(title)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()
+
+
+def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
+    """Return a text table: a line per client with its examples of each class and in all, then the totals.
+
+    With more than 20 classes the columns are how many classes a client holds, and the largest of them.
+
+    Args:
+        counts: examples, int64 (clients, classes), as of ``partition_counts``; or (clients, groups).
+        names: of the classes; their numbers where empty.
+
+    Raises:
+        DataError: counts are not a table, or the names do not fit it.
+    """
+    _check(counts, names)
+    columns = list(names) or [str(label) for label in range(counts.shape[1])]
+    whole = np.vstack([counts, counts.sum(0, keepdims=True)])
+    heads = [str(client) for client in range(len(counts))] + ["all"]
+    if len(columns) <= _MOST_COLUMNS:
+        lines = [["client", *columns, "all"]]
+        lines += [[head, *map(str, row), str(sum(row))] for head, row in zip(heads, whole.tolist(), strict=True)]
+    else:
+        lines = [["client", "classes", "largest", "all"]]
+        lines += [
+            [head, str(sum(map(bool, row))), f"{columns[row.index(max(row))]}: {max(row)}", str(sum(row))]
+            for head, row in zip(heads, whole.tolist(), strict=True)
+        ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _check(counts: Indices, names: Sequence[str]) -> None:
+    if counts.ndim != 2 or counts.size == 0 or (names and len(names) != counts.shape[1]):
+        raise DataError(f"counts of shape {counts.shape} with {len(names)} names: (clients, classes), a name each.")

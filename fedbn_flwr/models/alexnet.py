@@ -1,0 +1,80 @@
+"""AlexNet with BatchNorm after every layer but the last, as FedBN trains it, and a small one for 64 pixels.
+
+Source: Krizhevsky et al. 2012 in the form of Li et al. 2021, arXiv:2102.07623, Table 6 and the authors' code
+(``AlexNet``), for Office-Caltech10 and DomainNet at 256 pixels: 57,063,498 parameters for ten classes, 7 BatchNorm
+layers, two of them 1d. FedTAN and FedWon use it too. Torch's default initialisation, no dropout.
+
+Ours: ``alexnet-bn-small``, the same order of layers at half the channels in the convolutions and 512 in the linear
+layers, a 5x5 stem of stride 2 and 3x3 positions in front of the classifier instead of 6x6: 1,475,626 parameters. At 64
+pixels the full network's last convolutions see 3x3 positions, and its 6x6 are copies of one value a channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+__all__ = ["FULL", "SMALL", "AlexNet", "Widths", "alexnet", "alexnet_shape"]
+
+SMALLEST = 64
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Channels of the five convolutions, width of the linear layers, stem (kernel, stride), positions a side."""
+
+    channels: tuple[int, int, int, int, int]
+    linear: int
+    stem: tuple[int, int]
+    side: int
+
+
+FULL = Widths((64, 192, 384, 256, 256), 4096, (11, 4), 6)
+SMALL = Widths((32, 96, 192, 128, 128), 512, (5, 2), 3)
+
+
+class AlexNet(nn.Module):
+    """Five convolutions, pooled after the first, second and fifth, and three linear layers."""
+
+    def __init__(self, num_classes: int, widths: Widths) -> None:
+        """Build the layers."""
+        super().__init__()
+        a, b, c, d, e = widths.channels
+        kernel, stride = widths.stem
+        self.features = nn.Sequential(
+            *_block(nn.Conv2d(3, a, kernel, stride, padding=2), nn.BatchNorm2d(a)),
+            nn.MaxPool2d(3, stride=2),
+            *_block(nn.Conv2d(a, b, 5, padding=2), nn.BatchNorm2d(b)),
+            nn.MaxPool2d(3, stride=2),
+            *_block(nn.Conv2d(b, c, 3, padding=1), nn.BatchNorm2d(c)),
+            *_block(nn.Conv2d(c, d, 3, padding=1), nn.BatchNorm2d(d)),
+            *_block(nn.Conv2d(d, e, 3, padding=1), nn.BatchNorm2d(e)),
+            nn.MaxPool2d(3, stride=2),
+        )
+        self.pool = nn.AdaptiveAvgPool2d(widths.side)
+        width = widths.linear
+        self.classifier = nn.Sequential(
+            *_block(nn.Linear(e * widths.side**2, width), nn.BatchNorm1d(width)),
+            *_block(nn.Linear(width, width), nn.BatchNorm1d(width)),
+            nn.Linear(width, num_classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, classes) of images (N, 3, S, S), S at least 64."""
+        logits: Tensor = self.classifier(self.pool(self.features(x)).flatten(1))
+        return logits
+
+
+def _block(layer: nn.Module, norm: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return layer, norm, nn.ReLU(inplace=True)
+
+
+def alexnet(num_classes: int, channels: int, size: int, *, widths: Widths) -> nn.Module:
+    """Build the network; the pooling makes it independent of ``size``."""
+    return AlexNet(num_classes, widths)
+
+
+def alexnet_shape(channels: int, size: int) -> tuple[int, int]:
+    """Return three channels and the data set's own size, enlarged to 64 where it is smaller."""
+    return 3, max(size, SMALLEST)

@@ -1,0 +1,54 @@
+"""The digits network of FedBN: three 5x5 convolutions and three linear layers, BatchNorm after all but the last.
+
+Source: Li et al. 2021, arXiv:2102.07623, Table 5 and the authors' code (``DigitModel``): 14,219,210 parameters for ten
+classes, gamma and beta of its 5 BatchNorm layers (two of them 1d) included, running statistics not. Torch's default
+initialisation; images are (3, 28, 28), grey ones three times the same channel.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+__all__ = ["DigitsCNN", "digits_cnn", "digits_shape"]
+
+SIDE = 28
+
+
+class DigitsCNN(nn.Module):
+    """Convolutions of 64, 64 and 128 channels, the first two pooled to half, then 6272 - 2048 - 512 - classes."""
+
+    def __init__(self, num_classes: int) -> None:
+        """Build the layers."""
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, kernel_size=5, padding=2)
+        self.norm1 = nn.BatchNorm2d(64)
+        self.conv2 = nn.Conv2d(64, 64, kernel_size=5, padding=2)
+        self.norm2 = nn.BatchNorm2d(64)
+        self.conv3 = nn.Conv2d(64, 128, kernel_size=5, padding=2)
+        self.norm3 = nn.BatchNorm2d(128)
+        self.fc1 = nn.Linear(128 * (SIDE // 4) ** 2, 2048)
+        self.norm4 = nn.BatchNorm1d(2048)
+        self.fc2 = nn.Linear(2048, 512)
+        self.norm5 = nn.BatchNorm1d(512)
+        self.fc3 = nn.Linear(512, num_classes)
+        self.relu = nn.ReLU()
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, classes) of images (N, 3, 28, 28)."""
+        x = self.pool(self.relu(self.norm1(self.conv1(x))))
+        x = self.pool(self.relu(self.norm2(self.conv2(x))))
+        x = self.relu(self.norm3(self.conv3(x))).flatten(1)
+        x = self.relu(self.norm4(self.fc1(x)))
+        logits: Tensor = self.fc3(self.relu(self.norm5(self.fc2(x))))
+        return logits
+
+
+def digits_cnn(num_classes: int, channels: int, size: int) -> nn.Module:
+    """Build the network; its input is always (3, 28)."""
+    return DigitsCNN(num_classes)
+
+
+def digits_shape(channels: int, size: int) -> tuple[int, int]:
+    """Return (3, 28), whatever the data set has."""
+    return 3, SIDE

@@ -1,0 +1,58 @@
+"""The two convolutional networks of FedBS, for the MNISTs and for CIFAR-10.
+
+Source: FedBS, section V-A. MNIST: 5x5 convolutions of 16 and 32 channels, then one linear layer on 1568 values. CIFAR:
+a 5x5 convolution of 100 channels, 3x3 ones of 150, 250 and 500, then linear layers on 4500, 270 and 150 values. Each
+convolution has BatchNorm, ReLU and 2x2 max pooling behind it.
+
+Ours, where the paper is silent: padding 2 everywhere, which makes 1568 and 4500 of 28 and 32 pixels; ReLU between the
+linear layers; biases and torch's default initialisation.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor, nn
+
+__all__ = ["FedBSNet", "cifar_net", "cifar_shape", "mnist_net", "mnist_shape"]
+
+
+class FedBSNet(nn.Module):
+    """Blocks of convolution, BatchNorm, ReLU and pooling, then linear layers."""
+
+    def __init__(self, channels: tuple[int, ...], kernels: tuple[int, ...], linear: tuple[int, ...]) -> None:
+        """Build the layers: ``channels`` from the images' on, one kernel for each step; ``linear`` ends in classes."""
+        super().__init__()
+        blocks: list[nn.Module] = []
+        for (before, after), kernel in zip(itertools.pairwise(channels), kernels, strict=True):
+            blocks += [nn.Conv2d(before, after, kernel, padding=2), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
+        self.features = nn.Sequential(*blocks)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(linear):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.classifier = nn.Sequential(*layers[:-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, classes) of images (N, channels, S, S), S = 28 or 32."""
+        logits: Tensor = self.classifier(self.features(x).flatten(1))
+        return logits
+
+
+def mnist_net(num_classes: int, channels: int, size: int) -> nn.Module:
+    """Build the network for (1, 28)."""
+    return FedBSNet((1, 16, 32), (5, 5), (1568, num_classes))
+
+
+def mnist_shape(channels: int, size: int) -> tuple[int, int]:
+    """Return (1, 28), whatever the data set has."""
+    return 1, 28
+
+
+def cifar_net(num_classes: int, channels: int, size: int) -> nn.Module:
+    """Build the network for (3, 32)."""
+    return FedBSNet((3, 100, 150, 250, 500), (5, 3, 3, 3), (4500, 270, 150, num_classes))
+
+
+def cifar_shape(channels: int, size: int) -> tuple[int, int]:
+    """Return (3, 32), whatever the data set has."""
+    return 3, 32

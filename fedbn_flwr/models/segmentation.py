@@ -1,0 +1,65 @@
+"""``torchvision-seg:<name>``: torchvision's semantic segmentation networks, without pretrained weights.
+
+Logits are (N, classes, H, W) for images (N, 3, H, W). Without the auxiliary classifier; torchvision returns a
+dictionary, of which this is the entry "out". DeepLabv3, not v3+, which torchvision lacks (FixBN trains v3+).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torchvision.models
+from torch import Tensor, nn
+
+from fedbn_flwr.errors import unknown_name
+from fedbn_flwr.models.info import ModelInfo
+
+__all__ = ["SEGMENTATION_PREFIX", "Segmenter", "segmentation_info", "segmentation_names"]
+
+SEGMENTATION_PREFIX = "torchvision-seg:"
+SMALLEST = 64
+
+
+class Segmenter(nn.Module):
+    """A network of torchvision that returns its logits only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Hold ``model``, whose forward returns a dictionary with "out"."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, classes, H, W) of images (N, 3, H, W)."""
+        logits: Tensor = self.model(x)["out"]
+        return logits
+
+
+def segmentation_info(name: str) -> ModelInfo:
+    """Return the entry of the network ``name``; an unknown name raises ConfigError when it is built or asked for."""
+    return ModelInfo(
+        "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large; logits per pixel",
+        "torchvision.models.segmentation",
+        partial(_build, name),
+        partial(_shape, name),
+    )
+
+
+def segmentation_names() -> list[str]:
+    """Return the names of torchvision's segmentation networks."""
+    names: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
+    return names
+
+
+def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
+    _check(name)
+    return Segmenter(torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=num_classes))
+
+
+def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
+    _check(name)
+    return 3, max(size, SMALLEST)
+
+
+def _check(name: str) -> None:
+    if name not in segmentation_names():
+        raise unknown_name("torchvision segmenter", name, segmentation_names())

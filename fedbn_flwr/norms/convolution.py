@@ -1,0 +1,82 @@
+"""Convolutions that compute with a weight derived from the one they hold, and how a convolution becomes one.
+
+A convolution becomes such a layer in place, by its class, as torch's lazy layers do: its parameters, their ties, the
+mode, hooks and every path it stands at stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.swap import describe
+
+__all__ = ["DerivedWeightConv", "become", "fan_in", "in_model_order", "plain_convolutions", "refuse_unusual"]
+
+
+class DerivedWeightConv(_ConvNd):
+    """A convolution whose filters are ``derived_weight()``."""
+
+    def derived_weight(self) -> Tensor:
+        """Return the filters to use, in the shape of ``weight``."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve an input (N, in, *) to (N, out, *)."""
+        return self._conv_forward(input, self.derived_weight(), self.bias)
+
+
+def fan_in(conv: _ConvNd) -> int:
+    """Return the number of weights of one filter (out channel)."""
+    return conv.weight[0].numel()
+
+
+def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
+    """Return Conv1d/2d/3d layers (and subclasses) by path, at every path they stand at; not transposed ones."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return {path: m for path, m in model.named_modules(remove_duplicate=False) if isinstance(m, kinds)}
+
+
+def refuse_unusual(convolutions: Mapping[str, _ConvNd], why: str) -> None:
+    """Raise NormLayerError naming the convolutions that are lazy, parametrized or have arithmetic of their own."""
+    bad = [f"{shown_path(path)} ({type(conv).__name__})" for path, conv in convolutions.items() if _is_unusual(conv)]
+    if bad:
+        raise NormLayerError(
+            f"{why} cannot be put on these convolutions: {', '.join(bad)}. They are lazy and saw no batch, are "
+            "parametrized, or have a forward of their own. Use plain torch convolutions."
+        )
+
+
+def _is_unusual(conv: _ConvNd) -> bool:
+    base = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(conv, kind))
+    own = any(getattr(type(conv), name) is not getattr(base, name) for name in ("forward", "_conv_forward"))
+    return own or isinstance(conv, LazyModuleMixin) or is_parametrized(conv)
+
+
+def become(
+    convolutions: Mapping[str, _ConvNd],
+    kinds: Mapping[type[_ConvNd], type[_ConvNd]],
+    prepare: Callable[[_ConvNd], None],
+) -> list[Replacement]:
+    """Turn the convolutions in place into what ``kinds`` has for Conv1d, Conv2d and Conv3d, after ``prepare`` of each.
+
+    Returns:
+        One row per path.
+    """
+    before = {path: describe(conv) for path, conv in convolutions.items()}
+    for conv in {id(conv): conv for conv in convolutions.values()}.values():
+        prepare(conv)
+        conv.__class__ = next(new for old, new in kinds.items() if isinstance(conv, old))
+    return [Replacement(path, before[path], describe(conv)) for path, conv in convolutions.items()]
+
+
+def in_model_order(paths: Iterable[str], *rows: Iterable[Replacement]) -> tuple[Replacement, ...]:
+    """Return the rows of several replacements in the order of ``paths``."""
+    by_path = {row.path: row for some in rows for row in some}
+    return tuple(by_path[path] for path in paths if path in by_path)

@@ -1,0 +1,73 @@
+"""``norm=group+ws``: GroupNorm, and weight standardisation of the convolutions in front of it.
+
+A filter W of n weights (one out channel, its in channels and positions) is used as (W - mean) / (std + 1e-5), with
+std^2 = sum (W - mean)^2 / (n - 1). Only convolutions whose output goes to nothing but a norm layer are standardised.
+
+Source: Qiao et al. 2019, arXiv:1903.10520, and the authors' README (unbiased std, 1e-5 outside the root, "only replace
+convolutional layers that are followed by normalization layers"); GroupNorm as in ``group``.
+
+Ours: what "followed by" means, see ``wiring`` (in a pre-activation network only the convolutions inside a block are);
+1d and 3d convolutions too; a filter of one weight, which standardisation would make zero, is left as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedbn_flwr.norms.convolution import (
+    DerivedWeightConv,
+    become,
+    fan_in,
+    in_model_order,
+    plain_convolutions,
+    refuse_unusual,
+)
+from fedbn_flwr.norms.group import use_group
+from fedbn_flwr.norms.report import Replacement
+from fedbn_flwr.norms.wiring import wiring
+
+__all__ = ["StandardisedConv1d", "StandardisedConv2d", "StandardisedConv3d", "use_group_ws"]
+
+EPS = 1e-5
+
+
+class _Standardised(DerivedWeightConv):
+    def derived_weight(self) -> Tensor:
+        """Return (weight - mean) / (std + 1e-5), mean and unbiased std of each filter."""
+        axes = tuple(range(1, self.weight.dim()))
+        std, mean = torch.std_mean(self.weight, axes, correction=1, keepdim=True)
+        return (self.weight - mean) / (std + EPS)
+
+
+class StandardisedConv1d(_Standardised, nn.Conv1d):
+    """Conv1d with standardised filters."""
+
+
+class StandardisedConv2d(_Standardised, nn.Conv2d):
+    """Conv2d with standardised filters."""
+
+
+class StandardisedConv3d(_Standardised, nn.Conv3d):
+    """Conv3d with standardised filters."""
+
+
+def use_group_ws(model: nn.Module, *, groups: int = 2) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Replace every BatchNorm by GroupNorm of ``groups`` groups and standardise the convolutions in front, in place.
+
+    Raises:
+        ConfigError: ``groups`` is not a whole number of at least 1.
+        NormLayerError: channels not divisible by ``groups``, or a convolution whose weight is not plainly its own.
+    """
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    after = wiring(model).norms_after
+    chosen = {path: c for path, c in plain_convolutions(model).items() if after.get(id(c)) and fan_in(c) > 1}
+    refuse_unusual(chosen, "weight standardisation (norm='group+ws')")
+    model, norms = use_group(model, groups=groups, kind="group+ws")
+    kinds: dict[type[_ConvNd], type[_ConvNd]] = {
+        nn.Conv1d: StandardisedConv1d,
+        nn.Conv2d: StandardisedConv2d,
+        nn.Conv3d: StandardisedConv3d,
+    }
+    return model, in_model_order(paths, norms, become(chosen, kinds, lambda conv: None))

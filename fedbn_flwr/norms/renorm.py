@@ -1,0 +1,141 @@
+"""``norm=batch-renorm``: BatchNorm that trains with what it will use in evaluation.
+
+In training, with the batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased) and the running mean mu and
+sigma = sqrt(var + eps) before this batch:
+
+    y = gamma * ((x - mu_B) / sigma_B * r + d) + beta,
+    r = clip(sigma_B / sigma, 1 / r_max, r_max),    d = clip((mu_B - mu) / sigma, -d_max, d_max),
+
+r and d without gradient. Evaluation is BatchNorm's. With r_max = 1 and d_max = 0 the layer is BatchNorm, bit for bit.
+
+Source: Ioffe 2017, arXiv:1702.03275, Algorithm 1 (FedBS, section III, misprints r).
+
+Differs from the paper: running statistics are torch's (the unbiased variance, where Ioffe averages sigma), so that
+they mean the same as BatchNorm's to every method. The warm-up is ours: both limits grow linearly from 1 and 0 to their
+values over ``warmup_steps`` batches, counted by ``num_batches_tracked`` (which goes on over rounds); Ioffe keeps 1 and
+0 for 5,000 steps, then reaches 5 at 25,000 and 3 at 40,000 of 130,000 or more, beyond most federated runs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
+
+__all__ = ["BatchRenorm", "use_batch_renorm"]
+
+
+class BatchRenorm(_BatchNorm):
+    """Batch renormalisation of an input (N, C, *).
+
+    It takes the place of one BatchNorm layer and holds that layer's own parameters and buffers.
+    """
+
+    def __init__(self, layer: _BatchNorm, rmax: float, dmax: float, warmup_steps: int) -> None:
+        """Take over ``layer``'s settings and state; the limits are checked by ``use_batch_renorm``."""
+        super().__init__(layer.num_features, eps=layer.eps, momentum=layer.momentum, affine=False)
+        self.affine, self.track_running_stats = layer.affine, layer.track_running_stats
+        self.weight, self.bias = layer.weight, layer.bias
+        self.running_mean, self.running_var = layer.running_mean, layer.running_var
+        self.num_batches_tracked = layer.num_batches_tracked
+        self.rmax, self.dmax, self.warmup_steps = rmax, dmax, warmup_steps
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input (N, C, *), got shape {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise an input (N, C, *); in training mode the running statistics are updated."""
+        if not (self.training and self.track_running_stats and self.running_mean is not None):
+            return super().forward(input)
+        self._check_input_dim(input)
+        r, d = self.corrections(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        # gamma * (x_hat * r + d) + beta is BatchNorm with other gamma and beta; r = 1 and d = 0 leave them as they are.
+        weight = r if self.weight is None else self.weight * r
+        shift = d if self.weight is None else self.weight * d
+        bias = shift if self.bias is None else self.bias + shift
+        return F.batch_norm(input, self.running_mean, self.running_var, weight, bias, True, momentum, self.eps)
+
+    @torch.no_grad()
+    def corrections(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return r and d (C,) for a batch, from the running statistics as they are; nothing is changed.
+
+        They have the dtype of the running statistics.
+        """
+        mean, var = self.running_mean, self.running_var
+        if mean is None or var is None:
+            raise NormLayerError("batch renormalisation needs running statistics; this layer has none.")
+        dtype = torch.promote_types(torch.promote_types(input.dtype, mean.dtype), torch.float32)
+        values = input.to(dtype)
+        batch_var, batch_mean = torch.var_mean(values, [0, *range(2, input.dim())], correction=0)
+        sigma = (var + self.eps).sqrt()
+        rmax, dmax = (limit.to(dtype) for limit in self.limits())
+        r = torch.clamp((batch_var + self.eps).sqrt() / sigma, 1 / rmax, rmax)
+        d = torch.clamp((batch_mean - mean) / sigma, -dmax, dmax)
+        return r.to(mean.dtype), d.to(mean.dtype)
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Return r_max and d_max for the next batch (0-dim); a layer without a counter has no warm-up."""
+        # Tensors throughout: reading the counter would make the host wait for an accelerator.
+        seen = self.num_batches_tracked
+        if seen is None or not self.warmup_steps:
+            device = None if self.running_mean is None else self.running_mean.device
+            share = torch.ones((), dtype=torch.float64, device=device)
+        else:
+            share = (seen.double() / self.warmup_steps).clamp(max=1.0)
+        return 1 + (self.rmax - 1) * share, self.dmax * share
+
+    def extra_repr(self) -> str:
+        """Return BatchNorm's description and the limits."""
+        described = str(super().extra_repr())  # type: ignore[no-untyped-call]
+        return f"{described}, rmax={self.rmax:g}, dmax={self.dmax:g}, warmup_steps={self.warmup_steps}"
+
+
+def use_batch_renorm(
+    model: nn.Module, *, rmax: float = 3.0, dmax: float = 5.0, warmup_steps: int = 1000
+) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Replace every BatchNorm layer by batch renormalisation, in place; see ``swap_batchnorm``.
+
+    Args:
+        model: any model.
+        rmax: limit of r, at least 1.
+        dmax: limit of d, at least 0.
+        warmup_steps: batches over which the limits grow from 1 and 0 to theirs; 0 = at once.
+
+    Raises:
+        ConfigError: a limit out of range.
+        NormLayerError: a layer has no running statistics; the message names all such layers.
+    """
+    _check(rmax, dmax, warmup_steps)
+    places = batchnorm_places(model)
+    bare = [
+        f"{shown_path(path)} ({type(layer).__name__})" for path, layer, _, _ in places if layer.running_mean is None
+    ]
+    if bare:
+        raise NormLayerError(
+            f"norm 'batch-renorm' corrects by running statistics, and these layers have none: {', '.join(bare)}. "
+            "Use track_running_stats=True or another norm."
+        )
+    return swap_batchnorm(model, lambda layer, path: BatchRenorm(layer, rmax, dmax, warmup_steps))
+
+
+def _check(rmax: float, dmax: float, warmup_steps: int) -> None:
+    for name, value, least in (("rmax", rmax, 1), ("dmax", dmax, 0), ("warmup_steps", warmup_steps, 0)):
+        allowed = int if name == "warmup_steps" else (int, float)
+        if not isinstance(value, allowed) or isinstance(value, bool) or not (math.isfinite(value) and value >= least):
+            kind = "a whole" if name == "warmup_steps" else "a finite"
+            raise ConfigError(
+                f"norm 'batch-renorm': {name} is {value!r}; it must be {kind} number of at least {least}."
+            )

@@ -1,0 +1,149 @@
+"""Which BatchNorm layers the output of a convolution goes to, read off the forward pass without an input.
+
+A forward pass is run on stand-ins (``torch.fx`` proxies) that only note who used what. Convolutions, norm layers and
+every submodule that holds neither count as one operation each; Python runs only in the modules around them, so
+attention, dropout or stochastic depth cannot hinder it. ``torch.fx.symbolic_trace`` itself is not used: it patches
+``nn.Module`` for the whole process while it runs, and clients train in threads.
+
+Where a module's forward cannot be run so (it branches on values), each of its children is followed alone, and what lies
+directly between its children is taken from their order of registration: a convolution followed by a norm layer with as
+many channels. The same holds for layers the forward pass did not reach. ``nn.Identity`` in between does not count.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+__all__ = ["Wiring", "wiring"]
+
+_LAYERS = (_ConvNd, _BatchNorm)
+_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")  # asking these of a tensor is no use of its values
+
+
+@dataclass
+class Wiring:
+    """What a forward pass showed, by ``id`` of layer objects of the model.
+
+    Attributes:
+        norms_after: the norm layers that a convolution's output goes to, where it goes to nothing else in any of its
+            uses; () where it goes elsewhere too.
+        added: norm layers whose output is a term of a sum, in at least one of its uses.
+    """
+
+    norms_after: dict[int, tuple[_BatchNorm, ...]] = field(default_factory=dict)
+    added: set[int] = field(default_factory=set)
+
+
+def wiring(model: nn.Module) -> Wiring:
+    """Return what follows each convolution of ``model``; the model is neither run on data nor changed."""
+    # Buffers are copied, parameters are not: a forward pass may write into buffers and leave notes on its modules.
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    skeleton = copy.deepcopy(model, shared)
+    for module in skeleton.modules():  # hooks are not for stand-ins
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    originals = dict(model.named_modules(remove_duplicate=False))
+    original_of = {id(m): originals[path] for path, m in skeleton.named_modules(remove_duplicate=False)}
+    found = Wiring()
+    _follow(skeleton, found, original_of)
+    for conv, norm in _neighbours(model):
+        found.norms_after.setdefault(id(conv), (norm,))
+    return found
+
+
+def _follow(module: nn.Module, found: Wiring, original_of: dict[int, nn.Module]) -> None:
+    try:
+        graph, layers = _record(module)
+    except Exception:  # whatever user code raises when it meets a stand-in: it cannot be followed as a whole
+        for child in module.children():
+            if not isinstance(child, _LAYERS) and any(isinstance(m, _LAYERS) for m in child.modules()):
+                _follow(child, found, original_of)
+        return
+    for node in graph.nodes:
+        if node.op != "call_module":
+            continue
+        layer = original_of[id(layers[str(node.target)])]
+        users = list(_users(node, layers))
+        if isinstance(layer, _ConvNd):
+            norms = [original_of[id(layers[str(u.target)])] for u in users if u.op == "call_module"]
+            after = tuple(norm for norm in norms if isinstance(norm, _BatchNorm))
+            only_norms = len(after) == len(users) and found.norms_after.get(id(layer), True)
+            found.norms_after[id(layer)] = (*found.norms_after.get(id(layer), ()), *after) if only_norms else ()
+        elif isinstance(layer, _BatchNorm) and any(user.target in _ADDITIONS for user in users):
+            found.added.add(id(layer))
+
+
+def _users(node: fx.Node, layers: dict[str, nn.Module]) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.op == "call_module" and isinstance(layers[str(user.target)], nn.Identity):
+            yield from _users(user, layers)
+        elif not (user.target in _QUESTIONS or (user.target is getattr and user.args[1] in _QUESTIONS)):
+            yield user
+
+
+class _Recorder(fx.proxy.GraphAppendingTracer):
+    """Notes operations; of their arguments only stand-ins and plain values matter."""
+
+    def create_arg(self, a: Any) -> Any:
+        """Return ``a`` with stand-ins replaced by their nodes and tensors and other objects left out."""
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if isinstance(a, dict):
+            return {str(key): self.create_arg(value) for key, value in a.items()}
+        if isinstance(a, tuple | list):
+            return tuple(self.create_arg(value) for value in a)
+        return a if isinstance(a, str | int | float) else None
+
+
+def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
+    """Return the operations of a forward pass of ``root`` and its layers by the names they have there.
+
+    The layers keep the stand-in for their forward, so ``root`` and its children are fit for recording only afterwards.
+    """
+    graph = fx.Graph()
+    recorder = _Recorder(graph)
+    layers: dict[str, nn.Module] = {}
+    for path, module in root.named_modules():
+        if isinstance(module, _LAYERS) or not any(isinstance(m, _LAYERS) for m in module.modules()):
+            layers[path] = module
+            # An attribute of this one object; its class, and so every other model in the process, stays as it is.
+            module.forward = _noting(recorder, path)
+    inputs = [fx.Proxy(graph.placeholder(f"input{k}"), recorder) for k in range(_num_inputs(root))]
+    graph.output(recorder.create_arg(root(*inputs)))
+    return graph, layers
+
+
+def _noting(recorder: _Recorder, path: str) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> fx.Proxy:
+        return recorder.create_proxy("call_module", path, args, kwargs)
+
+    return forward
+
+
+def _num_inputs(module: nn.Module) -> int:
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return max(1, sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters))
+
+
+def _neighbours(model: nn.Module) -> Iterator[tuple[_ConvNd, _BatchNorm]]:
+    """Yield each convolution registered directly in front of a norm layer with as many channels."""
+    for module in model.modules():
+        children = [child for child in module.children() if not isinstance(child, nn.Identity)]
+        for first, second in itertools.pairwise(children):
+            if not (isinstance(first, _ConvNd) and isinstance(second, _BatchNorm)):
+                continue
+            if second.num_features == first.out_channels:
+                yield first, second

@@ -1,0 +1,135 @@
+"""``norm=wsconv``: no normalisation; every convolution uses scaled standardised filters.
+
+A filter W of N weights (N = in channels per group times positions) is used as
+
+    W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N,
+
+gamma a constant of the activation (1 / the standard deviation of its output for a standard normal input), gain a
+learnable number per out channel, 1 at first. Every BatchNorm becomes ``nn.Identity``; a convolution without a bias
+whose output went to a BatchNorm with beta gets a bias, 0 at first. Linear layers are untouched.
+
+Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692; 1e-6 inside the root as timm's ``ScaledStdConv2d``,
+to which this layer is equal at equal gamma.
+
+Ours: gamma is exact, not the sampled constant of the NFNets code (for ReLU 1.71286, there 1.71396); the gain is
+Brock's, not in FedWon's eq. (3), ``gain=False`` leaves it out; 1d and 3d convolutions too; transposed convolutions
+stay as they are, and so does a filter of one weight, which standardisation would make zero; where a convolution has
+a bias of its own it is kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.norms.convolution import (
+    DerivedWeightConv,
+    become,
+    fan_in,
+    in_model_order,
+    plain_convolutions,
+    refuse_unusual,
+)
+from fedbn_flwr.norms.report import Replacement
+from fedbn_flwr.norms.swap import swap_batchnorm
+from fedbn_flwr.norms.wiring import wiring
+
+__all__ = ["GAMMAS", "ScaledConv1d", "ScaledConv2d", "ScaledConv3d", "use_wsconv"]
+
+EPS = 1e-6
+GAMMAS: dict[str, float] = {
+    "identity": 1.0,
+    "relu": math.sqrt(2 / (1 - 1 / math.pi)),
+    # The others are integrals over the standard normal density; leaky_relu has slope 0.01, elu and celu alpha 1.
+    "celu": 1.2708434178501964,
+    "elu": 1.2708434178501964,
+    "gelu": 1.700926243363333,
+    "hardswish": 1.8138714738131823,
+    "leaky_relu": 1.7048316271773367,
+    "mish": 1.592025381099446,
+    "relu6": 1.712858554972395,
+    "selu": 1.0,
+    "sigmoid": 4.801313372039966,
+    "silu": 1.7871872221004421,
+    "softplus": 1.9191259801076566,
+    "softsign": 2.3375333631085398,
+    "tanh": 1.5925374197228312,
+}
+
+
+class _Scaled(DerivedWeightConv):
+    gain: nn.Parameter | None
+    gamma: float
+
+    def derived_weight(self) -> Tensor:
+        """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in); finite for every weight."""
+        axes = tuple(range(1, self.weight.dim()))
+        var, mean = torch.var_mean(self.weight, axes, correction=0, keepdim=True)
+        scale = (var + EPS).rsqrt() * (self.gamma / math.sqrt(fan_in(self)))
+        if self.gain is not None:
+            scale = scale * self.gain
+        return (self.weight - mean) * scale
+
+    def extra_repr(self) -> str:
+        """Return the convolution's description and gamma."""
+        described = str(super().extra_repr())  # type: ignore[no-untyped-call]
+        return f"{described}, gamma={self.gamma:.5g}, gain={self.gain is not None}"
+
+
+class ScaledConv1d(_Scaled, nn.Conv1d):
+    """Conv1d with scaled standardised filters."""
+
+
+class ScaledConv2d(_Scaled, nn.Conv2d):
+    """Conv2d with scaled standardised filters."""
+
+
+class ScaledConv3d(_Scaled, nn.Conv3d):
+    """Conv3d with scaled standardised filters."""
+
+
+def use_wsconv(
+    model: nn.Module, *, activation: str = "relu", gain: bool = True
+) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Remove every BatchNorm and make every convolution a scaled standardised one, in place.
+
+    Args:
+        model: any model; one without BatchNorm gets the convolutions too.
+        activation: a key of ``GAMMAS``: the model's activation, whose gamma all filters get.
+        gain: whether each out channel has a learnable gain (``requires_grad`` as the weight).
+
+    Raises:
+        ConfigError: an unknown activation, or a gain that is not a bool.
+        NormLayerError: a convolution whose weight is not plainly its own, or a BatchNorm with layers of its own.
+    """
+    if activation not in GAMMAS:
+        raise unknown_name("activation", activation, GAMMAS)
+    if not isinstance(gain, bool):
+        raise ConfigError(f"norm 'wsconv': gain is {gain!r}; it must be True or False.")
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    convolutions = {path: conv for path, conv in plain_convolutions(model).items() if fan_in(conv) > 1}
+    refuse_unusual(convolutions, "scaled weight standardisation (norm='wsconv')")
+    after = wiring(model).norms_after
+    shifted = {key for key, norms in after.items() if any(norm.bias is not None for norm in norms)}
+    model, norms = swap_batchnorm(model, lambda layer, path: nn.Identity())
+
+    def prepare(conv: _ConvNd) -> None:
+        learns = conv.weight.requires_grad
+        if conv.bias is None and id(conv) in shifted:
+            conv.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), requires_grad=learns)
+        shape = (conv.out_channels, *[1] * (conv.weight.dim() - 1))
+        ones = nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns) if gain else None
+        conv.register_parameter("gain", ones)
+        conv.gamma = GAMMAS[activation]  # type: ignore[assignment]  # torch types attributes as tensors or modules
+
+    kinds: dict[type[_ConvNd], type[_ConvNd]] = {
+        nn.Conv1d: ScaledConv1d,
+        nn.Conv2d: ScaledConv2d,
+        nn.Conv3d: ScaledConv3d,
+    }
+    rows = become(convolutions, kinds, prepare)
+    return model, in_model_order(paths, norms, rows)

@@ -1,0 +1,93 @@
+"""FedWon: FedAvg of a network without normalisation, its convolutions with standardised weights, gradients clipped.
+
+Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv:2306.11879; AGC of
+Brock et al. 2021, arXiv:2102.06171.
+
+=========  ==================================================================
+sent down  the whole state, lambda
+sent up    the whole state
+kept       nothing
+cost       F floats down, F up per client, as FedAvg; F has no BN entries
+=========  ==================================================================
+
+lambda -> ``agc``; the network is ``replace_norm(model, "wsconv")``. After backward and before weight decay and momentum
+every gradient that is longer than lambda times its weights (unit by unit) is scaled down to that, the classifier's
+last layer left out. Differs from the paper: the gain per channel of wsconv is Brock's (``wsconv-gain``). Law: agc = 0
+is FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.agc import clip_gradients, exclude_head
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.training import Rule
+
+__all__ = ["ClipGradients", "FedWon", "FedWonParams"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedWonParams(FedAvgParams):
+    """Parameters of FedWon.
+
+    Attributes:
+        agc: lambda >= 0 of adaptive gradient clipping; 0 = off.
+    """
+
+    agc: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check lambda."""
+        super().__post_init__()
+        if not (math.isfinite(self.agc) and self.agc >= 0):
+            raise ConfigError(f"agc={self.agc} must be a finite number >= 0")
+
+
+class ClipGradients(Rule):
+    """Client half: adaptive gradient clipping in every step."""
+
+    def __init__(self, clipping: float) -> None:
+        self._clipping = clipping
+
+    def gradients(self, model: nn.Module) -> None:
+        """Clip all gradients but those of the classifier's last layer."""
+        clip_gradients(model.parameters(), self._clipping, exclude=exclude_head(model))
+
+
+def _clip(config: Mapping[str, Any]) -> Rule:
+    return ClipGradients(float(config["agc"]))
+
+
+class FedWon(FedAvg):
+    """FedAvg that requires a model without BatchNorm and carries AGC."""
+
+    name = "fedwon"
+    summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
+    source = "Zhuang 2024, arXiv:2306.11879"
+    Params = FedWonParams
+    rules = {"agc": _clip}
+
+    def begin(self) -> None:
+        """Refuse a model with BatchNorm.
+
+        Raises:
+            NormLayerError: naming the first layers.
+        """
+        super().begin()
+        if paths := [layer.path for layer in self._known_parts.layers]:
+            raise NormLayerError(
+                f"strategy 'fedwon' trains without normalisation; the model has {len(paths)} BatchNorm layers "
+                f"({', '.join(paths[:2])}, ...). Use replace_norm(model, 'wsconv'), or norm=wsconv."
+            )
+
+    def client_config(self, server_round: int) -> dict[str, Any]:
+        """Send lambda."""
+        told = super().client_config(server_round)
+        return joined(told, {"rules": "agc", "agc": self.params.agc}) if self.params.agc else told

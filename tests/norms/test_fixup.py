@@ -1,0 +1,238 @@
+"""Fixup: its start, its scalars, networks written out as the paper's, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision.models
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.models.resnet import SmallResNet
+from fedbn_flwr.norms import batchnorm_places, replace_norm
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def basic() -> nn.Module:
+    return ResNet(BasicBlock, [1, 2, 1, 1], num_classes=5)
+
+
+def bottleneck() -> nn.Module:
+    return ResNet(Bottleneck, [1, 1, 2, 1], num_classes=5, groups=2, width_per_group=16)
+
+
+def small() -> nn.Module:
+    return SmallResNet(8, 5, 3)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    "basic": (basic, 5, 2),
+    "bottleneck": (bottleneck, 5, 3),
+    "small": (small, 3, 2),
+}
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "conv2")]
+
+
+def noise(model: nn.Module) -> nn.Module:
+    """Give every parameter new values, so that no zero hides a term."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=random, dtype=parameter.dtype))
+    return model
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_start(name: str) -> None:
+    make, num_branches, depth = NETWORKS[name]
+    old = make().double()
+    new, report = replace_norm(old, "fixup")
+    assert not batchnorm_places(new)
+    assert len(blocks(new)) == num_branches
+    for before, after in zip(blocks(old), blocks(new), strict=True):
+        convolutions = [(getattr(before, f"conv{k}"), getattr(after, f"conv{k}")) for k in range(1, depth + 1)]
+        for conv, scaled in convolutions[:-1]:
+            fan_out = conv.weight.shape[0] * 3 ** (2 * (conv.kernel_size == (3, 3)))
+            want = (2 / fan_out) ** 0.5 * num_branches ** (-1 / (2 * depth - 2))
+            assert float(scaled.weight.detach().square().mean().sqrt()) == pytest.approx(want, rel=1e-12)
+            ratio = scaled.weight / conv.weight
+            torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio), rtol=1e-12, atol=0)
+        assert not convolutions[-1][1].weight.any()
+    head, stem = ("fc", "conv") if name == "small" else ("fc", "conv1")
+    assert not new.get_parameter(f"{head}.weight").any()
+    assert not new.get_parameter(f"{head}.bias").any()
+    assert torch.equal(new.get_parameter(f"{stem}.weight"), old.get_parameter(f"{stem}.weight"))
+    for key, value in old.state_dict().items():
+        if "downsample.0" in key:
+            assert torch.equal(new.state_dict()[key], value)
+    scalars = {key: value for key, value in new.state_dict().items() if value.shape == (1,)}
+    assert all(float(value) == key.endswith("scale") for key, value in scalars.items())
+    assert sum(key.endswith("scale") for key in scalars) == num_branches
+    shortcuts = sum("downsample.0.weight" in key for key in old.state_dict())
+    # A bias before and one after each convolution of a branch, one each for a shortcut's, the stem and the classifier.
+    assert len(scalars) == num_branches * (2 * depth + 1) + shortcuts + 2
+    assert len(report) == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1
+
+
+def block_forward(block: nn.Module, x: Tensor, p: dict[str, Tensor], path: str, depth: int) -> Tensor:
+    """A Fixup block from its parameters: conv(x + a), + b, relu; the last one times scale; plus the shortcut."""
+    out = x
+    for k in range(1, depth + 1):
+        conv = getattr(block, f"conv{k}")
+        norm = f"{path}.{'bn' if hasattr(block, 'bn1') else 'norm'}{k}"
+        out = F.conv2d(
+            out + p[f"{path}.conv{k}.bias_before"],
+            p[f"{path}.conv{k}.weight"],
+            None,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.groups,
+        )
+        out = F.relu(out + p[f"{norm}.bias"]) if k < depth else out * p[f"{norm}.scale"] + p[f"{norm}.bias"]
+    if hasattr(block, "shortcut"):
+        return F.relu(out + block.shortcut(x))
+    if f"{path}.downsample.0.weight" in p:
+        x = F.conv2d(
+            x + p[f"{path}.downsample.0.bias_before"],
+            p[f"{path}.downsample.0.weight"],
+            stride=block.downsample[0].stride,
+        )
+    return F.relu(out + x)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_forward_and_backward_equal_the_network_written_out(name: str) -> None:
+    make, _, depth = NETWORKS[name]
+    new = noise(replace_norm(make().double(), "fixup")[0])
+    p = {key: value.detach().clone().requires_grad_() for key, value in new.named_parameters()}
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    if name == "small":
+        out = F.relu(F.conv2d(x, p["conv.weight"], padding=1) + p["norm.bias"])
+    else:
+        out = F.max_pool2d(F.relu(F.conv2d(x, p["conv1.weight"], stride=2, padding=3) + p["bn1.bias"]), 3, 2, 1)
+    for path, module in new.named_modules():
+        if hasattr(module, "conv2"):
+            out = block_forward(module, out, p, path, depth)
+    want = F.linear(out.mean((2, 3)) + p["fc.bias_before"], p["fc.weight"], p["fc.bias"])
+    got = new(x)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for key, parameter in new.named_parameters():
+        torch.testing.assert_close(parameter.grad, p[key].grad, rtol=1e-8, atol=1e-9)
+
+
+def test_at_the_start_blocks_are_their_shortcuts_and_logits_zero() -> None:
+    new, _ = replace_norm(small(), "fixup")
+    x = torch.randn(2, 16, 8, 8).relu()
+    assert torch.equal(new.get_submodule("layer1.0")(x), x)
+    assert not new(torch.randn(2, 3, 32, 32)).any()
+
+
+def test_report_and_what_is_kept() -> None:
+    model = small().to(torch.bfloat16)
+    model.get_submodule("layer1.0.conv1").weight.requires_grad_(False)
+    model.get_submodule("layer1.0.norm2").eval()
+    before = copy.deepcopy(model.state_dict())
+    new, report = replace_norm(model, "fixup")
+    assert [(row.path, row.old, row.new) for row in report][:5] == [
+        ("norm", "BatchNorm2d(16)", "ScalarBias()"),
+        ("layer1.0.conv1", "Conv2d(16, 16, 3x3)", "BiasedConv2d(16, 16, 3x3)"),
+        ("layer1.0.norm1", "BatchNorm2d(16)", "ScalarBias()"),
+        ("layer1.0.conv2", "Conv2d(16, 16, 3x3)", "BiasedConv2d(16, 16, 3x3)"),
+        ("layer1.0.norm2", "BatchNorm2d(16)", "ScalarScale()"),
+    ]
+    assert report.replaced[-1].new == "BiasedLinear(64, 5)"
+    assert {p.dtype for p in new.parameters()} == {torch.bfloat16}
+    assert not new.get_parameter("layer1.0.conv1.bias_before").requires_grad
+    assert new.get_parameter("layer1.0.conv2.bias_before").requires_grad
+    assert not new.get_submodule("layer1.0.norm2").training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(pickle.loads(pickle.dumps(new)).fc.weight, new.fc.weight)
+
+
+class PreActivation(nn.Module):
+    """The same names in another order: bn1, conv1, bn2, conv2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        self.bn2, self.conv2 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.bn2(self.conv1(self.bn1(x)))) + x
+
+
+class NormFirst(PreActivation):
+    """The last norm is where it should be, the first is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.conv1(self.bn1(x)))) + x
+
+
+class Plain(nn.Module):
+    """The same names in the same order without a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.bn1(self.conv1(x))))
+
+
+def headless() -> nn.Module:
+    model = small()
+    model.fc = nn.Identity()
+    return model
+
+
+def with_stray() -> nn.Module:
+    model = small()
+    model.fc = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (PreActivation, "no block"),
+        (NormFirst, "no block"),
+        (Plain, "no block"),
+        (lambda: nn.BatchNorm2d(3), "no block"),
+        (lambda: torchvision.models.mobilenet_v2(), "no block"),
+        (lambda: torchvision.models.resnext50_32x4d(norm_layer=nn.Identity), "no block"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Linear(2, 2)), "no block"),
+        (headless, "no linear classifier"),
+        (with_stray, "neither in a residual block nor after the stem's convolution: fc.1"),
+    ],
+)
+def test_other_networks_are_refused_with_the_reason(make: Callable[[], nn.Module], problem: str) -> None:
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(NormLayerError, match=rf"for residual networks .* is not one: .*{problem}.* Use another norm"):
+        replace_norm(model, "fixup")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2"])
+def test_torchvisions_residual_networks_are_taken(name: str) -> None:
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name)
+    new, _ = replace_norm(model, "fixup")
+    assert not batchnorm_places(new)
+    assert new(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 1000)

@@ -1,0 +1,137 @@
+"""GroupNorm with weight standardisation against its formula, forward and backward, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.seeds import torch_generator
+
+CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORMS: dict[int, type[nn.Module]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def reference(weight: Tensor) -> Tensor:
+    """Return the standardised filters, one at a time, by sums."""
+    filters = []
+    for one in weight:
+        n = one.numel()
+        mean = one.sum() / n
+        std = (((one - mean) ** 2).sum() / (n - 1)).sqrt()
+        filters.append((one - mean) / (std + 1e-5))
+    return torch.stack(filters)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_forward_and_backward_equal_the_formula(dim: int, groups: int) -> None:
+    random = torch_generator(0, "group+ws", dim, groups)
+    conv = CONVOLUTIONS[dim](4, 6, 3, stride=2, padding=1, groups=groups, padding_mode="circular").double()
+    norm = NORMS[dim](6, eps=1e-3).double()
+    new, report = replace_norm(nn.Sequential(conv, norm), "group+ws", groups=3)
+    assert [row.path for row in report] == ["0", "1"]
+    assert report.replaced[0].new == f"StandardisedConv{dim}d(4, 6, {'x'.join('3' * dim)})"
+
+    x = torch.randn(2, 4, *[5] * dim, generator=random, dtype=torch.float64)
+    upstream = torch.randn(2, 6, *[3] * dim, generator=random, dtype=torch.float64)
+    new(x).backward(upstream)
+    weight = conv.weight.detach().clone().requires_grad_()
+    want = F.group_norm(conv._conv_forward(x, reference(weight), conv.bias), 3, norm.weight, norm.bias, 1e-3)
+    want.backward(upstream)
+    torch.testing.assert_close(new(x), want, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(new.get_parameter("0.weight").grad, weight.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_only_convolutions_in_front_of_a_norm() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+    )
+    new, report = replace_norm(model, "group+ws")
+    assert [row.path for row in report] == ["0", "1", "4"]
+    assert [type(new[k]) is nn.Conv2d for k in (0, 2, 5)] == [False, True, True]
+
+
+def test_one_weight_per_filter_is_left() -> None:
+    """Its standardised filter would be 0 / 0."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4))
+    new, report = replace_norm(model, "group+ws")
+    assert [row.path for row in report] == ["1"]
+    assert bool(torch.isfinite(new(torch.randn(2, 4, 3, 3))).all())
+
+
+def test_everything_else_of_the_convolution_is_kept() -> None:
+    class Mine(nn.Conv2d):
+        pass
+
+    conv = Mine(3, 4, 3, bias=False, dtype=torch.bfloat16)
+    conv.weight.requires_grad_(False)
+    model = nn.Sequential(conv, nn.BatchNorm2d(4, dtype=torch.bfloat16))
+    conv.eval()
+    seen: list[int] = []
+    conv.register_forward_hook(lambda *_: seen.append(1))
+    new, report = replace_norm(model, "group+ws")
+    layer = new.get_submodule("0")
+    assert report.replaced[0].old == "Mine(3, 4, 3x3)"
+    assert type(conv) is Mine, "the given model is left as it is"
+    assert torch.equal(layer.weight, conv.weight)
+    assert layer.weight.data_ptr() != conv.weight.data_ptr()
+    assert (layer.weight.dtype, layer.weight.requires_grad, layer.training) == (torch.bfloat16, False, False)
+    assert list(new.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+    new(torch.zeros(1, 3, 4, 4, dtype=torch.bfloat16))
+    assert seen == [1]
+    again = pickle.loads(
+        pickle.dumps(replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "group+ws")[0])
+    )
+    assert torch.equal(copy.deepcopy(again)(torch.ones(1, 3, 2, 2)), again(torch.ones(1, 3, 2, 2)))
+
+
+@pytest.mark.parametrize("kind", ["group+ws", "wsconv"])
+def test_unusual_convolutions_are_refused_by_name(kind: str) -> None:
+    class Own(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    for conv in (Own(3, 4, 1), parametrizations.weight_norm(nn.Conv2d(3, 4, 1))):
+        with pytest.raises(NormLayerError, match=r"standardisation .* convolutions: 0\.0 \("):
+            replace_norm(nn.Sequential(nn.Sequential(conv), nn.BatchNorm2d(4)), kind)
+
+
+def test_groups_that_do_not_fit_name_the_kind() -> None:
+    with pytest.raises(NormLayerError, match=r"norm 'group\+ws' with groups=4: .* 0 \(6 channels\)"):
+        replace_norm(nn.Sequential(nn.BatchNorm2d(6)), "group+ws", groups=4)
+    with pytest.raises(ConfigError, match=r"norm 'group\+ws': groups is 0"):
+        replace_norm(nn.BatchNorm2d(6), "group+ws", groups=0)
+
+
+def test_groups_of_timm_are_the_same() -> None:
+    layers = pytest.importorskip("timm.layers")
+    new, _ = replace_norm(nn.BatchNorm2d(6, eps=1e-3).double(), "group", groups=3)
+    x = torch.randn(2, 6, 4, 4, dtype=torch.float64)
+    theirs = layers.GroupNorm(6, num_groups=3, eps=1e-3).double()
+    torch.testing.assert_close(new(x), theirs(x), rtol=1e-12, atol=1e-12)
+
+
+def test_filters_are_those_of_timms_layer_but_for_the_place_of_eps_and_the_n() -> None:
+    """StdConv2d of timm has the biased variance and eps inside the root."""
+    layers = pytest.importorskip("timm.layers")
+    conv = nn.Conv2d(4, 6, 3, bias=False).double()
+    new, _ = replace_norm(nn.Sequential(conv, nn.BatchNorm2d(6).double()), "group+ws")
+    theirs = layers.StdConv2d(4, 6, 3, padding=0, eps=1e-24).double()
+    theirs.load_state_dict(conv.state_dict())
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    std = conv.weight.std((1, 2, 3), correction=1)
+    factor = (35 / 36) ** 0.5 * std / (std + 1e-5)
+    torch.testing.assert_close(new[0](x), theirs(x) * factor.view(-1, 1, 1), rtol=1e-11, atol=1e-11)

@@ -1,0 +1,173 @@
+"""What goes where, found from the forward pass: traced, branching, shared, unreached."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import torchvision.models
+from torch import Tensor, nn
+
+from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.norms.wiring import wiring
+
+
+class Net(nn.Module):
+    """A convolution and a norm whose order of registration says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+        self.late = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.other = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(torch.relu(self.other(self.norm(self.conv(x)))))
+
+
+class Skips(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.late(self.other(self.norm(y) + y))
+
+
+class Asks(Net):
+    """Sizes are no use of the values; an Identity in between is none either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.norm(self.nothing(y)).view(y.size(0), y.shape[1], -1, y.shape[3])
+        return self.late(self.other(z))
+
+
+class Branches(nn.Module):
+    """A forward that depends on values: its own wiring is unknown, that of its children is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+        self.wide = nn.Conv2d(4, 8, 1)
+        self.narrow = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(self.inner(x)))
+        return x if float(x.sum()) > 0 else -x
+
+
+class Repeats(Net):
+    """The same convolution in front of a norm, then of something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(self.other(self.conv(self.norm(self.conv(x)))))
+
+
+class RepeatsBackwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.late(self.other(self.conv(x)))))
+
+
+def after(model: nn.Module) -> dict[str, list[str]]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {paths[key]: [paths[id(norm)] for norm in norms] for key, norms in wiring(model).norms_after.items()}
+
+
+def test_the_forward_pass_decides_not_the_order_of_registration() -> None:
+    assert after(Net()) == {"conv": ["norm"], "other": []}
+
+
+def test_an_output_used_elsewhere_too_is_not_followed_by_a_norm() -> None:
+    model = Skips()
+    assert after(model) == {"conv": [], "other": ["late"]}
+    assert wiring(model).added == {id(model.norm)}
+
+
+def test_sizes_and_identities_do_not_count() -> None:
+    assert after(Asks()) == {"conv": ["norm"], "other": ["late"]}
+
+
+def test_where_values_decide_the_children_are_followed_and_neighbours_taken() -> None:
+    assert after(Branches()) == {"inner.conv": ["inner.norm"], "inner.other": [], "conv": ["norm"]}
+
+
+def test_every_use_of_a_convolution_counts() -> None:
+    assert after(Repeats()) == after(RepeatsBackwards()) == {"conv": [], "other": ["late"]}
+
+
+def test_layers_that_are_not_reached_are_judged_by_their_neighbours() -> None:
+    model = nn.Sequential(Net(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    assert after(model) == {"0.conv": ["0.norm"], "0.other": [], "1.0": ["1.1"]}
+
+
+def test_pooling_and_a_linear_layer_in_between() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.MaxPool1d(2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 4))
+    assert after(model) == {"0": []}
+
+
+def test_torchvisions_segmentation_network_is_followed_whole() -> None:
+    with torch.device("meta"):
+        model = torchvision.models.get_model("deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None)
+    found = wiring(model).norms_after
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    # Two in each of 8 squeeze-excitation blocks, and the last one, have no norm behind them.
+    assert [len(convolutions), sum(bool(norms) for norms in found.values())] == [70, 53]
+
+
+class Notes(Net):
+    """A forward that leaves notes on the module and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        self.calls += 1
+        return self.last
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model = Notes()
+    before = copy.deepcopy(model.state_dict())
+    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
+    wiring(model)
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_other_threads_run_their_models_meanwhile() -> None:
+    """``torch.fx.symbolic_trace`` fails here: it replaces ``nn.Module.__call__`` for all threads."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        model, x = nn.Sequential(Net(), Net()), torch.zeros(2, 4, 3, 3)
+        try:
+            while not stop.is_set():
+                model(x)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    models = [replace_norm(torchvision.models.mobilenet_v2(), "group+ws")[1] for _ in range(2)]
+    stop.set()
+    thread.join()
+    assert failures == []
+    assert [len(report) for report in models] == [104, 104]
+
+
+@pytest.mark.parametrize("kind", ["group+ws", "wsconv"])
+def test_replacement_uses_it(kind: str) -> None:
+    new, report = replace_norm(Net(), kind)
+    assert ("conv" in [row.path for row in report], "other" in [row.path for row in report]) == (True, kind == "wsconv")
+    assert new(torch.zeros(2, 4, 3, 3)).shape == (2, 4, 3, 3)

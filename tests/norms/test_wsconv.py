@@ -1,0 +1,193 @@
+"""Scaled weight standardisation against its formula and timm's layer, in float64."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from scipy.integrate import quad
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.norms import batchnorm_places, replace_norm
+from fedbn_flwr.norms.wsconv import GAMMAS
+from fedbn_flwr.seeds import torch_generator
+
+RELU = 1.7128585504496627
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def reference(weight: Tensor, gain: Tensor, gamma: float) -> Tensor:
+    """Return the filters one at a time, by sums."""
+    filters = []
+    for one, factor in zip(weight, gain.flatten(), strict=True):
+        n = one.numel()
+        mean = one.sum() / n
+        var = ((one - mean) ** 2).sum() / n
+        filters.append(factor * gamma * (one - mean) / ((var + 1e-6).sqrt() * math.sqrt(n)))
+    return torch.stack(filters)
+
+
+@pytest.mark.parametrize("activation", ["relu", "identity", "silu"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("gain", [True, False])
+def test_forward_and_backward_equal_the_formula(activation: str, groups: int, gain: bool) -> None:
+    random = torch_generator(0, "wsconv", groups)
+    conv = nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=groups, padding_mode="reflect").double()
+    new, _ = replace_norm(conv, "wsconv", activation=activation, gain=gain)
+    assert sorted(new.state_dict()) == sorted(["weight", "bias"] + ["gain"] * gain)
+    factors = torch.ones(8, dtype=torch.float64)
+    if gain:
+        assert torch.equal(new.gain, torch.ones(8, 1, 1, 1, dtype=torch.float64))
+        factors = torch.randn(8, generator=random, dtype=torch.float64)
+        with torch.no_grad():
+            new.gain.copy_(factors.view(8, 1, 1, 1))
+    x = torch.randn(2, 4, 5, 5, generator=random, dtype=torch.float64)
+    upstream = torch.randn(2, 8, 3, 3, generator=random, dtype=torch.float64)
+    new(x).backward(upstream)
+    weight = conv.weight.detach().clone().requires_grad_()
+    factors.requires_grad_()
+    want = conv._conv_forward(x, reference(weight, factors, GAMMAS[activation]), conv.bias)
+    want.backward(upstream)
+    torch.testing.assert_close(new(x), want, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(new.weight.grad, weight.grad, rtol=1e-9, atol=1e-11)
+    if gain:
+        torch.testing.assert_close(new.gain.grad.flatten(), factors.grad, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("gamma", [RELU, 1.0])
+def test_timms_layer_is_the_same_at_equal_gamma(groups: int, gamma: float) -> None:
+    layers = pytest.importorskip("timm.layers")
+    conv = nn.Conv2d(4, 8, 3, padding=1, stride=2, groups=groups).double()
+    activation = {RELU: "relu", 1.0: "identity"}[gamma]
+    new, _ = replace_norm(conv, "wsconv", activation=activation)
+    theirs = layers.ScaledStdConv2d(4, 8, 3, padding=1, stride=2, groups=groups, gamma=gamma).double()
+    with torch.no_grad():
+        new.gain.normal_()
+    theirs.load_state_dict(new.state_dict())
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    ours, want = new(x), theirs(x)
+    torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-10)
+    ours.square().sum().backward()
+    want.square().sum().backward()
+    for name, parameter in new.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs.get_parameter(name).grad, rtol=1e-8, atol=1e-9)
+
+
+ACTIVATIONS = {name: getattr(F, name) for name in GAMMAS if hasattr(F, name)} | {"identity": lambda x: x}
+
+
+@pytest.mark.parametrize("activation", GAMMAS)
+def test_gamma_makes_the_variance_of_the_activation_one(activation: str) -> None:
+    def moment(z: float, power: int) -> float:
+        value = float(ACTIVATIONS[activation](torch.tensor(z, dtype=torch.float64)))
+        return value**power * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+    edges = [-9, -3, 0, 3, 6, 9]  # where some have kinks
+    mean, square = (
+        sum(quad(moment, a, b, args=(p,), epsabs=1e-9)[0] for a, b in itertools.pairwise(edges)) for p in (1, 2)
+    )
+    assert GAMMAS[activation] == pytest.approx((square - mean**2) ** -0.5, rel=1e-7)
+
+
+def test_gamma_of_relu() -> None:
+    assert GAMMAS["relu"] == RELU
+
+
+def test_every_convolution_and_norm_and_where_biases_go() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1, bias=False),  # a norm behind it: a bias
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 4, 1, bias=False),  # none: no bias
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 1),  # its own is kept
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),  # a norm without beta: no bias
+        nn.BatchNorm2d(4, affine=False),
+        nn.Flatten(),
+        nn.Linear(16, 6, bias=False),
+        nn.BatchNorm1d(6),
+    )
+    new, report = replace_norm(model, "wsconv")
+    assert [row.path for row in report] == ["0", "1", "2", "4", "5", "6", "7", "10"]
+    assert not batchnorm_places(new)
+    assert [new[k].bias is not None for k in (0, 2, 4, 6)] == [True, False, True, False]
+    assert not new[0].bias.any()
+    assert torch.equal(new[4].bias, model[4].bias)
+    assert type(new[9]) is nn.Linear
+    assert new[9].bias is None
+    assert new(torch.randn(1, 3, 2, 2)).shape == (1, 6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 1e-20])
+def test_filters_of_equal_weights_are_zero_never_nan(value: float) -> None:
+    conv = nn.Conv2d(2, 3, 3)
+    nn.init.constant_(conv.weight, value)
+    new, _ = replace_norm(conv, "wsconv")
+    filters = new.derived_weight()
+    assert float(filters.detach().abs().max()) < 1e-4
+    filters.square().sum().backward()
+    assert bool(torch.isfinite(new.weight.grad).all())
+
+
+def test_one_weight_per_filter_and_transposed_convolutions_are_left() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 1))
+    new, report = replace_norm(model, "wsconv")
+    assert [row.path for row in report] == ["2"]
+    assert [type(layer) for layer in new][:2] == [nn.Conv2d, nn.ConvTranspose2d]
+
+
+def test_dtype_device_mode_and_requires_grad() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False, dtype=torch.bfloat16), nn.BatchNorm2d(4))
+    model[0].weight.requires_grad_(False)
+    model[0].eval()
+    layer = replace_norm(model, "wsconv")[0][0]
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in layer.parameters())
+    assert not layer.training
+    assert layer.derived_weight().dtype == torch.bfloat16
+    on_meta = replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1, device="meta")), "wsconv")[0]
+    assert on_meta[0].gain.is_meta
+
+
+def test_shared_and_tied_convolutions_stay_so() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+    model[1].weight = model[0].weight
+    model.append(model[0])
+    new, report = replace_norm(model, "wsconv")
+    assert [row.path for row in report] == ["0", "1", "2"]
+    assert new[0] is new[2]
+    assert new[0].weight is new[1].weight
+    assert new[0].gain is not new[1].gain
+
+
+@pytest.mark.parametrize(("conv", "shape"), [(nn.Conv1d, (2, 3, 5)), (nn.Conv3d, (2, 3, 4, 4, 4))])
+def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None:
+    new, _ = replace_norm(conv(3, 4, 2).double(), "wsconv")
+    torch.testing.assert_close(new.derived_weight(), reference(new.weight, new.gain, RELU), rtol=1e-12, atol=1e-12)
+    assert new(torch.zeros(shape, dtype=torch.float64)).shape[1] == 4
+
+
+def test_copies_pickles_and_description() -> None:
+    new, _ = replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "wsconv", activation="identity")
+    x = torch.randn(1, 3, 2, 2)
+    for again in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        assert torch.equal(again(x), new(x))
+    assert "gamma=1, gain=True" in repr(new)
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ConfigError, match=r"unknown activation 'rel'. Did you mean 'relu'\?"):
+        replace_norm(nn.Conv2d(3, 4, 1), "wsconv", activation="rel")
+    with pytest.raises(ConfigError, match="gain is 1"):
+        replace_norm(nn.Conv2d(3, 4, 1), "wsconv", gain=1)

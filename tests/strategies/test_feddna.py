@@ -1,0 +1,54 @@
+"""FedDNA: FedTAN's forward half with each client's own gradients; exact where there is nobody else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.strategies import FedDNA, FedTAN
+
+OPTIONS = {"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "min_train_nodes": 1, "min_available_nodes": 1}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
+@pytest.mark.parametrize("carrier", ["meeting", "messages", "channel"])
+def test_alone_its_gradients_are_everybodys(tan, lab, model, same_bits, carrier: str, exchanges: str) -> None:
+    data = lab.client_data((5,), (9,))
+    how = {**OPTIONS, "fedtan_exchange": carrier.replace("meeting", "messages"), "fedtan_exchanges": exchanges}
+    settings = {"carrier": carrier, "rounds": 2, "local_steps": 2, "batch_size": 4}
+    own, shared = (tan(strategy(**how), model, data, **settings) for strategy in (FedDNA, FedTAN))
+    same_bits(own.state, shared.state)
+    assert [r.train.exchanges for r in own.strategy.reports] == [{"3L+1": 3, "2L+1": 2}[exchanges]] * 2
+
+
+def test_its_first_step_is_the_clients_own_with_the_unions_statistics(tan, lab, model) -> None:
+    """In plain autograd: mean and variance have the union's values and each client's derivatives."""
+    data = lab.client_data((5,), (4, 6))
+    run = tan(FedDNA(**OPTIONS), model, data)
+    start, want = model.state_dict(), {name: 0 for name, _ in model.named_parameters()}
+    with torch.no_grad():
+        union = torch.cat([model[0](d.inputs) for d in data])
+        mean, var = union.mean(0), union.var(0, correction=0)
+    for own, p in zip(data, (0.4, 0.6), strict=True):
+        y = model[0](own.inputs)
+        own_mean = y.mean(0) - y.mean(0).detach() + mean
+        # The variance is a function of y at a mean that is held: the path through the mean is not counted.
+        spread = (y - mean).square().mean(0)
+        x = (y - own_mean) / (spread - spread.detach() + var + model[1].eps).sqrt() * model[1].weight + model[1].bias
+        loss = nn.functional.cross_entropy(model[3](x.tanh()), own.targets)
+        for (name, value), gradient in zip(
+            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            want[name] = want[name] + p * (value - lab.RATE * gradient).detach()
+    for name, value in want.items():
+        torch.testing.assert_close(run.tensors[name], value, rtol=1e-12, atol=1e-13, msg=name)
+    torch.testing.assert_close(run.tensors["1.running_mean"], 0.9 * start["1.running_mean"] + 0.1 * mean)
+    torch.testing.assert_close(run.tensors["1.running_var"], 0.9 * start["1.running_var"] + 0.1 * var * 10 / 9)

@@ -1,0 +1,64 @@
+"""FedWon: FedAvg of a model without BatchNorm; AGC by hand; what it refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.records import tensors
+from fedbn_flwr.strategies import FedAvg, FedWon
+
+RATE, CLIPPING = 0.5, 0.02
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate((6, 13, 9))]
+
+
+def test_without_agc_it_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
+    model = functools.partial(mlp, norm=False)
+    same_bits(federate(FedWon(agc=0), model, datasets).state, federate(FedAvg(), model, datasets).state)
+    clipped = federate(FedWon(agc=CLIPPING), model, datasets)
+    assert (clipped.state["0.weight"] != federate(FedAvg(), model, datasets).state["0.weight"]).any()
+
+
+def test_against_clipping_by_hand(federate, points, mlp) -> None:
+    """One step with weight decay: each row of a weight, each vector as a whole, the last layer left out."""
+    data, decay = points(8, 1), 0.1
+    model = functools.partial(mlp, norm=False)
+    run = federate(
+        FedWon(agc=CLIPPING, min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1),
+        *(model, [data]),
+        **{"rounds": 1, "rate": RATE, "batch_size": 0, "local_steps": 1, "weight_decay": decay},
+    )
+    net = model()
+    F.cross_entropy(net(data.inputs), data.targets).backward()
+    clipped = 0
+    for name, p in net.named_parameters():
+        g = p.grad.clone()
+        rows = g.unbind(0) if g.dim() > 1 else (g,)
+        if not name.startswith("2."):
+            for row, weight in zip(rows, p.detach().unbind(0) if g.dim() > 1 else (p.detach(),), strict=True):
+                limit = CLIPPING * max(float(weight.norm()), 1e-3)
+                if float(row.norm()) > limit:
+                    row *= limit / float(row.norm())
+                    clipped += 1
+        want = p.detach() - RATE * (g + decay * p.detach())
+        torch.testing.assert_close(tensors(run.state)[name], want, rtol=1e-12, atol=1e-14, msg=name)
+    assert clipped > 2
+
+
+def test_a_model_with_batchnorm_is_refused(federate, datasets, mlp) -> None:
+    with pytest.raises(NormLayerError, match=r"has 1 BatchNorm layers \(1, ...\). Use replace_norm\(model, 'wsconv'\)"):
+        federate(FedWon(), mlp, datasets)
+
+
+@pytest.mark.parametrize("agc", [-0.1, float("nan")])
+def test_a_bad_lambda_is_refused(agc: float) -> None:
+    with pytest.raises(ConfigError, match="agc="):
+        FedWon(agc=agc)
