@@ -144,7 +144,7 @@ def _native(domain: str, folder: Path) -> Reader | None:
 def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
     """Return Ganin's synthetic digits, 32x32 RGB, stored as SVHN's."""
     del shape
-    from scipy.io import loadmat  # type: ignore[import-untyped]
+    from scipy.io import loadmat
 
     parts = (loadmat(folder / f"synth_{part}_32x32.mat") for part in ("train", "test"))
     train, test = (as_samples(part["X"].transpose(3, 0, 1, 2), part["y"].reshape(-1) % 10) for part in parts)

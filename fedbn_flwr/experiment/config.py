@@ -172,6 +172,8 @@ class Config(BaseModel):
             problems.append(f"momentum-scope={self.momentum_scope} needs sgd-momentum above 0")
         if self.strategy == "scaffold" and self.sgd_momentum:
             problems.append(f"strategy=scaffold corrects plain SGD: sgd-momentum={self.sgd_momentum} must be 0")
+        if self.norm == "batch-renorm" and self.strategy in ("fedtan", "fedtan2", "feddna"):
+            problems.append(f"strategy={self.strategy} synchronises BatchNorm; norm=batch-renorm corrects it locally")
         if self.strategy == "fedwon" and self.norm != "wsconv":
             problems.append(f"strategy=fedwon trains without normalisation: norm={self.norm} must be wsconv")
         if self.dataset in SEGMENTATION or self.model.startswith("torchvision-seg:"):

@@ -36,7 +36,8 @@ from torch import nn
 from fedbn_flwr.carriers import Redo, Seat, seat_here
 from fedbn_flwr.carriers.channel import ChannelSeat, ChannelServer
 from fedbn_flwr.carriers.meeting import Member
-from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.errors import ConfigError, NormLayerError, unknown_name
+from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.strategies.carry import Carried, carry_by_channel, carry_by_meeting, carry_by_messages
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
 from fedbn_flwr.syncbn import Backward, Exchanges, synchronised
@@ -95,6 +96,11 @@ class SynchroniseFirstStep(Rule):
         """Run the first step synchronised, from the same state and batch until it comes through."""
         if step > 0:
             return compute()
+        if layers := [path for path, layer in model.named_modules() if isinstance(layer, BatchRenorm)]:
+            raise NormLayerError(
+                f"layer '{layers[0]}' is batch-renorm, whose correction comes from local statistics: it cannot be "
+                "synchronised. Use norm=batch."
+            )
         before = {name: value.clone() for name, value in model.state_dict().items()}
         while True:
             union = self._seat.begin()

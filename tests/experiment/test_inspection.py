@@ -69,7 +69,8 @@ def measured(config: Config, clients: int) -> list[Traffic]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_foretold_is_measured(strategy: str, model: str) -> None:
-    config = settings(strategy, *MODELS[model], rounds=2)
+    name, norm = MODELS[model]
+    config = settings(strategy, name, "wsconv" if strategy == "fedwon" else norm, rounds=2)
     found = inspect_model(make_model(config), strategy, 2, config)
     if config.norm == "group" and STRATEGIES[strategy].needs_batchnorm:
         assert any("no BatchNorm" in warning for warning in found.warnings)

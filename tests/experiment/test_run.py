@@ -30,6 +30,7 @@ from fedbn_flwr.records import state_sha256, to_state
 from fedbn_flwr.strategies import STRATEGIES
 
 METHODS = [*STRATEGIES, CENTRALIZED]
+NEEDS = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
 FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}
 LEDGER = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
@@ -42,7 +43,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
     settings["fedtan-rounds"] = 1  # both phases of fedtan2
     made = {}
     for name in METHODS:
-        config = Config.make({**settings, "strategy": name})
+        config = Config.make({**settings, **NEEDS.get(name, {}), "strategy": name})
         if name == CENTRALIZED:
             summary = run(config, folder / name)
         else:  # two threads, on any machine

@@ -91,7 +91,8 @@ def test_a_node_without_a_partition_is_told_what_to_do(quick_config) -> None:
 def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     """A key that is not handed on would be a setting without effect."""
     changed = {"variance": "pooled", "min-replies": 2, "eval-every": 3, "seed": 5, "proximal-mu": 0.5, "freeze-at": 7}
-    config = quick_config(strategy=name, **changed, **{"fraction-train": 0.5, "fraction-evaluate": 0.25})
+    norm = "wsconv" if name == "fedwon" else "batch"
+    config = quick_config(strategy=name, norm=norm, **changed, **{"fraction-train": 0.5, "fraction-evaluate": 0.25})
     strategy = make_strategy(config, make_model(config), 3)
     assert type(strategy) is STRATEGIES[name]
     assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 3)
