@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
@@ -65,7 +65,7 @@ clientapp = "benchmark_app:client_app"
 
 [tool.flwr.app.config]
 strategy = "fedavg"
-settings = "{}"
+exchange = ""
 rounds = 1
 times = ""
 """
@@ -114,10 +114,10 @@ def side_by_side(repetitions: int, rounds: int, data_dir: str) -> Times:
 
 def in_ray(rounds: int, data_dir: str) -> Times:
     """Measure FedAvg, FedTAN by channel and FedTAN by messages in Ray, each with five actors."""
-    runs: Mapping[str, tuple[str, dict[str, Any], int]] = {
-        "Ray, FedAvg": ("fedavg", {}, rounds),
-        "Ray, FedTAN by channel": ("fedtan", {"fedtan_exchange": "channel"}, rounds),
-        "Ray, FedTAN by messages": ("fedtan", {"fedtan_exchange": "messages"}, 1),
+    runs: Mapping[str, tuple[str, str, int]] = {
+        "Ray, FedAvg": ("fedavg", "", rounds),
+        "Ray, FedTAN by channel": ("fedtan", "channel", rounds),
+        "Ray, FedTAN by messages": ("fedtan", "messages", 1),
     }
     federation: dict[str, Scalar] = {
         "num-supernodes": CLIENTS,
@@ -131,7 +131,7 @@ def in_ray(rounds: int, data_dir: str) -> Times:
         shutil.copy(Path(__file__).with_name("fedtan_work.py"), app)
         (app / "benchmark_app.py").write_text(_APP.format(data_dir=data_dir))
         (app / "pyproject.toml").write_text(_PYPROJECT)
-        for name, (strategy, settings, count) in runs.items():
+        for name, (strategy, exchange, count) in runs.items():
             config: dict[str, Scalar] = {
                 "strategy": strategy,
                 "settings": json.dumps(settings),

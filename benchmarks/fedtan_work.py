@@ -105,13 +105,14 @@ def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
 
 
 def make_server_app() -> ServerApp:
-    """Return a ServerApp that times a strategy (run config: ``strategy``, ``settings``, ``rounds``, ``times``)."""
+    """Return a ServerApp that times a strategy (run config: ``strategy``, ``exchange``, ``rounds``, ``times``)."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         config = context.run_config
-        strategy = make_strategy(str(config["strategy"]), **json.loads(str(config["settings"])))
+        settings = {"fedtan_exchange": str(config["exchange"])} if config["exchange"] else {}
+        strategy = make_strategy(str(config["strategy"]), **settings)
         seconds: Sequence[float] = round_seconds(strategy, grid, int(config["rounds"]))
         Path(str(config["times"])).write_text(json.dumps(list(seconds)))
 

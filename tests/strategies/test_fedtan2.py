@@ -46,6 +46,8 @@ def test_fedtan_up_to_m_then_frozen(tan, model, data, same_bits, carrier: str, a
         assert not np.array_equal(run.history[5][name], run.history[4][name]), name
     reports = run.strategy.reports
     assert [r.phase for r in reports] == ["synchronised"] * m + ["frozen"] * (5 - m)
+    told = [run.strategy.client_config(r)["rules"] for r in range(1, 6)]
+    assert told == ["synchronise-first-step"] * m + ["freeze-bn"] * (5 - m)
     assert [r.train.exchanges for r in reports] == [4] * m + [1] * (5 - m)
     assert len({r.train.down for r in reports[m:]}) == 1
 

@@ -190,7 +190,8 @@ def test_below_the_minimum_the_previous_model_is_kept(tan, model, data, same_bit
     first, second = made.reports
     assert first.kept_previous
     assert first.participants == []
-    assert "lights out" in done.why(BAD)
+    # The round is over once the others have given up; the failed client's own words may come a moment later.
+    assert any(words in done.why(BAD) for words in ("lights out", "ended its work"))
     same_bits(done.history[1], done.history[0])
     assert second.participants == [0, 1, 2, 3]
     assert not second.kept_previous
