@@ -134,7 +134,7 @@ def in_ray(rounds: int, data_dir: str) -> Times:
         for name, (strategy, exchange, count) in runs.items():
             config: dict[str, Scalar] = {
                 "strategy": strategy,
-                "settings": json.dumps(settings),
+                "exchange": exchange,
                 "rounds": count,
                 "times": str(found),
             }
