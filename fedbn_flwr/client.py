@@ -22,7 +22,7 @@ from fedbn_flwr.errors import StateError
 from fedbn_flwr.evaluation import evaluate
 from fedbn_flwr.journal import ANSWERS, forget, recall
 from fedbn_flwr.local_state import LocalState
-from fedbn_flwr.records import tensors, to_state
+from fedbn_flwr.records import decode, tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import Part, split_state
 from fedbn_flwr.strategies import client_rules
@@ -275,7 +275,7 @@ def _open(message: Message) -> tuple[list[str], list[Array], Config]:
     arrays: list[Array] = []
     for index, (key, record) in enumerate(message.content.array_records.items()):
         names += [name if index == 0 else f"{key}/{name}" for name in record]
-        arrays += [array.numpy() for array in record.values()]
+        arrays += [decode(array) for array in record.values()]
     config: Config = {}
     for told in message.content.config_records.values():
         config.update(told)

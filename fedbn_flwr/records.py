@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,7 +14,14 @@ from flwr.app import ArrayRecord
 from fedbn_flwr.averaging import Array, State
 from fedbn_flwr.errors import StateError
 
-__all__ = ["from_record", "num_bytes", "state_sha256", "tensors", "to_record", "to_state"]
+__all__ = ["decode", "from_record", "num_bytes", "state_sha256", "tensors", "to_record", "to_state"]
+
+# Version 1.0 of NumPy's file format, an array in C order; the header ends in a line feed.
+_NPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype>[<>|][a-z]\d+)', 'fortran_order': False, "
+    rb"'shape': \((?P<shape>[\d, ]*)\), \} *\n",
+    re.DOTALL,
+)
 
 
 def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
@@ -43,7 +51,20 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
 
 def from_record(record: ArrayRecord) -> dict[str, Array]:
     """Return the record's arrays by name; each is a fresh copy."""
-    return {name: array.numpy() for name, array in record.items()}
+    return {name: decode(array) for name, array in record.items()}
+
+
+def decode(array: FlowerArray) -> Array:
+    """Return a Flower array's numbers, a fresh copy: ``array.numpy()`` that may be called in several threads at once.
+
+    NumPy reads the header of its format with ``ast``, which in threads of Python 3.11.7 now and then raises
+    "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
+    """
+    if (header := _NPY.match(array.data)) is None:
+        return array.numpy()  # another version, Fortran order, or no array at all: NumPy says what is wrong
+    shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
+    flat = np.frombuffer(array.data, dtype=header["dtype"].decode(), offset=header.end())
+    return flat.reshape(shape).copy()
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:

@@ -80,11 +80,14 @@ class InProcessGrid(Grid):
             self._contexts[node_id] = Context(
                 self._run.run_id, node_id, node_config, RecordDict(), dict(run_config or {})
             )
-        # A thread per node, for clients that meet in mid-step must all be under way; otherwise few compute at a time.
+        # Clients that meet in mid-step must all be under way; otherwise few compute at a time.
         self._slots = threading.Semaphore(max_workers or os.cpu_count() or 1)
         self._meetings: dict[str, Meeting] = {}
-        self._pool = ThreadPoolExecutor(num_nodes, thread_name_prefix="client", initializer=_set_threads(torch_threads))
-        self._busy: dict[int, threading.Lock] = {node_id: threading.Lock() for node_id in self._contexts}
+        # One thread a node: a node works on one message at a time, and one that hangs takes no other node's thread.
+        self._threads = {
+            node_id: ThreadPoolExecutor(1, thread_name_prefix="client", initializer=_set_threads(torch_threads))
+            for node_id in self._contexts
+        }
         self._waiting: dict[str, Future[Message]] = {}
 
     def __enter__(self) -> InProcessGrid:
@@ -99,7 +102,8 @@ class InProcessGrid(Grid):
 
     def close(self) -> None:
         """Wait for the clients at work and end their threads; messages not begun are dropped."""
-        self._pool.shutdown(cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
 
     def set_run(self, run: Run) -> None:
         """See ``Grid.set_run``; the contexts keep the run they were made for."""
@@ -150,7 +154,7 @@ class InProcessGrid(Grid):
             own = Message(content, message.metadata.dst_node_id, message.metadata.message_type)
             own.metadata.__dict__.update(message.metadata.__dict__)
             own.metadata.__dict__.update(_message_id=message_id, _run_id=self._run.run_id)
-            self._waiting[message_id] = self._pool.submit(self._work, own)
+            self._waiting[message_id] = self._threads[message.metadata.dst_node_id].submit(self._work, own)
             message_ids.append(message_id)
         return message_ids
 
@@ -177,8 +181,7 @@ class InProcessGrid(Grid):
     def _work(self, message: Message) -> Message:
         node_id = message.metadata.dst_node_id
         meetings = [meeting for meeting in list(self._meetings.values()) if node_id in meeting.members]
-        # A node works on one message at a time.
-        with self._busy[node_id], nullcontext() if meetings else self._slots:
+        with nullcontext() if meetings else self._slots:
             context = copy.deepcopy(self._contexts[node_id])
             try:
                 with seats_of(lambda meeting_id: self._meetings[meeting_id].seat(node_id)):

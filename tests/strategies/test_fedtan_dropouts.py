@@ -260,3 +260,23 @@ def test_replayed_steps_give_the_bits_of_uninterrupted_ones(tan, model, data, sa
     same_bits(met.state, called.state)
     other = tan(strategy("meeting"), model, data, **settings, seed=8)
     assert not np.array_equal(met.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"
+
+
+def test_a_client_that_hangs_for_rounds_takes_nobody_elses_place(tan, model, data, release) -> None:
+    """In process: it is dropped in each round, and its waiting messages do not keep a healthy client from starting."""
+
+    class Hanging(TorchClient):
+        def fit(self, parameters, config):
+            if self.partition_id == BAD and config["server-round"] == 1:
+                release.wait(15)
+            return super().fit(parameters, config)
+
+    done = tan(FedTAN(fraction_evaluate=0.0, fedtan_timeout=1.0), model, data, rounds=3, client=Hanging)
+    assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 3
+
+
+@pytest.fixture
+def release():
+    event = threading.Event()
+    yield event
+    event.set()
