@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +13,9 @@ from typing import Any
 # Before Flower is imported anywhere: no telemetry, no look at the network, no file in the user's home.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-os.environ.setdefault("FLWR_HOME", tempfile.mkdtemp(prefix="flwr-home-"))
+if "FLWR_HOME" not in os.environ:
+    os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="flwr-home-")
+    atexit.register(shutil.rmtree, os.environ["FLWR_HOME"], ignore_errors=True)
 
 import numpy as np
 import pytest

@@ -78,7 +78,11 @@ class Study(BaseModel):
             raise ConfigError("\n".join(lines)) from error
         named = [*study.skip, *study.paper]
         problems = [f"study {path}: '{name}' names no METHOD/SPLIT" for name in named if name not in study.names()]
+        folders: dict[Path, str] = {}
         for cell in study.cells():
+            first = folders.setdefault(cell.folder(Path()), cell.name)
+            if first != cell.name:
+                problems.append(f"study {path}: {first} and {cell.name} would share a folder; rename one of them")
             try:
                 _ = cell.config
             except ConfigError as error:

@@ -140,3 +140,10 @@ def test_a_failed_run_leaves_the_finished_ones(study: Study, tmp_path: Path, mon
     begun: list[int] = []
     sweep(study, tmp_path / "out", on_cell=lambda cell, i, n: begun.append(i))
     assert begun == [1, 2, 3, 4, 5]
+
+
+def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text('name: twins\nmethods: {"M=1 a": {}, "M=1_a": {}}\n')
+    with pytest.raises(ConfigError, match="M=1 a/all/seed-0 and M=1_a/all/seed-0 would share a folder; rename one"):
+        Study.load(study)
