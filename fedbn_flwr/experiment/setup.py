@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.data import DATASETS, Augment, Dataset, View, deal_test, load_dataset, make_partition
+from fedbn_flwr.data import DATASETS, Augment, Dataset, View, load_dataset, split_dataset
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.models import build_model, input_shape
@@ -154,24 +154,17 @@ def _federation(num_clients: int, *values: Any) -> Federation:
     info = DATASETS[of["dataset"]]
     channels, size = input_shape(of["model"], info.channels, info.size)
     data = load_dataset(of["dataset"], of["data_dir"], channels, size, pick_device(of["device"]))
-    labels, test_labels = (samples.targets.cpu().numpy() for samples in (data.train, data.test))
-    groups, test_groups = (
-        None if samples.groups is None else samples.groups.cpu().numpy() for samples in (data.train, data.test)
-    )
-    train = make_partition(
+    train, test = split_dataset(
+        data,
         of["partition"],
-        labels,
         num_clients,
         seed=of["seed"],
-        num_classes=data.num_classes,
         alpha=of["partition_alpha"],
         classes_per_client=of["classes_per_client"],
         num_shards=of["num_shards"],
         shards_per_client=of["shards_per_client"],
         domain_share=of["domain_share"],
-        groups=groups,
     )
-    test = deal_test(train, labels, test_labels, of["seed"], groups, test_groups)
     return Federation(data, tuple(train), tuple(test), Augment.parse(of["augment"]))
 
 
