@@ -15,6 +15,8 @@ from torch import nn
 from fedbn_flwr.carriers.channel import ChannelSeat
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 
@@ -32,15 +34,23 @@ def branches(lab) -> nn.Module:
         return lab.trained(lab.Branches())
 
 
-def test_the_ledger_of_resnet20_is_table_3(tan, lab) -> None:
-    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart."""
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_the_ledger_of_resnet20_is_table_3(tan, lab, carrier: str) -> None:
+    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart; measured, and as ``inspect`` foretells it."""
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = lab.client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    report = tan(made(), model, data).strategy.reports[0].train
+    report = tan(made(carrier=carrier), model, data, carrier=carrier).strategy.reports[0].train
     assert round(report.megabytes, 4) == 6.2679
     assert report.exchanges == 3 * 19 + 1 == 58
     assert (report.down, report.up) == (4 * (271098 + 2 * 1376), 5 * 4 * (271098 + 2 * 1376))
     assert (report.counters_down, report.counters_up) == (19 * 8, 5 * 19 * 8)
+    config = Config.make({"strategy": "fedtan", "dataset": "cifar10", "model": "resnet20"})
+    assert report == inspect_model(model, "fedtan", 5, config).first
+
+
+def test_the_ledger_of_fedavg_is_table_3(tan, lab) -> None:
+    model = build_model("resnet20", num_classes=10, channels=3, size=32)
+    data = lab.client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
     plain = tan(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
     assert round(plain.megabytes, 4) == 6.2049
     assert (plain.exchanges, plain.down) == (1, 4 * 271098)
