@@ -180,8 +180,8 @@ class InProcessGrid(Grid):
 
     def _work(self, message: Message) -> Message:
         node_id = message.metadata.dst_node_id
-        meetings = [meeting for meeting in list(self._meetings.values()) if node_id in meeting.members]
-        with nullcontext() if meetings else self._slots:
+        meets = any(node_id in meeting.members for meeting in list(self._meetings.values()))
+        with nullcontext() if meets else self._slots:
             context = copy.deepcopy(self._contexts[node_id])
             try:
                 with seats_of(lambda meeting_id: self._meetings[meeting_id].seat(node_id)):
@@ -192,8 +192,6 @@ class InProcessGrid(Grid):
                 raised = ClientAppException(str(error))
                 reason = f"{type(raised)}:<'{raised}'>"
                 reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-        for meeting in meetings:
-            meeting.leave(node_id, "ended its work before the step was done")
         reply.metadata.__dict__["_message_id"] = self._new_id()
         return reply
 
