@@ -214,8 +214,8 @@ def check(config: Config) -> None:
         problems.append(str(error))
     if config.data_dir and not Path(config.data_dir).is_absolute():
         problems.append(
-            f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write "
-            f"{str(Path(config.data_dir).absolute())!r}."
+            f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write the absolute path "
+            f"(seen from the folder of this process: {str(Path(config.data_dir).absolute())!r})."
         )
     elif config.data_dir and not Path(config.data_dir).is_dir():
         problems.append(f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data.")

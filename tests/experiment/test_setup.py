@@ -121,8 +121,10 @@ def test_a_relative_data_folder_is_refused_with_the_absolute_one(quick_config, t
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         check(quick_config(**{"data-dir": "mnist"}))
-    expected = f"data-dir='mnist' is relative, and nodes run in other folders. Write {str(tmp_path / 'mnist')!r}."
-    assert str(caught.value) == expected
+    assert str(caught.value) == (
+        "data-dir='mnist' is relative, and nodes run in other folders. Write the absolute path (seen from the folder of "
+        f"this process: {str(tmp_path / 'mnist')!r})."
+    )
 
 
 def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
