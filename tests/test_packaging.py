@@ -78,6 +78,8 @@ def test_what_else_is_in_them(unpacked: dict[str, Path]) -> None:
     assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert "fedbn-flwr = fedbn_flwr.cli:app" in (info / "entry_points.txt").read_text()
     assert "Provides-Extra: dev" in (info / "METADATA").read_text()
+    bundle = {path.name for path in unpacked["bundle"].iterdir()}
+    assert bundle == {"fedbn_flwr", "apps", "pyproject.toml", "README.md", "LICENSE", ".info"}, "what nodes need"
     for name in ("pyproject.toml", "README.md", "LICENSE", "apps/main/server_app.py", "apps/main/recipes/demo.yaml"):
         assert (unpacked["bundle"] / name).is_file(), name
         assert (unpacked["sdist"] / name).is_file(), name
