@@ -122,8 +122,8 @@ def test_a_relative_data_folder_is_refused_with_the_absolute_one(quick_config, t
     with pytest.raises(ConfigError) as caught:
         check(quick_config(**{"data-dir": "mnist"}))
     assert str(caught.value) == (
-        "data-dir='mnist' is relative, and nodes run in other folders. Write the absolute path (seen from the folder of "
-        f"this process: {str(tmp_path / 'mnist')!r})."
+        "data-dir='mnist' is relative, and nodes run in other folders. Write the absolute path (seen from the folder "
+        f"of this process: {str(tmp_path / 'mnist')!r})."
     )
 
 
