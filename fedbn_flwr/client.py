@@ -14,7 +14,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
-from torch.nn import functional as F
 
 from fedbn_flwr.averaging import Array
 from fedbn_flwr.carriers import Pending
@@ -26,7 +25,8 @@ from fedbn_flwr.records import decode, tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import Part, split_state
 from fedbn_flwr.strategies import client_rules
-from fedbn_flwr.training import Batches, LocalTraining, LossFn, train
+from fedbn_flwr.tasks import CLASSIFICATION, Task
+from fedbn_flwr.training import Batches, LocalTraining, train
 
 __all__ = ["ARRAY_NAMES", "TorchClient", "client_app"]
 
@@ -46,7 +46,7 @@ class TorchClient(NumPyClient):
             its ``node_config["partition-id"]`` names the client.
         partition_id: takes the place of the context's.
         seed: of the run; batches, augmentation and dropout draw from streams of (seed, round, partition id).
-        loss_fn: mean loss of a batch of (outputs, targets).
+        task: the loss, ``Task(loss=...)`` for one of your own, and what counts in training and tests.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["array-names"]`` (a JSON list) or, without it, the whole
     state dict in its order; ``fit`` returns the shared entries, named in its metrics where they are not all of them.
@@ -62,7 +62,7 @@ class TorchClient(NumPyClient):
         context: Context | None = None,
         partition_id: int | None = None,
         seed: int = 0,
-        loss_fn: LossFn = F.cross_entropy,
+        task: Task = CLASSIFICATION,
     ) -> None:
         self.model = model
         self.train_data = train_data
@@ -74,7 +74,7 @@ class TorchClient(NumPyClient):
             partition_id = int(context.node_config["partition-id"])
         self.partition_id = partition_id
         self.seed = seed
-        self.loss_fn = loss_fn
+        self.task = task
 
     def get_properties(self, config: Config) -> Config:
         """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``."""
@@ -117,7 +117,7 @@ class TorchClient(NumPyClient):
                 learning_rate=self.settings.learning_rate.at(server_round, bool(config.get("frozen", False))),
                 stream=functools.partial(self._stream, server_round),
                 rules=rules,
-                loss_fn=self.loss_fn,
+                task=self.task,
             )
         except Pending as exchange:
             name = json.dumps([f"{ANSWERS}/{exchange.tag}"])
@@ -149,17 +149,18 @@ class TorchClient(NumPyClient):
         """Evaluate the received entries joined with the part kept here, on each test set.
 
         Returns:
-            Mean loss on the first test set, its size, and the metrics ``<name>-loss``, ``<name>-accuracy`` and
-            ``<name>-num-examples`` of each (without a prefix where there is one unnamed set).
+            Mean loss on the first test set, its size, and the metrics ``<name>-loss``, ``<name>-accuracy``,
+            ``<name>-num-examples`` and, of a segmentation, ``<name>-miou`` of each (without a
+            prefix where there is one unnamed set).
         """
         self._load(parameters, config, LocalState(self.context, self.parts, self.model))
         metrics: Config = {}
         first: tuple[float, int] | None = None
         asked = [name for name in str(config.get("test-sets", "")).split(",") if name] or list(self.test_data)
         for name in asked:
-            result = evaluate(self.model, self.test_data[name], loss_fn=self.loss_fn)
+            result = evaluate(self.model, self.test_data[name], task=self.task)
             prefix = f"{name}-" if name else ""
-            metrics |= {f"{prefix}loss": result.loss, f"{prefix}accuracy": result.accuracy}
+            metrics |= result.named(prefix)
             metrics[f"{prefix}num-examples" if name else "examples-tested"] = result.num_examples
             first = first or (result.loss, result.num_examples)
         loss, num_examples = first or (float("nan"), 0)

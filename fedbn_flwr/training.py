@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.randomness import private_randomness
+from fedbn_flwr.tasks import CLASSIFICATION, LossFn, Task
 
 __all__ = [
     "Batches",
@@ -27,7 +27,6 @@ __all__ = [
     "Extras",
     "LearningRate",
     "LocalTraining",
-    "LossFn",
     "Rule",
     "Stream",
     "TrainResult",
@@ -36,7 +35,6 @@ __all__ = [
     "train",
 ]
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
 StepResult = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
 Compute = Callable[[], StepResult]
 Entries = Mapping[str, Tensor]
@@ -182,7 +180,7 @@ class TrainResult:
 
     Attributes:
         loss: mean over the examples processed of the batch losses before each step, without penalties.
-        accuracy: share of the examples processed that were classified right before each step.
+        accuracy: share of the examples processed (of their pixels that count) classified right before each step.
         num_processed: examples processed (an example counts in each step that uses it).
         num_steps: optimizer steps.
         num_dropped: batches of one example left out because a BatchNorm would have seen one value per channel.
@@ -205,7 +203,7 @@ def train(
     learning_rate: float,
     stream: Stream,
     rules: Sequence[Rule] = (),
-    loss_fn: LossFn = F.cross_entropy,
+    task: Task = CLASSIFICATION,
     optimizer: torch.optim.SGD | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
@@ -217,7 +215,7 @@ def train(
         learning_rate: rate of this round.
         stream: gives a CPU generator for a purpose ("batches", "augment", "dropout").
         rules: the method's hooks.
-        loss_fn: mean loss of a batch.
+        task: the loss, and which targets count.
         optimizer: one to go on with (the centralized reference keeps its momentum); None = a new one.
 
     Raises:
@@ -236,7 +234,7 @@ def train(
     for rule in rules:
         rule.start(model, optimizer)
     augment = stream("augment")
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, correct; read once at the end
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted; read once at the end
     processed = steps = dropped = 0
     singletons_fit: bool | None = None
     with private_randomness(stream("dropout").initial_seed(), device) as random:
@@ -248,7 +246,7 @@ def train(
                 if not singletons_fit:
                     dropped += 1
                     continue
-            compute = _step(model, inputs, targets, optimizer, rules, loss_fn, settings.amp, random)
+            compute = _step(model, inputs, targets, optimizer, rules, task.loss, settings.amp, random)
             for rule in rules:
                 compute = functools.partial(rule.run_step, step, model, len(positions), compute)
             loss, outputs = compute()
@@ -257,6 +255,7 @@ def train(
             optimizer.step()
             totals[0] += loss.double() * len(positions)
             totals[1] += (outputs.argmax(1) == targets).sum()
+            totals[2] += task.counted(targets)
             processed += len(positions)
             steps += 1
     metrics = {key: value for rule in rules for key, value in rule.end(model).items()}
@@ -265,8 +264,8 @@ def train(
             f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance. Use a "
             f"batch-size above 1 (it is {settings.batch_size}) or another norm."
         )
-    loss_sum, correct = totals.tolist()
-    return TrainResult(loss_sum / processed, correct / processed, processed, steps, dropped, metrics)
+    loss_sum, correct, counted = totals.tolist()
+    return TrainResult(loss_sum / processed, correct / max(counted, 1), processed, steps, dropped, metrics)
 
 
 def _step(

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Before Flower is imported anywhere: no telemetry, no look at the network, no file in the user's home.
@@ -22,6 +23,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
+from PIL import Image
 from torch import Tensor, nn
 
 from fedbn_flwr.averaging import Array
@@ -68,6 +70,34 @@ def points() -> MakePoints:
         return Points(inputs, torch.randint(classes, (num_examples,), generator=generator))
 
     return make
+
+
+WriteCityscapes = Callable[[Path, Mapping[str, int], Mapping[str, int], tuple[int, int]], Path]
+
+
+@pytest.fixture(scope="session")
+def write_cityscapes() -> WriteCityscapes:
+    """``write_cityscapes(folder, train, val, size)``: images of (height, width) in Cityscapes' layout, per city.
+
+    The red value of a pixel is its label id, drawn at random in 4 by 4 blocks of the image.
+    """
+
+    def write(folder: Path, train: Mapping[str, int], val: Mapping[str, int], size: tuple[int, int]) -> Path:
+        cities = [("train", city, n) for city, n in train.items()] + [("val", city, n) for city, n in val.items()]
+        for part, city, number in ((part, city, i) for part, city, count in cities for i in range(count)):
+            ids = np.random.default_rng(number).integers(0, 34, (4, 4)).astype(np.uint8)
+            ids = np.kron(ids, np.ones((size[0] // 4, size[1] // 4), np.uint8))
+            ids[0, 0] = 255  # the licence plate's -1, as a byte
+            name, root = f"{city}_{number:06}_000019", folder / "cityscapes"
+            image = np.stack([ids, 0 * ids, 0 * ids], axis=2)
+            files = (("leftImg8bit", "", image), ("gtFine", "_labelIds", ids), ("gtFine", "_instanceIds", ids + 1))
+            for kind, suffix, array in files:
+                path = root / kind / part / city / f"{name}_{kind}{suffix}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(array).save(path)
+        return folder
+
+    return write
 
 
 MakeModel = Callable[..., nn.Module]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.tasks import Task
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 500])
@@ -55,7 +56,7 @@ def test_without_examples_there_is_no_number(points, mlp) -> None:
 def test_another_loss(points) -> None:
     data = points(5, shape=(2,))
     model = nn.Linear(2, 3).double()
-    result = evaluate(model, data, loss_fn=lambda outputs, _: outputs.mean(), batch_size=2)
+    result = evaluate(model, data, task=Task(loss=lambda outputs, _: outputs.mean()), batch_size=2)
     assert result.loss == pytest.approx(model(data.inputs).mean().item(), rel=1e-14)
 
 

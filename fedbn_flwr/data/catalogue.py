@@ -9,6 +9,7 @@ from fedbn_flwr.data.digits_domains import read_digits_domains
 from fedbn_flwr.data.domains import DOMAINNET10, OFFICE_CALTECH10, read_digits_five, read_domains
 from fedbn_flwr.data.folders import read_imagenet, read_tiny_imagenet
 from fedbn_flwr.data.readers import Reader, read_cifar, read_digits, read_idx, read_svhn, read_usps
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 __all__ = ["DATASETS", "DatasetInfo"]
 
@@ -31,7 +32,7 @@ class DatasetInfo:
         std: standard deviation, likewise.
         aspect: width of the images divided by their height.
         grouped: the samples have groups (domains, cities), for the splits that need them.
-        by_pixel: targets are the classes of pixels (segmentation).
+        task: what is learned from it.
         downloads: absent files are downloaded, where there is a network.
     """
 
@@ -47,7 +48,7 @@ class DatasetInfo:
     std: tuple[float, ...]
     aspect: int = 1
     grouped: bool = False
-    by_pixel: bool = False
+    task: Task = CLASSIFICATION
     downloads: bool = True
 
 
@@ -127,7 +128,7 @@ _INFOS = (
         "cityscapes", 19, 3, 512, "3,475 street scenes of 21 cities with 19 classes of pixels, 1024x512 RGB",
         "Cordts et al. 2016", read_cityscapes, "cityscapes/ with leftImg8bit/{train,val}/CITY/*_leftImg8bit.png and "
         "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
-        *_IMAGENET, aspect=2, grouped=True, by_pixel=True, downloads=False,
+        *_IMAGENET, aspect=2, grouped=True, task=SEGMENTATION, downloads=False,
     ),
 )  # fmt: skip
 

@@ -18,10 +18,11 @@ from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.tasks import SEGMENTATION
 
 __all__ = ["IGNORE", "TRAIN_IDS", "read_cityscapes"]
 
-IGNORE = 255
+IGNORE = SEGMENTATION.ignore
 """The class of pixels that neither train nor count."""
 
 TRAIN_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)

@@ -30,8 +30,8 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
     members = _members("domain", request)
     if request.num_clients < len(members):
         raise ConfigError(
-            f"partition 'domain': num-clients={request.num_clients} is fewer than the {len(members)} domains. Use "
-            f"{len(members)} or more."
+            f"partition 'domain': num-clients={request.num_clients} is fewer than the {len(members)} domains "
+            f"({_named(request, members)}). Use {len(members)} or more."
         )
     for domain, (group, own) in enumerate(members.items()):
         used = _used(request.domain_share, len(own), group)
@@ -52,8 +52,8 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
     members = _members("natural", request)
     if request.num_clients != len(members):
         raise ConfigError(
-            f"partition 'natural' makes a client of each of the {len(members)} groups with training examples; "
-            f"num-clients={request.num_clients}. Use num-clients={len(members)}."
+            f"partition 'natural' makes a client of each of the {len(members)} groups with training examples "
+            f"({_named(request, members)}); num-clients={request.num_clients}. Use num-clients={len(members)}."
         )
     return list(members.values())
 
@@ -66,6 +66,11 @@ def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
             "Use another partition or data set."
         )
     return {int(group): np.flatnonzero(request.groups == group).astype(np.int64) for group in np.unique(request.groups)}
+
+
+def _named(request: PartitionRequest, members: dict[int, Indices]) -> str:
+    """Return the groups' names, or their numbers."""
+    return ", ".join(request.group_names[group] if request.group_names else str(group) for group in members)
 
 
 def _used(share: float, count: int, group: int) -> int:

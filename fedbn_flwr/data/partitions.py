@@ -66,6 +66,7 @@ def make_partition(
     shards_per_client: int = 0,
     domain_share: float = 1.0,
     groups: Indices | None = None,
+    group_names: Sequence[str] = (),
 ) -> list[Indices]:
     """Return the indices of each client's training examples.
 
@@ -83,6 +84,7 @@ def make_partition(
         shards_per_client: ``shards``: of each client, 0 for 2; ``unbalanced-shards``: at most, 0 for 30.
         domain_share: ``domain``: fraction of each domain's examples (up to 1) or number of them (above 1).
         groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits do not look at it.
+        group_names: of the groups 0, 1, ..., for messages; their numbers where empty.
 
     Raises:
         ConfigError: a name or number is out of range.
@@ -120,6 +122,7 @@ def make_partition(
         shards_per_client,
         domain_share,
         groups,
+        tuple(group_names),
     )
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
     _refuse_empty(name, partition)
@@ -153,7 +156,14 @@ def split_dataset(
         None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
     )
     train = make_partition(
-        name, labels, num_clients, seed=seed, num_classes=dataset.num_classes, groups=groups, **settings
+        name,
+        labels,
+        num_clients,
+        seed=seed,
+        num_classes=dataset.num_classes,
+        groups=groups,
+        group_names=dataset.group_names,
+        **settings,
     )
     return train, deal_test(train, labels, test_labels, seed, groups, test_groups)
 

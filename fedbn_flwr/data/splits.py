@@ -54,6 +54,7 @@ class PartitionRequest:
     shards_per_client: int = 0
     domain_share: float = 1.0
     groups: Indices | None = None
+    group_names: tuple[str, ...] = ()
 
 
 def split_iid(request: PartitionRequest) -> list[Indices]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from fedbn_flwr.data import PARTITIONS, Augment
 from fedbn_flwr.data.datasets import DATASETS
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
-from fedbn_flwr.models import model_info
+from fedbn_flwr.models import MODELS, model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -24,7 +24,6 @@ __all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar", "read_overrides", "
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global")
-SEGMENTATION = ("cityscapes",)
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 
 
@@ -55,6 +54,9 @@ class Config(BaseModel):
     model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, or torchvision:NAME")
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
     dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
+    image_size: int = _key(
+        "what", 0, "height of the images, pixels; 0 = as published; a model that needs another takes its own", ge=0
+    )
     data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
     partition: str = _key("what", "classes", "split over the clients; `fedbn-flwr list partitions`")
     partition_alpha: float = _key("what", 0.5, "concentration of `partition=dirichlet`", gt=0)
@@ -63,7 +65,11 @@ class Config(BaseModel):
     domain_share: float = _key("what", 1.0, "`partition=domain`: share of a domain used; above 1 a number", gt=0)
     classes_per_client: int = _key("what", 2, "classes each client holds under `partition=classes`", ge=1)
     num_clients: int = _key(
-        "what", 0, "clients; in process they are made (0 = 5); under Flower the federation has them (0 = all)", ge=0
+        "what",
+        0,
+        "clients; in process they are made (0 = 5, or the groups of `natural` and `domain`); under Flower the "
+        "federation has them (0 = all)",
+        ge=0,
     )
 
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
@@ -154,7 +160,7 @@ class Config(BaseModel):
         problems: list[str] = []
         _try(problems, lambda: self._known("strategy", self.strategy, [*STRATEGIES, CENTRALIZED]))
         _try(problems, lambda: self._known("norm", self.norm, NORMS))
-        _try(problems, lambda: model_info(self.model))
+        _try(problems, self._one_task)
         _try(problems, lambda: self._known("dataset", self.dataset, DATASETS))
         _try(problems, lambda: self._known("partition", self.partition, PARTITIONS))
         _try(problems, lambda: Augment.parse(self.augment))
@@ -176,10 +182,6 @@ class Config(BaseModel):
             problems.append(f"strategy={self.strategy} synchronises BatchNorm; norm=batch-renorm corrects it locally")
         if self.strategy == "fedwon" and self.norm != "wsconv":
             problems.append(f"strategy=fedwon trains without normalisation: norm={self.norm} must be wsconv")
-        if self.dataset in SEGMENTATION or self.model.startswith("torchvision-seg:"):
-            problems.append(
-                "segmentation has loaders and models (fedbn_flwr.data, fedbn_flwr.models), but runs classify images"
-            )
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
         for strategy, key, value in (
@@ -194,6 +196,17 @@ class Config(BaseModel):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _one_task(self) -> None:
+        """Check that the model is known and learns what the data teach."""
+        learned = model_info(self.model).task
+        taught = DATASETS[self.dataset].task if self.dataset in DATASETS else learned
+        if taught != learned:
+            allowed = ", ".join(name for name, info in MODELS.items() if info.task == taught)
+            raise ConfigError(
+                f"dataset={self.dataset} is for {taught.name}, model={self.model} for {learned.name}. Use another data "
+                f"set, or one of the models {allowed}"
+            )
 
     @staticmethod
     def _known(key: str, value: str, allowed: Any) -> None:

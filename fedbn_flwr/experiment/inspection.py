@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.models import input_shape
+from fedbn_flwr.experiment.setup import image_shape
 from fedbn_flwr.records import to_state
 from fedbn_flwr.state import Part, Parts, split_state
 from fedbn_flwr.strategies import STRATEGIES
@@ -147,8 +146,6 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
 
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
     """Return the channels of each BatchNorm call of a forward pass, in order: a layer used twice stands twice."""
-    info = DATASETS[config.dataset]
-    channels, size = input_shape(config.model, info.channels, info.size)
     parameter = next(model.parameters())
     found: list[int] = []
 
@@ -161,7 +158,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
     model.eval()
     try:
         with torch.no_grad():
-            model(torch.zeros(2, channels, size, size, dtype=parameter.dtype, device=parameter.device))
+            model(torch.zeros(2, *image_shape(config), dtype=parameter.dtype, device=parameter.device))
     finally:
         for handle in handles:
             handle.remove()

@@ -12,7 +12,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.run import OnRound, centralized, serve
-from fedbn_flwr.experiment.setup import DEFAULT_CLIENTS, check, client_fn, federation
+from fedbn_flwr.experiment.setup import check, client_fn, count_clients, federation
 from fedbn_flwr.experiment.simulation import simulate
 
 __all__ = ["ENGINES", "Engine", "preflight", "run"]
@@ -29,8 +29,8 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     """
     out = out.absolute()
     RunFolder.refuse_used(out)
-    config = config.model_copy(update={"num_clients": config.num_clients or DEFAULT_CLIENTS, "out": str(out)})
     check(config)
+    config = config.model_copy(update={"num_clients": count_clients(config), "out": str(out)})
     federation(config, config.num_clients)
     return config, out
 
@@ -39,7 +39,7 @@ def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRo
     """Do one run and return its summary.
 
     Args:
-        config: the settings; ``num_clients`` = 0 means 5 clients.
+        config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group under a split by group.
         out: the output folder, empty or absent.
         engine: "in-process" runs the clients in threads of this process, "simulation" in Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.

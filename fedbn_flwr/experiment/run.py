@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fedbn_flwr.averaging import State
+from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.evaluation import evaluate
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
@@ -23,6 +24,7 @@ from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.setup import (
     Federation,
     check,
+    count_clients,
     federation,
     local_training,
     make_model,
@@ -103,7 +105,7 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     check(config)
     tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
     config = config.model_copy(update={"eval_on": ",".join(tests)})
-    data = federation(config, config.num_clients)
+    data = federation(config, count_clients(config))
     model = make_model(config).to(pick_device(config.device))
     settings = local_training(config)
     recorder = _Recorder(RunFolder(out, config), config, model, data, None, on_round)
@@ -120,6 +122,7 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
                 learning_rate=settings.learning_rate.at(server_round),
                 stream=functools.partial(_stream, config.seed, server_round),
                 optimizer=optimizer,
+                task=DATASETS[config.dataset].task,
             )
             report = RoundReport(server_round, "centralized")
             report.metrics = {
@@ -172,7 +175,7 @@ class _Recorder:
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
-        self._test = data.test_view()
+        self._test, self._task = data.test_view(), DATASETS[config.dataset].task
         self._clock = time.monotonic()
         self._totals: dict[str, float] = {}
 
@@ -224,8 +227,8 @@ class _Recorder:
             self._model.load_state_dict(tensors(state))
         line: dict[str, float] = {}
         for name in asked:
-            result = evaluate(self._model, self._test, batch_statistics=name != "global")
-            line |= {f"{_PREFIX[name]}-loss": result.loss, f"{_PREFIX[name]}-accuracy": result.accuracy}
+            result = evaluate(self._model, self._test, task=self._task, batch_statistics=name != "global")
+            line |= result.named(f"{_PREFIX[name]}-")
         return line
 
     def finish(self, state: State, strategy: FedAvg | None) -> dict[str, Any]:
@@ -272,16 +275,17 @@ def _ledger(traffic: Traffic, prefix: str = "") -> dict[str, int]:
 
 
 def _headlines(config: Config) -> list[str]:
-    return [_PREFIX.get(name, name) + "-accuracy" for name in config.evaluations()]
+    score = DATASETS[config.dataset].task.score
+    return [f"{_PREFIX.get(name, name)}-{score}" for name in config.evaluations()]
 
 
 def _personal(report: RoundReport) -> dict[str, float]:
-    """Return the plain mean over clients of each test set's accuracy and loss (arXiv:2301.02982, 6.2.1)."""
+    """Return the plain mean over clients of each test set's metrics (arXiv:2301.02982, 6.2.1)."""
     values: dict[str, list[float]] = {}
     for metrics in report.evaluations.values():
         for name in ("own", "global"):
-            for what in ("accuracy", "loss"):
-                if metrics.get(f"{name}-num-examples", 0) > 0:
+            for what in ("accuracy", "loss", "miou"):
+                if f"{name}-{what}" in metrics and metrics.get(f"{name}-num-examples", 0) > 0:
                     values.setdefault(f"personal-{name}-{what}", []).append(metrics[f"{name}-{what}"])
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 

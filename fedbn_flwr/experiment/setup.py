@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.data import DATASETS, Augment, Dataset, View, load_dataset, split_dataset
+from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, Dataset, View, load_dataset, split_dataset
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.models import build_model, input_shape
@@ -26,7 +26,9 @@ __all__ = [
     "Federation",
     "check",
     "client_fn",
+    "count_clients",
     "federation",
+    "image_shape",
     "local_training",
     "make_model",
     "make_strategy",
@@ -55,10 +57,17 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def image_shape(config: Config) -> tuple[int, int, int]:
+    """Return (channels, height, width) of the images the model of a config takes."""
+    info = DATASETS[config.dataset]
+    channels, height = input_shape(config.model, info.channels, config.image_size or info.size)
+    return channels, height, info.aspect * height
+
+
 def make_model(config: Config) -> nn.Module:
     """Return the model of a config, seeded, on the CPU."""
     info = DATASETS[config.dataset]
-    channels, size = input_shape(config.model, info.channels, info.size)
+    channels, size, _ = image_shape(config)
     model = build_model(
         config.model,
         num_classes=config.num_classes or info.num_classes,
@@ -130,6 +139,20 @@ class Federation:
         return View(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
 
 
+def count_clients(config: Config) -> int:
+    """Return ``num_clients`` or, where it is not set, the groups of a split by group and 5 for the others.
+
+    Raises:
+        DataError: the data is not there.
+    """
+    if config.num_clients or not PARTITIONS[config.partition].by_group:
+        return config.num_clients or DEFAULT_CLIENTS
+    groups = _dataset(config).train.groups
+    return (
+        DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))
+    )  # without groups the split says what is wrong
+
+
 def federation(config: Config, num_clients: int) -> Federation:
     """Load the data and split it over ``num_clients``.
 
@@ -137,11 +160,16 @@ def federation(config: Config, num_clients: int) -> Federation:
         DataError: the data is not there, or cannot be split as asked.
     """
     # Only what the data and their split depend on: runs that differ in anything else share them.
-    return _federation(num_clients, *(getattr(config, key) for key in _DATA_KEYS))
+    return _federation(num_clients, _dataset(config), *(getattr(config, key) for key in _SPLIT_KEYS))
 
 
-_DATA_KEYS = (
-    *("dataset", "data_dir", "model", "device", "augment", "seed", "partition", "partition_alpha"),
+def _dataset(config: Config) -> Dataset:
+    channels, height, _ = image_shape(config)
+    return load_dataset(config.dataset, config.data_dir, channels, height, pick_device(config.device))
+
+
+_SPLIT_KEYS = (
+    *("augment", "seed", "partition", "partition_alpha"),
     *("classes_per_client", "num_shards", "shards_per_client", "domain_share"),
 )
 
@@ -149,11 +177,8 @@ _DATA_KEYS = (
 # A pure function of its arguments, kept for the last few: Flower calls client_fn for every message, and all clients of
 # a process share one copy of the images.
 @functools.lru_cache(maxsize=4)
-def _federation(num_clients: int, *values: Any) -> Federation:
-    of = dict(zip(_DATA_KEYS, values, strict=True))
-    info = DATASETS[of["dataset"]]
-    channels, size = input_shape(of["model"], info.channels, info.size)
-    data = load_dataset(of["dataset"], of["data_dir"], channels, size, pick_device(of["device"]))
+def _federation(num_clients: int, data: Dataset, *values: Any) -> Federation:
+    of = dict(zip(_SPLIT_KEYS, values, strict=True))
     train, test = split_dataset(
         data,
         of["partition"],
@@ -189,7 +214,13 @@ def client_fn(context: Context) -> TorchClient:
         model = model.to(memory_format=torch.channels_last)
     tests = {"own": data.test_view(partition_id), "global": data.test_view()}
     return TorchClient(
-        model, data.train_view(partition_id), tests, local_training(config), context=context, seed=config.seed
+        model,
+        data.train_view(partition_id),
+        tests,
+        local_training(config),
+        context=context,
+        seed=config.seed,
+        task=DATASETS[config.dataset].task,
     )
 
 
@@ -235,9 +266,7 @@ def check(config: Config) -> None:
 
 
 def _try_model(config: Config, model: nn.Module) -> None:
-    info = DATASETS[config.dataset]
-    channels, size = input_shape(config.model, info.channels, info.size)
-    images = torch.zeros(2, channels, size, size, dtype=torch.uint8)
+    images = torch.zeros(2, *image_shape(config), dtype=torch.uint8)
     if augment := Augment.parse(config.augment):
         images = augment(images, torch.Generator())
     with torch.no_grad():

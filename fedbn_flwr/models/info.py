@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fedbn_flwr.tasks import CLASSIFICATION, Task
+
 __all__ = ["ModelInfo"]
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model: ``build(num_classes, channels, size)`` with BatchNorm, and ``shape(channels, size)`` of its input."""
+    """A model: ``build(num_classes, channels, size)`` with BatchNorm, ``shape(channels, size)`` of its input, its task.
+
+    The size is the height of the images; networks that are not for squares alone take any width.
+    """
 
     summary: str
     source: str
     build: Callable[[int, int, int], nn.Module]
     shape: Callable[[int, int], tuple[int, int]]
+    task: Task = CLASSIFICATION

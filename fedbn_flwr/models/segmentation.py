@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.models.info import ModelInfo
+from fedbn_flwr.tasks import SEGMENTATION
 
 __all__ = ["SEGMENTATION_PREFIX", "Segmenter", "segmentation_info", "segmentation_names"]
 
@@ -41,6 +42,7 @@ def segmentation_info(name: str) -> ModelInfo:
         "torchvision.models.segmentation",
         partial(_build, name),
         partial(_shape, name),
+        SEGMENTATION,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,26 +16,9 @@ from fedbn_flwr.errors import ConfigError, DataError
 TRAIN, VAL = {"bremen": 3, "aachen": 2}, {"lindau": 1, "aachen": 1}
 
 
-def write_city(root: Path, part: str, city: str, count: int, size: tuple[int, int] = (4, 8)) -> None:
-    """Write ``count`` images of (height, width) whose red value is the label id of the pixel."""
-    for number in range(count):
-        name = f"{city}_{number:06}_000019"
-        ids = np.random.default_rng(number).integers(0, 34, size).astype(np.uint8)
-        ids[0, 0] = 255  # the licence plate's -1, as a byte
-        image = np.stack([ids, 0 * ids, 0 * ids], axis=2)
-        for kind, array, suffix in (("leftImg8bit", image, ""), ("gtFine", ids, "_labelIds")):
-            folder = root / kind / part / city
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(array).save(folder / f"{name}_{kind}{suffix}.png")
-        Image.fromarray(ids + 1).save(root / f"gtFine/{part}/{city}/{name}_gtFine_instanceIds.png")
-
-
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for part, cities in (("train", TRAIN), ("val", VAL)):
-        for city, count in cities.items():
-            write_city(tmp_path / "cityscapes", part, city, count)
-    return tmp_path
+def root(write_cityscapes, tmp_path: Path) -> Path:
+    return write_cityscapes(tmp_path, TRAIN, VAL, (4, 8))
 
 
 def test_a_group_per_city_and_19_classes_of_pixels(root: Path) -> None:

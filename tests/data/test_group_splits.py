@@ -65,7 +65,7 @@ def test_shares_must_be_fractions_or_whole_numbers(share: float) -> None:
 
 def test_domain_says_what_does_not_suffice() -> None:
     groups = shuffled([40, 5, 5])
-    with pytest.raises(ConfigError, match=r"num-clients=2 is fewer than the 3 domains. Use 3 or more"):
+    with pytest.raises(ConfigError, match=r"num-clients=2 is fewer than the 3 domains \(.+, .+, .+\). Use 3 or more"):
         domain(groups, 2)
     with pytest.raises(DataError, match=r"domain-share=6: domain 1 has only 5 training examples. Use 5 or fewer"):
         domain(groups, 3, 6)
@@ -77,7 +77,7 @@ def test_natural_gives_a_client_per_group_that_has_examples() -> None:
     groups = np.array([4, 1, 4, 0, 1, 4])
     parts = make_partition("natural", np.zeros(6, np.int64), 3, seed=0, groups=groups)
     assert [part.tolist() for part in parts] == [[3], [1, 4], [0, 2, 5]]
-    with pytest.raises(ConfigError, match=r"of the 3 groups with training examples; num-clients=5. Use num-clients=3"):
+    with pytest.raises(ConfigError, match=r"of the 3 groups with training examples \(0, 1, 4\); num-clients=5"):
         make_partition("natural", np.zeros(6, np.int64), 5, seed=0, groups=groups)
 
 
