@@ -1,4 +1,4 @@
-"""The command line: ``fedbn-flwr run | sweep | list | inspect``."""
+"""The command line: ``fedbn-flwr run | sweep | list | inspect | partition``."""
 
 from __future__ import annotations
 
@@ -142,6 +142,29 @@ def inspect(
         settings = Config.make({**chosen, **read_overrides(set_ or [])})
         found = inspect_model(make_model(settings), strategy, num_clients, settings)
         _print_inspection(f"{model} (norm={norm})", strategy, num_clients, found, layers)
+
+
+@app.command(epilog="Example: fedbn-flwr partition --set partition=dirichlet --set num-clients=10 --out split.png")
+def partition(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the file; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Picture (PNG) to write: classes by clients; a new file.")] = None,
+) -> None:
+    """Show how the training data are split: each client's examples by class, and by domain where there are some."""
+    from fedbn_flwr.data import partition_table
+    from fedbn_flwr.experiment.config import Config
+    from fedbn_flwr.experiment.splitting import count_split, draw_split
+
+    with _exit_codes():
+        settings = Config.load(config, set_ or [])
+        tables = count_split(settings)
+        for table in tables:
+            console.print(f"training examples by {table.what}", highlight=False)
+            text = partition_table(table.counts, table.names)
+            console.print(text + "\n", markup=False, highlight=False, soft_wrap=True)
+        if out:
+            draw_split(settings, tables[0], out)
+            console.print(f"picture: {out.absolute()}", highlight=False, soft_wrap=True)
 
 
 def _registry(kind: Kind) -> Any:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import typer
+from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import Engine, Kind, app
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import launch
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.setup import federation
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
@@ -37,7 +40,7 @@ def call(*arguments: str):
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["run", "list", "sweep", "inspect"]
+    assert COMMANDS == ["run", "list", "sweep", "inspect", "partition"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -144,6 +147,70 @@ def test_inspect_warns_where_a_method_does_nothing() -> None:
 )
 def test_inspect_refuses(arguments: list[str], message: str) -> None:
     result = call("inspect", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+# --- partition -------------------------------------------------------------------------------------------------------
+
+
+def test_partition_counts_what_the_run_would_train_on(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("{partition: classes, classes-per-client: 3, num-clients: 9}")
+    result = call("partition", str(path), "--set", "num-clients=4")
+    assert result.exit_code == 0, result.output
+    title, head, *rows = result.output.strip().splitlines()
+    assert title == "training examples by class"
+    assert head.split() == ["client", *map(str, range(10)), "all"]
+    split = federation(Config.make({"partition": "classes", "classes-per-client": 3}), 4)
+    for client, (row, own) in enumerate(zip(rows[:-1], split.train, strict=True)):
+        classes = [int((split.dataset.train.targets[own] == label).sum()) for label in range(10)]
+        assert row.split() == [str(client), *map(str, classes), str(len(own))]
+        assert sum(map(bool, classes)) == 3
+
+
+def test_partition_tells_domains_too_and_makes_a_client_of_each() -> None:
+    result = call("partition", "--set", "dataset=digits-domains", "--set", "partition=natural")
+    tables = result.output.split("training examples by ")
+    assert [table.split()[0] for table in tables[1:]] == ["class", "group"]
+    head, *rows = [line.split() for line in tables[2].strip().splitlines()[1:]]
+    assert head == ["client", "inverted", "blurred", "noisy", "coloured", "rotated", "all"]
+    for client, row in enumerate(rows[:5]):
+        assert [i for i, count in enumerate(row[1:-1]) if count != "0"] == [client]
+
+
+def test_partition_draws_once(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "split.png"
+    arguments = ["partition", "--set", "num-clients=3", "--out", str(picture)]
+    result = call(*arguments)
+    assert result.output.splitlines()[-1] == f"picture: {picture}"
+    drawn = picture.read_bytes()
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+    again = call(*arguments, "--set", "seed=1")
+    assert again.exit_code == 2
+    assert f"out='{picture}' is there; results are never overwritten. Choose another file." in again.stderr
+    assert picture.read_bytes() == drawn
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["partition=naturl"], "unknown partition 'naturl'. Did you mean 'natural'?"),
+        (["partition=natural"], "partition 'natural' needs a data set with groups"),
+        (
+            ["dataset=digits-domains", "partition=natural", "num-clients=4"],
+            "5 groups with training examples (inverted, blurred, noisy, coloured, rotated); num-clients=4. Use "
+            "num-clients=5.",
+        ),
+        (
+            ["dataset=digits-domains", "partition=domain", "num-clients=4"],
+            "num-clients=4 is fewer than the 5 domains (inverted, blurred, noisy, coloured, rotated). Use 5 or more.",
+        ),
+    ],
+)
+def test_partition_refuses(settings: list[str], message: str) -> None:
+    result = call("partition", *(argument for setting in settings for argument in ("--set", setting)))
     assert result.exit_code == 2
     assert message in result.stderr
 

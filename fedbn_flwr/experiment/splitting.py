@@ -1,0 +1,61 @@
+"""The split of a config seen: how many training examples of each class, and of each group, a client has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedbn_flwr.data import partition_counts, partition_picture
+from fedbn_flwr.data.splits import Indices
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import write_atomically
+from fedbn_flwr.experiment.setup import count_clients, federation
+
+__all__ = ["Counts", "count_split", "draw_split"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Training examples by ``what``, int64 (clients, columns), and the columns' names."""
+
+    what: str
+    counts: Indices
+    names: tuple[str, ...]
+
+
+def count_split(config: Config) -> tuple[Counts, ...]:
+    """Return the tables of a config's split: by class, where images have one, and by group, where there are groups.
+
+    Raises:
+        ConfigError: the split does not fit the data, or the number of clients.
+        DataError: the data is not there, or cannot be split as asked.
+    """
+    split = federation(config, count_clients(config))
+    samples, groups = split.dataset.train, split.dataset.group_names
+    columns = []
+    if not samples.by_pixel:
+        columns.append(("class", samples.labels, tuple(map(str, range(split.dataset.num_classes)))))
+    if samples.groups is not None:
+        columns.append(("group", samples.groups, groups))
+    return tuple(
+        Counts(what, partition_counts(split.train, labels.cpu().numpy(), len(names)), names)
+        for what, labels, names in columns or [("image", samples.labels, ("images",))]
+    )
+
+
+def draw_split(config: Config, table: Counts, path: Path) -> None:
+    """Write a table as a picture, see ``partition_picture``.
+
+    Raises:
+        ConfigError: the file is there already, or cannot be written.
+    """
+    if path.exists():
+        raise ConfigError(f"out={str(path)!r} is there; results are never overwritten. Choose another file.")
+    title = f"{config.dataset}, partition={config.partition}, {len(table.counts)} clients, seed {config.seed}"
+    picture = partition_picture(table.counts, title, () if table.what == "class" else table.names)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, picture)
+    except OSError as error:
+        raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
