@@ -13,6 +13,15 @@ from fedbn_flwr.experiment.launch import run
 
 QUICK: Mapping[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
 
+NEEDS: Mapping[str, Mapping[str, Any]] = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
+
+
+@pytest.fixture(scope="session")
+def needs() -> Callable[[str], Mapping[str, Any]]:
+    """``needs(strategy)``: the settings without which a strategy does not run."""
+    return lambda strategy: NEEDS.get(strategy, {})
+
+
 QuickConfig = Callable[..., Config]
 
 

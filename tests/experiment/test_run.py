@@ -30,20 +30,19 @@ from fedbn_flwr.records import state_sha256, to_state
 from fedbn_flwr.strategies import STRATEGIES
 
 METHODS = [*STRATEGIES, CENTRALIZED]
-NEEDS = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
 FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}
 LEDGER = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
+def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     """One short run of every method."""
     folder = tmp_path_factory.mktemp("runs")
     settings = {"num-clients": 3, "num-server-rounds": 3, "local-steps": 4, "batch-size": 16, "learning-rate": 0.2}
     settings["fedtan-rounds"] = 1  # both phases of fedtan2
     made = {}
     for name in METHODS:
-        config = Config.make({**settings, **NEEDS.get(name, {}), "strategy": name})
+        config = Config.make({**settings, **needs(name), "strategy": name})
         if name == CENTRALIZED:
             summary = run(config, folder / name)
         else:  # two threads, on any machine

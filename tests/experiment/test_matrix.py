@@ -1,0 +1,154 @@
+"""Every strategy of the registry learns: in process on an even and an uneven split, and in Ray on the uneven one.
+
+Both matrices are the registry itself, so that a new strategy is in them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.engines.flower_run import flower_run
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.launch import preflight, run
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.strategies import STRATEGIES
+
+SHARED = Path(__file__).parents[2].parent / "shared/data"
+SETTINGS = {"num-clients": 5, "num-server-rounds": 8, "eval-every": 8, "local-steps": 5, "batch-size": 16}
+SETTINGS |= {"learning-rate": 0.1, "bn-momentum": 0.5, "fedtan-rounds": 4}
+CHANCE = {"iid": 1 / 10, "classes": 1 / 10}
+CHANCE_OF_OWN = {"iid": 1 / 10, "classes": 1 / 2}  # of two classes each
+MARGIN = 0.2
+
+Needs = Callable[[str], Mapping[str, Any]]
+
+
+def check_learns(strategy: str, partition: str, settings: Mapping[str, Any], out: Path) -> None:
+    summary = run(Config.make({**SETTINGS, **settings, "strategy": strategy, "partition": partition}), out)
+    assert (summary["rounds"], summary["rejected"]) == (8, 0)
+    chance = CHANCE if summary["headline"] == "test-accuracy" else CHANCE_OF_OWN
+    assert summary["final"][summary["headline"]] > chance[partition] + MARGIN
+
+
+@pytest.mark.parametrize("partition", CHANCE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_learns_digits(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
+    check_learns(strategy, partition, needs(strategy), tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="MNIST is not here")
+@pytest.mark.parametrize("partition", CHANCE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_learns_mnist(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
+    settings = {**needs(strategy), "dataset": "mnist", "data-dir": str(SHARED)}
+    check_learns(strategy, partition, settings, tmp_path / "out")
+
+
+# --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time --------------
+
+APP = '''
+"""Serves each config of a folder in turn; the file "current" tells the clients which."""
+
+import json
+import traceback
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.setup import client_fn
+
+answer = client_app(client_fn)
+
+
+class Current(ClientApp):
+    """Answers under the current config; what a node kept under another is forgotten."""
+
+    def __call__(self, message, context):
+        folder = Path(context.run_config["folder"])
+        name = (folder / "current").read_text()
+        if "current" not in context.state or context.state["current"]["name"] != name:
+            context.state = RecordDict({"current": ConfigRecord({"name": name})})
+        settings = json.loads((folder / f"{name}.json").read_text())
+        own = Context(context.run_id, context.node_id, context.node_config, context.state, settings)
+        reply = answer(message, own)
+        context.state = own.state
+        return reply
+
+
+clients = Current()
+server = ServerApp()
+
+
+@server.main()
+def main(grid, context):
+    folder = Path(context.run_config["folder"])
+    for path in sorted(folder.glob("*.json")):
+        (folder / "current").write_text(path.stem)
+        try:
+            serve(grid, Config.make(json.loads(path.read_text()), complete=True), folder / path.stem)
+        except Exception:
+            (folder / f"{path.stem}.error").write_text(traceback.format_exc())
+'''
+
+PYPROJECT = """
+[project]
+name = "matrix"
+version = "1.0.0"
+description = "every strategy in one run"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "matrix_app:server"
+clientapp = "matrix_app:clients"
+
+[tool.flwr.app.config]
+folder = ""
+"""
+
+
+@pytest.fixture(scope="module")
+def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every strategy."""
+    app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
+    (app / "matrix_app.py").write_text(APP)
+    (app / "pyproject.toml").write_text(PYPROJECT)
+    short = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "fedtan-rounds": 1}
+    for name in STRATEGIES:
+        config, _ = preflight(Config.make({**short, **needs(name), "strategy": name, "freeze-at": 1}), folder / name)
+        (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
+    federation = {"num-supernodes": 3, "client-resources-num-cpus": 1, "init-args-num-cpus": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+        flower_run(app, run_config={"folder": str(folder)}, federation_config=federation)
+    return folder
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_in_ray_it_ends_in_the_bits_of_the_run_in_process(strategy: str, ray_runs: Path, tmp_path: Path) -> None:
+    error = ray_runs / f"{strategy}.error"
+    assert not error.exists(), error.read_text()
+    summary = json.loads((ray_runs / strategy / "summary.json").read_text())
+    config = Config.make(json.loads((ray_runs / f"{strategy}.json").read_text()), complete=True)
+    here = run(config, tmp_path / "out")
+    for key in ("sha256", "final", "best", "ledger", "rejected"):
+        assert summary[key] == here[key], key
+    lines = read_metrics(ray_runs / strategy / "metrics.jsonl")
+    assert [(line["round"], line["participants"]) for line in lines] == [(1, [0, 1, 2]), (2, [0, 1, 2])]
