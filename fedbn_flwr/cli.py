@@ -185,6 +185,7 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
     table = Table("part", "floats", "integers", "what happens", box=None)
     for part, floats in found.floats.items():
         fate = "stays with the client" if part in found.local else "shared"
+        fate += ", frozen after T*" if part in found.phases[-1].frozen else ""
         table.add_row(
             part.value, f"{floats:,}", f"{found.counters[part]:,}", fate if floats or found.counters[part] else "-"
         )

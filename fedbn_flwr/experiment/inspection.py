@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,11 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.setup import image_shape
+from fedbn_flwr.experiment.setup import image_shape, make_strategy
 from fedbn_flwr.records import to_state
 from fedbn_flwr.state import Part, Parts, split_state
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
+from fedbn_flwr.strategies.fixbn import FreezeSettings, Freezing, freeze_round
 from fedbn_flwr.strategies.report import Traffic
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
@@ -25,11 +26,19 @@ __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of equal rounds: its name, how many rounds it has (None = not known), and the traffic of each."""
+    """A stretch of equal rounds.
+
+    Attributes:
+        name: what distinguishes it.
+        rounds: how many; None = found out during the run.
+        traffic: of each round.
+        frozen: the parts that do not change in it (they travel all the same).
+    """
 
     name: str
     rounds: int | None
     traffic: Traffic
+    frozen: frozenset[Part] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -120,28 +129,50 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     start.up += num_clients * extra
     later.up += num_clients * extra
     later.down += extra
-    rounds = config.num_server_rounds
-    calls: tuple[int, ...] = ()
-    phases = (
-        [Phase("first", 1, start), Phase("later", rounds - 1, later)]
-        if method.local or extra
-        else [Phase("every", rounds, later)]
-    )
     per_layer, rows = method.exchange_cost(config.fedtan_exchanges)
-    if per_layer:
-        calls = batchnorm_calls(model, config)
-        size = next(model.parameters()).element_size() * rows * sum(calls)
-        moved = Traffic(1 + per_layer * len(calls), later.down + size, later.up + num_clients * size)
-        moved.counters_down, moved.counters_up = later.counters_down, later.counters_up
-        phases = [Phase("synchronised", rounds, moved)]
-        if issubclass(method, Freezing):
-            last = freeze_round(config.fedtan_rounds, rounds)
-            known = None if last is None else min(last, rounds)
-            phases = [
-                Phase("synchronised", known, moved),
-                Phase("frozen", None if known is None else rounds - known, later),
-            ]
-    return Inspection(parts, floats, counters, method.local, calls, tuple(phases), plain, _warnings(parts, strategy))
+    calls = batchnorm_calls(model, config) if per_layer else ()
+    size = next(model.parameters()).element_size() * rows * sum(calls) if calls else 0
+    meeting = Traffic(per_layer * len(calls), size, num_clients * size)
+    made = make_strategy(config.model_copy(update={"strategy": strategy}), model, num_clients)
+    freezes = made.freeze_settings() if isinstance(made, Freezing) else None
+    phases = _phases(start, later, meeting if per_layer else None, config.num_server_rounds, freezes)
+    return Inspection(parts, floats, counters, method.local, calls, phases, plain, _warnings(parts, strategy))
+
+
+def _phases(
+    start: Traffic, later: Traffic, meeting: Traffic | None, rounds: int, freezes: FreezeSettings | None
+) -> tuple[Phase, ...]:
+    """Cut the rounds into stretches of equal ones.
+
+    Args:
+        start: traffic of round 1, without the synchronised step.
+        later: of the other rounds.
+        meeting: of a synchronised step, which is taken until BN is frozen; None where the method has none.
+        rounds: of the run.
+        freezes: when BN is frozen; None = never.
+    """
+    last = freeze_round(freezes.at, rounds) if freezes else rounds
+    parts = frozenset({Part.STATISTICS, Part.COUNTERS} | ({Part.AFFINE} if freezes and freezes.affine else set()))
+    cuts = {0, rounds, 1 if start != later else 0, rounds if last is None else min(last, rounds)}
+    found = []
+    for begin, end in itertools.pairwise(sorted(cuts)):
+        traffic = start if begin == 0 else later
+        if frozen := last is not None and begin >= last:
+            name = "frozen"
+        elif meeting is not None:
+            name, traffic = "synchronised", _sum(traffic, meeting)
+        elif start != later:
+            name = "first" if begin == 0 else "later"
+        else:
+            name = "before T*" if freezes else "every"
+        found.append(Phase(name, end - begin, traffic, parts if frozen else frozenset()))
+    if last is None:
+        found = [*found[:-1], dataclasses.replace(found[-1], rounds=None), Phase("frozen", None, later, parts)]
+    return tuple(found)
+
+
+def _sum(one: Traffic, other: Traffic) -> Traffic:
+    return Traffic(*(getattr(one, field.name) + getattr(other, field.name) for field in dataclasses.fields(Traffic)))
 
 
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:

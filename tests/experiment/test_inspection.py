@@ -78,6 +78,14 @@ def test_foretold_is_measured(strategy: str, model: str) -> None:
     assert found.total().exchanges == sum(traffic.exchanges for traffic in foretold(found))
 
 
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("scaffold", "fedwon")])
+def test_foretold_is_measured_with_momentum_that_travels(strategy: str) -> None:
+    """SCAFFOLD refuses momentum."""
+    values = settings(strategy, "mlp", "batch", rounds=3).to_mapping()
+    config = Config.make({**values, "local-epochs": 0, "sgd-momentum": 0.9, "momentum-scope": "global", "freeze-at": 2})
+    assert measured(config, 2) == foretold(inspect_model(make_model(config), strategy, 2, config))
+
+
 @pytest.mark.parametrize(
     ("norm", "floats", "statistics", "megabytes"), [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)]
 )
