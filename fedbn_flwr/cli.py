@@ -186,13 +186,15 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
     for part, floats in found.floats.items():
         fate = "stays with the client" if part in found.local else "shared"
         fate += ", frozen after T*" if part in found.phases[-1].frozen else ""
+        if found.gathering and part == "statistics":
+            fate += "; gathered from zero before a test"
         table.add_row(
             part.value, f"{floats:,}", f"{found.counters[part]:,}", fate if floats or found.counters[part] else "-"
         )
     table.add_row("all", f"{sum(found.floats.values()):,}", f"{sum(found.counters.values()):,}", "")
     console.print(table)
     table = Table("rounds", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
-    for phase in found.phases:
+    for phase in (*found.phases, *filter(None, [found.gathering])):
         cost, name = phase.traffic, f"{phase.name} ({'?' if phase.rounds is None else phase.rounds})"
         counters = f"{cost.counters_down:,}/{cost.counters_up:,}"
         table.add_row(name, str(cost.exchanges), f"{cost.megabytes:.4f}", f"{cost.down:,}", f"{cost.up:,}", counters)

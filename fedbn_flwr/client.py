@@ -19,12 +19,14 @@ from fedbn_flwr.averaging import Array
 from fedbn_flwr.carriers import Pending
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.gathering import gather_statistics
 from fedbn_flwr.journal import ANSWERS, forget, recall
 from fedbn_flwr.local_state import LocalState
 from fedbn_flwr.records import decode, tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import Part, split_state
 from fedbn_flwr.strategies import client_rules
+from fedbn_flwr.strategies.recalibration import to_entries
 from fedbn_flwr.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training import Batches, LocalTraining, train
 
@@ -166,6 +168,19 @@ class TorchClient(NumPyClient):
         loss, num_examples = first or (float("nan"), 0)
         return loss, num_examples, metrics
 
+    def statistics(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        """Gather BN statistics from zero under the received weights, in one pass over the training data.
+
+        Returns:
+            ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
+            names in ``array-names``. See ``gathering.gather_statistics``; nothing is kept.
+        """
+        self._load(parameters, config, LocalState(self.context, self.parts, self.model))
+        seed = self._stream(int(config.get("server-round", 1)), "statistics").initial_seed()
+        found = gather_statistics(self.model, self.train_data, batch_size=self.settings.batch_size, seed=seed)
+        entries = to_state(to_entries(found, self.model.state_dict()))
+        return list(entries.values()), len(self.train_data), {ARRAY_NAMES: json.dumps(list(entries))}
+
     def _state(self) -> dict[str, Array]:
         """Return a copy of the model's state: what was handed out does not change with later training."""
         return {name: array.copy() for name, array in to_state(self.model.state_dict()).items()}
@@ -218,8 +233,9 @@ def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
 def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
     """Make a ``ClientApp`` that speaks the Message API from a function that returns a ``NumPyClient``.
 
-    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, and the strategies' ``query`` with
-    the partition id (from ``get_properties`` or the node's config) and the number of training examples. Array names
+    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
+    partition id (from ``get_properties`` or the node's config) and the number of training examples, and
+    ``query.statistics`` with the ``statistics`` of a ``TorchClient``. Array names
     travel in ``config["array-names"]`` (a JSON list); entries of further ArrayRecords follow the model's in the list,
     named ``record/entry``. A client that returns other arrays than it received names them in its metrics likewise.
 
@@ -228,19 +244,29 @@ def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
     """
     app = ClientApp()
 
-    @app.train()
-    def train_message(message: Message, context: Context) -> Message:
+    def answer(message: Message, work: Callable[..., tuple[list[Array], int, Config]]) -> Message:
         names, arrays, config = _open(message)
-        result, num_examples, metrics = _client(client_fn, context).fit(arrays, config)
+        result, num_examples, metrics = work(arrays, config)
         names = json.loads(str(metrics.pop(ARRAY_NAMES))) if ARRAY_NAMES in metrics else names
         if len(names) != len(result):
             raise StateError(
-                f"fit returned {len(result)} arrays for {len(names)} names; where they differ from those received, "
-                f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
+                f"{work.__name__} returned {len(result)} arrays for {len(names)} names; where they differ from "
+                f"those received, return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
             )
         content = _seal(message, dict(zip(names, result, strict=True)))
         _report(content, num_examples, metrics)
         return Message(content, reply_to=message)
+
+    @app.train()
+    def train_message(message: Message, context: Context) -> Message:
+        return answer(message, _client(client_fn, context).fit)
+
+    @app.query("statistics")
+    def statistics_message(message: Message, context: Context) -> Message:
+        client = _client(client_fn, context)
+        if not isinstance(client, TorchClient):
+            raise TypeError(f"{type(client).__name__} gathers no BN statistics; fedbn_flwr.TorchClient does")
+        return answer(message, client.statistics)
 
     @app.evaluate()
     def evaluate_message(message: Message, context: Context) -> Message:

@@ -32,6 +32,7 @@ __all__ = [
     "TrainResult",
     "as_model_input",
     "sgd",
+    "takes_one_example",
     "train",
 ]
 
@@ -242,7 +243,7 @@ def train(
             inputs, targets = data.batch(positions, augment)
             inputs, targets = as_model_input(inputs, device, dtype), targets.to(device)
             if len(positions) == 1 and not any(rule.synchronises(step) for rule in rules):
-                singletons_fit = _takes_one_example(model, inputs) if singletons_fit is None else singletons_fit
+                singletons_fit = takes_one_example(model, inputs) if singletons_fit is None else singletons_fit
                 if not singletons_fit:
                     dropped += 1
                     continue
@@ -312,7 +313,7 @@ def as_model_input(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> 
     return inputs
 
 
-def _takes_one_example(model: nn.Module, inputs: Tensor) -> bool:
+def takes_one_example(model: nn.Module, inputs: Tensor) -> bool:
     """Tell whether a batch of one leaves every training BatchNorm more than one value per channel.
 
     Found out by a forward pass in eval mode, which changes nothing: a BN2d late in a network may see 1x1 maps.

@@ -23,7 +23,7 @@ __all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar", "read_overrides", "
 
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
-EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global")
+EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 
 
@@ -79,7 +79,11 @@ class Config(BaseModel):
     round_timeout: float = _key("rounds", 3600.0, "seconds to wait for the replies of a round, and for nodes", gt=0)
     eval_every: int = _key("rounds", 1, "evaluate every so many rounds, and after the last", ge=1)
     eval_on: str = _key(
-        "rounds", "", f"comma list of {', '.join(EVALUATIONS)}; empty = global, or personal-own where parts are local"
+        "rounds",
+        "",
+        f"comma list of {', '.join(EVALUATIONS)}; empty = global, or personal-own where parts are local. averaged-bn: "
+        "clients of fedbn, silobn, mtfl share their BN parts, whose average completes the global model, saved so. "
+        "recalibrated: the global model with gathered statistics (see recalibrate), beside the plain one",
     )
     seed: int = _key("rounds", 0, "seed of every random draw of the run", ge=0)
 
@@ -108,6 +112,12 @@ class Config(BaseModel):
 
     variance: Literal["mean", "pooled"] = _key(
         "methods", "mean", "average of running variances; pooled adds the spread"
+    )
+    recalibrate: bool = _key(
+        "methods",
+        False,
+        "every test and the saved model take BN statistics gathered from zero from the clients (as staticbn does); "
+        "training does not see them. eval-on=recalibrated tests so and saves the model as trained",
     )
     proximal_mu: float = _key("methods", 0.01, "mu of fedprox, and of fedbs in phase 2", ge=0)
     agc: float = _key("methods", 0.1, "lambda of fedwon's adaptive gradient clipping; 0 = off", ge=0)
@@ -178,6 +188,13 @@ class Config(BaseModel):
             problems.append(f"momentum-scope={self.momentum_scope} needs sgd-momentum above 0")
         if self.strategy == "scaffold" and self.sgd_momentum:
             problems.append(f"strategy=scaffold corrects plain SGD: sgd-momentum={self.sgd_momentum} must be 0")
+        if self.strategy in STRATEGIES:
+            method = STRATEGIES[self.strategy]
+            _try(problems, lambda: method.check_tests(self.evaluations(), self.recalibrate))
+        elif self.recalibrate:
+            problems.append(f"recalibrate gathers statistics from clients, and strategy={self.strategy} has none")
+        if self.norm == "batch-renorm" and self.strategy == "staticbn":
+            problems.append("strategy=staticbn tracks no statistics; norm=batch-renorm corrects by them")
         if self.norm == "batch-renorm" and self.strategy in ("fedtan", "fedtan2", "feddna"):
             problems.append(f"strategy={self.strategy} synchronises BatchNorm; norm=batch-renorm corrects it locally")
         if self.strategy == "fedwon" and self.norm != "wsconv":
@@ -235,6 +252,11 @@ class Config(BaseModel):
                 f"{len(after)} entries of lr-decay-at"
             )
         return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
+
+    def gathers(self) -> bool:
+        """Tell whether BN statistics are gathered before tests."""
+        method = STRATEGIES.get(self.strategy)
+        return method is not None and (method.gathers or self.recalibrate or "recalibrated" in self.evaluations())
 
     def evaluations(self) -> tuple[str, ...]:
         """Return what to test with what; the first is the headline of the run."""

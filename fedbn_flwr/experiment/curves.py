@@ -8,9 +8,10 @@ from typing import Any
 
 __all__ = ["draw_curves"]
 
+_TESTS = ("test", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated")
 _PANELS = (
-    ("accuracy", ("test-accuracy", "personal-own-accuracy", "personal-global-accuracy", "train-accuracy")),
-    ("loss", ("test-loss", "personal-own-loss", "personal-global-loss", "train-loss")),
+    ("accuracy", (*(f"{name}-accuracy" for name in _TESTS), "train-accuracy")),
+    ("loss", (*(f"{name}-loss" for name in _TESTS), "train-loss")),
 )
 
 

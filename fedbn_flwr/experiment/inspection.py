@@ -20,6 +20,7 @@ from fedbn_flwr.state import Part, Parts, split_state
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.strategies.fixbn import FreezeSettings, Freezing, freeze_round
 from fedbn_flwr.strategies.report import Traffic
+from fedbn_flwr.strategies.shared_bn import SHARED_BN
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 
@@ -52,6 +53,7 @@ class Inspection:
         local: the parts that stay with the clients.
         synchronised: the channels of each BatchNorm call that a synchronised step meets, in order; empty elsewhere.
         phases: the run's rounds in order.
+        gathering: what gathering BN statistics adds in each round with a test; None where the method does not.
         plain: traffic of a round of FedAvg with the same model.
         warnings: where the method would do nothing, or part of it.
     """
@@ -62,6 +64,7 @@ class Inspection:
     local: frozenset[Part]
     synchronised: tuple[int, ...]
     phases: tuple[Phase, ...]
+    gathering: Phase | None
     plain: Traffic
     warnings: tuple[str, ...]
 
@@ -82,12 +85,10 @@ class Inspection:
             ConfigError: the length of a phase is found out during the run.
         """
         total = Traffic()
-        for phase in self.phases:
+        for phase in (*self.phases, *filter(None, [self.gathering])):
             if phase.rounds is None:
                 raise ConfigError(f"the number of rounds of phase {phase.name!r} is found out during the run")
-            for field in dataclasses.fields(Traffic):
-                value = getattr(total, field.name) + phase.rounds * getattr(phase.traffic, field.name)
-                setattr(total, field.name, value)
+            total = total.plus(phase.traffic, phase.rounds)
         return total
 
 
@@ -129,6 +130,10 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     start.up += num_clients * extra
     later.up += num_clients * extra
     later.down += extra
+    if SHARED_BN in config.evaluations():
+        for traffic in (start, later):
+            traffic.up += num_clients * (everything[0] - shared[0])
+            traffic.counters_up += num_clients * (everything[1] - shared[1])
     per_layer, rows = method.exchange_cost(config.fedtan_exchanges)
     calls = batchnorm_calls(model, config) if per_layer else ()
     size = next(model.parameters()).element_size() * rows * sum(calls) if calls else 0
@@ -136,7 +141,14 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     made = make_strategy(config.model_copy(update={"strategy": strategy}), model, num_clients)
     freezes = made.freeze_settings() if isinstance(made, Freezing) else None
     phases = _phases(start, later, meeting if per_layer else None, config.num_server_rounds, freezes)
-    return Inspection(parts, floats, counters, method.local, calls, phases, plain, _warnings(parts, strategy))
+    gathering = None
+    if (method.gathers or config.recalibrate) and (layers := len(list(parts.moments()))):
+        tested = -(-config.num_server_rounds // config.eval_every)
+        up = sum(array.nbytes for name, array in to_state(model.state_dict()).items() if name in parts.statistics)
+        moved = Traffic(1, later.down - extra, num_clients * up, later.counters_down, num_clients * 8 * layers)
+        gathering = Phase("gathering", tested, moved)
+    warnings = _warnings(parts, strategy)
+    return Inspection(parts, floats, counters, method.local, calls, phases, gathering, plain, warnings)
 
 
 def _phases(
@@ -160,7 +172,7 @@ def _phases(
         if frozen := last is not None and begin >= last:
             name = "frozen"
         elif meeting is not None:
-            name, traffic = "synchronised", _sum(traffic, meeting)
+            name, traffic = "synchronised", traffic.plus(meeting)
         elif start != later:
             name = "first" if begin == 0 else "later"
         else:
@@ -169,10 +181,6 @@ def _phases(
     if last is None:
         found = [*found[:-1], dataclasses.replace(found[-1], rounds=None), Phase("frozen", None, later, parts)]
     return tuple(found)
-
-
-def _sum(one: Traffic, other: Traffic) -> Traffic:
-    return Traffic(*(getattr(one, field.name) + getattr(other, field.name) for field in dataclasses.fields(Traffic)))
 
 
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:

@@ -176,6 +176,8 @@ class _Recorder:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
         self._test, self._task = data.test_view(), DATASETS[config.dataset].task
+        self._domains = data.domain_views()
+        self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))}
         self._clock = time.monotonic()
         self._totals: dict[str, float] = {}
 
@@ -197,6 +199,7 @@ class _Recorder:
         if self._due(report.server_round):
             line |= self._tested(state)
         line |= _personal(report)
+        domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
         clients = report.clients.values() or [report.metrics]
         line["examples"] = int(sum(client.get("examples-processed", 0) for client in clients))
         line["dropped-batches"] = int(sum(client.get("dropped-batches", 0) for client in clients))
@@ -205,6 +208,8 @@ class _Recorder:
             line |= _ledger(report.evaluate, "evaluation-")
         if report.evaluations:
             line["clients"] = report.evaluations
+        if domains:
+            line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
         line["rejected"] = list(report.rejected.values())
         if report.kept_previous:
@@ -220,16 +225,23 @@ class _Recorder:
             self._on_round(line)
         return line
 
-    def _tested(self, state: State | None) -> dict[str, float]:
-        """Test the global model, with its running statistics or the test batches' own, as asked."""
-        asked = [name for name in self._config.evaluations() if name.startswith("global")]
-        if asked and state is not None:
-            self._model.load_state_dict(tensors(state))
-        line: dict[str, float] = {}
-        for name in asked:
-            result = evaluate(self._model, self._test, task=self._task, batch_statistics=name != "global")
-            line |= result.named(f"{_PREFIX[name]}-")
-        return line
+    def _tested(self, state: State | None) -> dict[str, Any]:
+        """Test the global model as asked, on the whole test set and on each domain's; None = the model as it is."""
+        line: dict[str, Any] = {}
+        domains: dict[str, dict[str, float]] = {}
+        for name in (name for name in self._config.evaluations() if name in _PREFIX):
+            entries = self._strategy.completion(name) if self._strategy else {}
+            if name in _COMPLETED and not entries:
+                continue  # nothing was gathered or shared; the log says why
+            if state is not None:
+                self._model.load_state_dict(tensors({**state, **entries}))
+            by_batch, prefix = name == "global-batch-statistics", _PREFIX[name] + "-"
+            test = functools.partial(evaluate, self._model, task=self._task, batch_statistics=by_batch)
+            line |= test(self._test).named(prefix)
+            if self._domains:
+                metric = prefix + self._task.score
+                domains[metric] = {domain: test(v).named(prefix)[metric] for domain, v in self._domains.items()}
+        return {**line, "domains": domains} if domains else line
 
     def finish(self, state: State, strategy: FedAvg | None) -> dict[str, Any]:
         """Write model, curves and summary; return the summary."""
@@ -238,7 +250,8 @@ class _Recorder:
         measured = [line for line in lines if line.get(headline) is not None]
         best = max(measured, key=lambda line: line[headline], default={})
         last = measured[-1] if measured else {}
-        final = {k: v for k, v in last.items() if k == "round" or k.startswith(("train-", "test-", "personal-"))}
+        kept = ("train-", "test-", "personal-", "domains")
+        final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
         summary: dict[str, Any] = {
             "strategy": self._config.strategy,
             "headline": headline,
@@ -265,7 +278,9 @@ class _Recorder:
         return server_round % self._config.eval_every == 0 or server_round == self._config.num_server_rounds
 
 
+_COMPLETED = ("averaged-bn", "recalibrated")  # tests of the global model with other BN entries
 _PREFIX = {"global": "test", "global-batch-statistics": "test-batch"}  # of the global model's metrics
+_PREFIX |= {name: f"test-{name}" for name in _COMPLETED}
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 
@@ -290,10 +305,25 @@ def _personal(report: RoundReport) -> dict[str, float]:
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
 
+def _personal_domains(
+    report: RoundReport, domain_of: Mapping[str, str | None], score: str
+) -> dict[str, dict[str, float]]:
+    """Return the plain mean, over the clients of each domain, of their score on their own test data."""
+    values: dict[str, list[float]] = {}
+    for client, metrics in report.evaluations.items():
+        if metrics.get("own-num-examples", 0) > 0 and (domain := domain_of.get(client)):
+            values.setdefault(domain, []).append(metrics[f"own-{score}"])
+    means = {domain: sum(numbers) / len(numbers) for domain, numbers in values.items()}
+    return {f"personal-own-{score}": means} if means else {}
+
+
 def _contents(strategy: FedAvg | None) -> dict[str, str]:
     """Say what each part of ``model.safetensors`` holds."""
-    local = strategy.local if strategy else frozenset()
-    about = {
-        part.value: "initial values: this part stays with the clients" if part in local else "global" for part in Part
-    }
+    about = {part.value: "global" for part in Part}
+    if strategy:
+        averaged = strategy.completion("averaged-bn")
+        what = "weighted average of the clients' latest" if averaged else "initial values"
+        about |= {part.value: f"{what}: this part stays with the clients" for part in strategy.local}
+        if strategy.recalibrates and strategy.gathered:
+            about[Part.STATISTICS.value] = "gathered from zero from the clients under these weights"
     return {"format": "pt", **about}

@@ -115,6 +115,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg:
         min_evaluate_nodes=1,
         min_available_nodes=num_nodes,
         parts=split_state(model),
+        tests=config.evaluations(),
         **settings,
     )
 
@@ -137,6 +138,20 @@ class Federation:
         """Return a client's own test data, or the whole test set."""
         own = None if partition_id is None else self.test[partition_id]
         return View(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
+
+    def domain_views(self) -> dict[str, View]:
+        """Return the test set of each domain (group) that has one, by name; empty where the data have no groups."""
+        data, groups = self.dataset, self.dataset.test.groups
+        if groups is None:
+            return {}
+        found = {name: torch.nonzero(groups == index).flatten() for index, name in enumerate(data.group_names)}
+        return {name: View(data.test, own, mean=data.mean, std=data.std) for name, own in found.items() if len(own)}
+
+    def domain_of(self, partition_id: int) -> str | None:
+        """Return the domain all of a client's test data come from; None where there is no such."""
+        groups = self.test_view(partition_id).groups
+        own = [] if groups is None else torch.unique(groups).tolist()
+        return self.dataset.group_names[own[0]] if len(own) == 1 else None
 
 
 def count_clients(config: Config) -> int:
@@ -261,6 +276,11 @@ def check(config: Config) -> None:
         raise NormLayerError(
             f"strategy {config.strategy!r} needs BatchNorm; model {config.model!r} has {has}. Use "
             "strategy='fedavg' or norm='batch'."
+        )
+    if config.gathers() and not list(split_state(model).moments()):
+        raise NormLayerError(
+            f"recalibrate and eval-on=recalibrated gather BatchNorm's running statistics; model {config.model!r} with "
+            f"norm={config.norm!r} has none. Use norm='batch', or leave both out."
         )
     _try_model(config, model)
 

@@ -10,6 +10,9 @@ A study file::
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35}
 
+The paper's number may also stand by domain, ``{amazon: 61.3, average: 66.3}``: it then goes to the table by domain,
+which data sets of several domains get beside the other one.
+
 ``methods`` and ``splits`` override ``base``, a method's settings those of the split. Each run stands in
 ``OUT/METHOD/SPLIT/seed-N``; a finished one (it has a ``summary.json``) is skipped, the remains of an unfinished one are
 set aside under another name.
@@ -33,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
+from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
 from fedbn_flwr.experiment.launch import Engine, run
 from fedbn_flwr.experiment.output import read_metrics, write_atomically
 from fedbn_flwr.experiment.run import OnRound
@@ -53,7 +57,7 @@ class Study(BaseModel):
     splits: dict[str, Settings] = {"all": {}}
     seeds: list[int] = Field(default_factory=lambda: [0])
     skip: list[str] = Field(default_factory=list)
-    paper: dict[str, float] = Field(default_factory=dict)
+    paper: dict[str, float | dict[str, float]] = Field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
@@ -143,7 +147,8 @@ def sweep(
 
     Args:
         study: the grid.
-        out: folder of all runs; ``table.md``, ``table.csv`` and ``curves.png`` are written there, anew after each run.
+        out: folder of all runs; ``table.md``, ``table.csv`` and ``curves.png`` are written there, anew after each run;
+            ``domains.md`` and ``domains.csv`` where runs were tested by domain.
         engine: as for ``run``.
         on_cell: called before each run with the run, its index and the number of runs; what it returns follows
             the rounds.
@@ -171,23 +176,38 @@ def _set_aside(folder: Path) -> None:
 
 
 def _write_tables(study: Study, out: Path) -> str:
-    rows = [_row(study, out, method, split) for split in study.splits for method in study.methods]
+    done = {(m, split): _done(study, out, m, split) for split in study.splits for m in study.methods}
+    rows = [_row(study, method, split, summaries) for (method, split), summaries in done.items()]
     table = _markdown(study, [row for row in rows if row["runs"]])
     write_atomically(out / "table.md", table)
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(row for row in rows if row["runs"])
-    write_atomically(out / "table.csv", buffer.getvalue())
+    write_atomically(out / "table.csv", _csv(list(rows[0]), [row for row in rows if row["runs"]]))
+    if domains := domain_rows(done, study.paper):
+        by_domain = domain_markdown(study.name, domains)
+        write_atomically(out / "domains.md", by_domain)
+        write_atomically(out / "domains.csv", _csv(FIELDS, domains))
+        table += "\n" + by_domain
     first = [cell for cell in study.cells() if cell.seed == study.seeds[0]]
     curves = {f"{c.method}, {c.split}": read_metrics(c.folder(out) / "metrics.jsonl") for c in first}
     write_atomically(out / "curves.png", draw_curves({k: v for k, v in curves.items() if v}, study.name))
     return table
 
 
-def _row(study: Study, out: Path, method: str, split: str) -> dict[str, Any]:
+def _done(study: Study, out: Path, method: str, split: str) -> list[dict[str, Any]]:
+    """Return the summaries of the finished runs."""
     folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
-    done = [json.loads((f / "summary.json").read_text()) for f in folders if (f / "summary.json").is_file()]
+    return [json.loads((f / "summary.json").read_text()) for f in folders if (f / "summary.json").is_file()]
+
+
+def _csv(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fieldnames=fields)
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def _row(study: Study, method: str, split: str, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    paper = study.paper.get(f"{method}/{split}")
     headline = done[0]["headline"] if done else ""
     final = [100 * s["final"][headline] for s in done if s["final"].get(headline) is not None]
     best = [100 * s["best"][headline] for s in done if s["best"].get(headline) is not None]
@@ -203,7 +223,7 @@ def _row(study: Study, out: Path, method: str, split: str) -> dict[str, Any]:
         "rounds": done[0]["rounds"] if done else 0,
         "megabytes": (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20,
         "exchanges": ledger.get("exchanges", 0),
-        "paper": study.paper.get(f"{method}/{split}"),
+        "paper": None if isinstance(paper, dict) else paper,
     }
 
 

@@ -19,6 +19,7 @@ from fedbn_flwr.strategies.mtfl import MTFL
 from fedbn_flwr.strategies.scaffold import Scaffold
 from fedbn_flwr.strategies.silobn import SiloBN
 from fedbn_flwr.strategies.standalone import Standalone
+from fedbn_flwr.strategies.staticbn import StaticBN
 from fedbn_flwr.training import Rule
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Scaffold",
     "SiloBN",
     "Standalone",
+    "StaticBN",
     "client_rules",
 ]
 
@@ -44,7 +46,7 @@ STRATEGIES: Mapping[str, type[FedAvg]] = {
     for strategy in (
         *(FedAvg, FedProx, Scaffold),
         *(FedBN, SiloBN, MTFL),
-        *(FixBN, FedTAN, FedTAN2, FedDNA),
+        *(StaticBN, FixBN, FedTAN, FedTAN2, FedDNA),
         *(FedBS, FedWon, Standalone),
     )
 }

@@ -33,14 +33,16 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr.averaging import State, Variance, average, check_finite, check_state
-from fedbn_flwr.errors import ConfigError, ReplyError, unknown_name
+from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError, unknown_name
 from fedbn_flwr.exchange import prompt
 from fedbn_flwr.records import from_record, num_bytes, to_record
 from fedbn_flwr.state import Part, Parts, split_state
 from fedbn_flwr.strategies.metrics import average_metrics
 from fedbn_flwr.strategies.momentum import MOMENTUM, MomentumScope, average_buffers, make_momentum
+from fedbn_flwr.strategies.recalibration import QUERY, from_entries, pooled
 from fedbn_flwr.strategies.report import RoundReport, Traffic
 from fedbn_flwr.strategies.roster import Node, Roster
+from fedbn_flwr.strategies.shared_bn import SHARED_BN, LatestBN, make_share_bn
 from fedbn_flwr.training import Rule
 
 __all__ = ["FedAvg", "FedAvgParams", "Reply", "joined"]
@@ -55,6 +57,9 @@ class FedAvgParams:
         min_replies: usable replies below which a round keeps the previous global model.
         eval_every: client evaluation every so many rounds, and in the last one.
         momentum_scope: what becomes of SGD's momentum between rounds; see ``strategies.momentum``.
+        recalibrate: every test and the final model take statistics gathered from the clients; training does not see
+            them. See ``strategies.recalibration``.
+        tests: what ``completion`` shall offer beside the plain global model: "recalibrated", "averaged-bn".
         seed: of the sampling of nodes.
     """
 
@@ -62,6 +67,8 @@ class FedAvgParams:
     min_replies: int = 1
     eval_every: int = 1
     momentum_scope: MomentumScope = "none"
+    recalibrate: bool = False
+    tests: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -104,8 +111,12 @@ class FedAvg(FlowerFedAvg):
     source: ClassVar[str] = "McMahan 2017"
     local: ClassVar[frozenset[Part]] = frozenset()
     needs_batchnorm: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False  # whether the method itself tests with gathered statistics
     Params: ClassVar[type[FedAvgParams]] = FedAvgParams
-    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Rule]]] = {"momentum": make_momentum}
+    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Rule]]] = {
+        "momentum": make_momentum,
+        "share-bn": make_share_bn,
+    }
 
     def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
         fields = {field.name for field in dataclasses.fields(self.Params)}
@@ -121,6 +132,7 @@ class FedAvg(FlowerFedAvg):
         if self.evaluate_metrics_aggr_fn is aggregate_metricrecords:
             self.evaluate_metrics_aggr_fn = average_metrics
         self.params: Any = self.Params(**settings)
+        self.check_tests(self.params.tests, self.params.recalibrate)
         self.parts = parts
         self.num_rounds: int | None = None
         self.reports: list[RoundReport] = []
@@ -129,13 +141,40 @@ class FedAvg(FlowerFedAvg):
         self._asked: list[Node] = []
         self.momentum: dict[str, Any] = {}
         self.num_able = 0  # nodes with training data, N of the papers
+        self.gathered: dict[str, Any] = {}  # running statistics for the model after this round
+        self.latest_bn = LatestBN()
         self._roster = Roster(self.params.seed, self._timeout)
 
     # --- what a method overrides -------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Check the method's settings against the run (``num_rounds``, ``parts``) and forget an earlier run."""
-        self.momentum = {}
+        self.momentum, self.gathered, self.latest_bn = {}, {}, LatestBN()
+        asked = self.params.recalibrate or "recalibrated" in self.params.tests
+        if asked and not list(self._known_parts.moments()):
+            raise NormLayerError(
+                "recalibration gathers BatchNorm's running statistics, and the model has none. Use recalibrate=false "
+                "and no eval-on=recalibrated, or a model with BatchNorm."
+            )
+
+    @classmethod
+    def check_tests(cls, tests: Sequence[str], recalibrate: bool = False) -> None:
+        """Refuse what this method has no model for.
+
+        Raises:
+            ConfigError: gathered statistics where weights stay with the clients; averaged BN parts where none do.
+        """
+        bn_parts, weights = cls.local - {Part.REST}, cls.local & {Part.AFFINE, Part.REST}
+        if (recalibrate or "recalibrated" in tests) and weights:
+            raise ConfigError(
+                f"strategy {cls.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
+                "weights under which statistics could be gathered (recalibrate, eval-on=recalibrated)."
+            )
+        if SHARED_BN in tests and (not bn_parts or Part.REST in weights):
+            raise ConfigError(
+                f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "
+                f"clients; strategy {cls.name!r} has no such model. It is for fedbn, silobn and mtfl."
+            )
 
     @classmethod
     def exchange_cost(cls, exchanges: str) -> tuple[int, int]:
@@ -154,11 +193,13 @@ class FedAvg(FlowerFedAvg):
     def client_config(self, server_round: int) -> dict[str, Any]:
         """Return what the method tells its clients in this round; ``rules`` names the client rules to apply."""
         scope = self.params.momentum_scope
-        return {} if scope == "none" else {"rules": "momentum", "momentum-scope": scope}
+        told = {} if scope == "none" else {"rules": "momentum", "momentum-scope": scope}
+        return joined(told, {"rules": "share-bn"}) if SHARED_BN in self.params.tests else told
 
     def extras(self, server_round: int) -> Mapping[str, State]:
         """Return what goes to the clients beside the model, by record; a client may answer in these records alone."""
-        return {MOMENTUM: self.momentum} if self.params.momentum_scope == "global" else {}
+        sent: dict[str, State] = {MOMENTUM: self.momentum} if self.params.momentum_scope == "global" else {}
+        return {**sent, SHARED_BN: {}} if SHARED_BN in self.params.tests else sent
 
     def weights(self, replies: Sequence[Reply]) -> list[float]:
         """Return the weights of the replies, in their order; they are normalised later."""
@@ -166,6 +207,9 @@ class FedAvg(FlowerFedAvg):
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply that breaks the method's own law, with a ReplyError."""
+        if shared := reply.extras.get(SHARED_BN):
+            local = self._known_parts.select(self.local)
+            check_state(shared, {name: before[name] for name in local}, self._known_parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Return the new global state from the round's replies (in order of partition id) and the state before."""
@@ -198,11 +242,11 @@ class FedAvg(FlowerFedAvg):
         self._roster = Roster(self.params.seed, timeout)
         self._know(initial_arrays)
         self.begin()
-        result = super().start(
-            prompt(grid), initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        )
+        tested = None if evaluate_fn is None else lambda number, arrays: evaluate_fn(number, self._tested(arrays))
+        result = super().start(prompt(grid), initial_arrays, num_rounds, timeout, train_config, evaluate_config, tested)
         if not result.arrays:  # no round had enough usable replies: the previous global model is the initial one
             result.arrays = initial_arrays
+        result.arrays = self._tested(_over(result.arrays, self.completion(SHARED_BN)))
         return result
 
     def configure_train(
@@ -210,7 +254,7 @@ class FedAvg(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Sample nodes with data and address a message to each; see ``flwr.serverapp.strategy.Strategy``."""
         self._know(arrays)
-        self._before = from_record(arrays)
+        self._before, self.gathered = from_record(arrays), {}
         self.reports.append(RoundReport(server_round, self.phase(server_round)))
         if self.fraction_train == 0.0:
             return []
@@ -243,6 +287,7 @@ class FedAvg(FlowerFedAvg):
                 continue
             usable.append(reply)
             contents.append(message.content)
+            self.latest_bn.take(node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
             self._roster.started.add(node.node_id)
             if (properties := message.content.config_records.get("properties")) and "local-sha256" in properties:
                 self.local_hashes[node.label] = str(properties["local-sha256"])
@@ -268,13 +313,19 @@ class FedAvg(FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask nodes to evaluate, every ``eval_every`` rounds and in the last."""
-        if self.fraction_evaluate == 0.0 or (server_round % self.params.eval_every and server_round != self.num_rounds):
+        """Every ``eval_every`` rounds and in the last: gather statistics where asked, and ask nodes to evaluate."""
+        if server_round % self.params.eval_every and server_round != self.num_rounds:
+            return []
+        if self._is_gathering:
+            self._gather(server_round, arrays, grid)
+        if self.fraction_evaluate == 0.0:
             return []
         present = self._roster.present(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
         count = max(_share(self.fraction_evaluate, len(present)), self.min_evaluate_nodes)
         nodes = self._roster.sample(present, count, "evaluate", server_round)
         told = ConfigRecord({**config, "server-round": server_round, **self._common()})
+        # A client without BN parts of its own takes the average, where there is one, in place of the initial ones.
+        arrays = self._tested(_over(arrays, self.completion(SHARED_BN)))
         return self._address(nodes, MessageType.EVALUATE, arrays, told, self.reports[-1].evaluate, {})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -295,6 +346,54 @@ class FedAvg(FlowerFedAvg):
             contents.append(message.content)
             report.evaluations[node.label] = numbers
         return self.evaluate_metrics_aggr_fn(contents, self.weighted_by_key) if contents else None
+
+    # --- models for tests --------------------------------------------------------------------------------------------
+
+    @property
+    def recalibrates(self) -> bool:
+        """Whether every test and the final model take gathered statistics."""
+        return self.gathers or self.params.recalibrate
+
+    @property
+    def _is_gathering(self) -> bool:
+        asked = self.recalibrates or "recalibrated" in self.params.tests
+        return asked and any(self._known_parts.moments())
+
+    def completion(self, test: str) -> State:
+        """Return the entries to put over the global state for "recalibrated" or "averaged-bn"; empty where not asked.
+
+        "recalibrated" is there in rounds with a test, from ``configure_evaluate`` on.
+        """
+        if test == SHARED_BN and SHARED_BN in self.params.tests:
+            return self.latest_bn.average(self._known_parts, self.params.variance)
+        return self.gathered if test == "recalibrated" else {}
+
+    def _tested(self, arrays: ArrayRecord) -> ArrayRecord:
+        return _over(arrays, self.gathered) if self.recalibrates else arrays
+
+    def _gather(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
+        """Gather the statistics of all clients with data under ``arrays``; without usable replies there are none."""
+        report, like = self.reports[-1], from_record(arrays)
+        # What the method needs is a cost of its training; what only a further test needs is one of testing.
+        traffic = report.train if self.recalibrates else report.evaluate
+        present = self._roster.present(grid, max(self.min_available_nodes, 1))
+        nodes = [node for node in present if node.num_examples != 0]
+        told = ConfigRecord({"server-round": server_round, **self._common()})
+        messages = self._address(nodes, QUERY, arrays, told, traffic, {})
+        found = []
+        for node, message in self._in_order(grid.send_and_receive(messages, timeout=self._timeout), report):
+            try:
+                self._metrics(message)
+                state, _, sizes = self._unpack(message)
+                found.append(from_entries(state, like, self._known_parts))
+                for size in sizes:
+                    traffic.count_up(size)
+            except ReplyError as error:
+                report.reject(node.node_id, f"{node}: statistics: {error}")
+                log(WARNING, "round %d: statistics of %s refused: %s", server_round, node, error)
+        self.gathered = pooled(found, like, self._known_parts) if len(found) >= self.params.min_replies else {}
+        if not self.gathered:
+            log(WARNING, "round %d: no statistics gathered from %d usable replies", server_round, len(found))
 
     # --- the mechanism -----------------------------------------------------------------------------------------------
 
@@ -332,6 +431,7 @@ class FedAvg(FlowerFedAvg):
     ) -> list[Message]:
         shared = self._shared(arrays) if self.local else arrays
         self._asked = list(nodes)
+        traffic.exchanges += bool(nodes)
         started = {node.node_id: node.node_id in self._roster.started for node in nodes}
         for had_start in set(started.values()):  # the same arrays to several nodes are one broadcast
             traffic.count_down(num_bytes(shared if had_start else arrays))
@@ -359,16 +459,20 @@ class FedAvg(FlowerFedAvg):
             raise ReplyError(f"'{self.weighted_by_key}' is {count}, which must be a finite number above 0")
         return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
 
-    def _read(self, server_round: int, node: Node, message: Message) -> tuple[Reply, list[tuple[int, int]]]:
-        metrics = self._metrics(message)
+    def _unpack(self, message: Message) -> tuple[State, dict[str, State], list[tuple[int, int]]]:
+        """Return the entries, those of further records, and the bytes of all records."""
         try:
-            states = {key: from_record(record) for key, record in message.content.array_records.items()}
+            states: dict[str, State] = {key: from_record(r) for key, r in message.content.array_records.items()}
             state = states.pop(self.arrayrecord_key)
-            sizes = [num_bytes(record) for record in message.content.array_records.values()]
+            return state, states, [num_bytes(record) for record in message.content.array_records.values()]
         except KeyError as error:
             raise ReplyError(f"no ArrayRecord '{self.arrayrecord_key}'") from error
         except Exception as error:  # bytes from outside: NumPy's parser may raise anything
             raise ReplyError(f"arrays that cannot be read: {type(error).__name__}: {error}") from error
+
+    def _read(self, server_round: int, node: Node, message: Message) -> tuple[Reply, list[tuple[int, int]]]:
+        metrics = self._metrics(message)
+        state, states, sizes = self._unpack(message)
         expected = {n: a for n, a in self._before.items() if self._known_parts.part_of[n] not in self.local}
         check_state(state, expected, self._known_parts)
         for key, extra in states.items():
@@ -396,6 +500,11 @@ def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     """Return both messages to the clients as one, the lists of rules joined."""
     rules = ",".join(filter(None, (str(config.get("rules", "")) for config in (first, second))))
     return {**first, **second, "rules": rules}
+
+
+def _over(arrays: ArrayRecord, entries: State) -> ArrayRecord:
+    """Return the record with some entries replaced; itself where there are none to replace."""
+    return ArrayRecord({**arrays, **to_record(entries)}) if entries else arrays
 
 
 def _share(fraction: float, count: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 __all__ = ["RoundReport", "Traffic"]
 
@@ -30,9 +30,13 @@ class Traffic:
         """Floats down and up in the papers' MB, 2^20 bytes."""
         return (self.down + self.up) / 2**20
 
+    def plus(self, other: Traffic, times: int = 1) -> Traffic:
+        """Return this traffic and ``times`` the other's."""
+        names = [field.name for field in fields(self)]
+        return Traffic(*(getattr(self, name) + times * getattr(other, name) for name in names))
+
     def count_down(self, size: tuple[int, int]) -> None:
         """Count one broadcast: (bytes of floats, bytes of others)."""
-        self.exchanges = max(self.exchanges, 1)
         self.down += size[0]
         self.counters_down += size[1]
 

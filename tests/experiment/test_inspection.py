@@ -46,8 +46,9 @@ def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
 
 
 def foretold(found: Inspection) -> list[Traffic]:
-    """The traffic of each round."""
-    return [phase.traffic for phase in found.phases for _ in range(phase.rounds or 0)]
+    """The traffic of each round; every round is tested."""
+    gathering = found.gathering.traffic if found.gathering else Traffic()
+    return [phase.traffic.plus(gathering) for phase in found.phases for _ in range(phase.rounds or 0)]
 
 
 def measured(config: Config, clients: int) -> list[Traffic]:

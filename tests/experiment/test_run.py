@@ -28,6 +28,7 @@ from fedbn_flwr.experiment.run import centralized, serve
 from fedbn_flwr.experiment.setup import federation, make_model
 from fedbn_flwr.records import state_sha256, to_state
 from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies.report import Traffic
 
 METHODS = [*STRATEGIES, CENTRALIZED]
 FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}
@@ -107,8 +108,9 @@ def test_the_ledger_is_what_inspect_foretells(name: str, runs) -> None:
     summary, out = runs[name]
     lines = read_metrics(out / "metrics.jsonl")
     config = Config.load(out / "config.yaml")
-    phases = inspect_model(make_model(config), name, 3, config).phases
-    foretold = [phase.traffic for phase in phases for _ in range(phase.rounds or 0)]
+    found = inspect_model(make_model(config), name, 3, config)
+    gathering = found.gathering.traffic if found.gathering else Traffic()  # every round is tested
+    foretold = [phase.traffic.plus(gathering) for phase in found.phases for _ in range(phase.rounds or 0)]
     for line, cost in zip(lines, foretold, strict=True):
         expected = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
         assert tuple(line[key] for key in LEDGER) == expected, line["round"]

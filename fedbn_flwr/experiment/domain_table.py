@@ -1,0 +1,68 @@
+"""A study's accuracy by domain, as Table 1 of FedWon (arXiv:2306.11879): columns are domains and their plain average."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["AVERAGE", "FIELDS", "domain_markdown", "domain_rows"]
+
+AVERAGE = "average"
+FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper")
+Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+
+
+def domain_rows(summaries: Summaries, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each method, split and domain, in percent, and one for the average of the domains.
+
+    Args:
+        summaries: the finished runs of each (method, split). A run counts where its headline was measured by domain:
+            the global model on each domain's test set, or the clients of each domain on their own.
+        paper: by METHOD/SPLIT a mapping of domains and "average" to the paper's numbers; other entries are passed over.
+    """
+    rows: list[dict[str, Any]] = []
+    for (method, split), done in summaries.items():
+        found = [s["final"]["domains"][s["headline"]] for s in done if s["headline"] in s["final"].get("domains", {})]
+        if not found:
+            continue
+        stated = paper.get(f"{method}/{split}")
+        stated = stated if isinstance(stated, Mapping) else {}
+        runs = [{**run, AVERAGE: statistics.fmean(run.values())} for run in found]
+        for domain in dict.fromkeys([*(name for run in found for name in run), *stated, AVERAGE]):
+            values = [100 * run[domain] for run in runs if domain in run]
+            numbers = {
+                "runs": len(values),
+                "mean": statistics.fmean(values) if values else None,
+                "std": statistics.stdev(values) if len(values) > 1 else None,
+                "paper": stated.get(domain),
+            }
+            about = {"method": method, "split": split, "metric": done[0]["headline"], "domain": domain}
+            rows.append({**about, **numbers})
+    return rows
+
+
+def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a table: domains in columns, mean ± std, the paper's numbers on a line of their own."""
+    domains = [*dict.fromkeys(row["domain"] for row in rows if row["domain"] != AVERAGE), AVERAGE]
+    lines = [
+        f"# {name}, by domain",
+        "",
+        "| " + " | ".join(["method", "split", "metric", *domains, "runs"]) + " |",
+        "|---" * (len(domains) + 4) + "|",
+    ]
+    for method, split in dict.fromkeys((row["method"], row["split"]) for row in rows):
+        own = {row["domain"]: row for row in rows if (row["method"], row["split"]) == (method, split)}
+        metric, runs = own[AVERAGE]["metric"], own[AVERAGE]["runs"]
+        cells = [_shown(own[domain]["mean"], own[domain]["std"]) if domain in own else "-" for domain in domains]
+        lines.append("| " + " | ".join([method, split, metric, *cells, str(runs)]) + " |")
+        if any(row["paper"] is not None for row in own.values()):
+            stated = [own[domain]["paper"] if domain in own else None for domain in domains]
+            cells = ["" if number is None else f"{number:g}" for number in stated]
+            lines.append("| " + " | ".join([method, split, "the paper's", *cells, ""]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(mean: float | None, std: float | None) -> str:
+    text = "-" if mean is None else f"{mean:.2f}"
+    return text if std is None else f"{text} ± {std:.2f}"

@@ -1,0 +1,90 @@
+"""StaticBN: clients train on batch statistics alone; running statistics are gathered from all of them before a test.
+
+Diao, Ding, Tarokh 2021, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
+Clients", arXiv:2010.01264, "static Batch Normalization" (sBN).
+
+=========  ================================================================================================
+sent down  the whole state; before a test again, with the new weights
+sent up    the whole state, its running statistics as received; before a test (count, mean, M2) per BN layer
+kept       nothing
+cost       F floats down, F up per client, as FedAvg; before each test F down and S up per client more
+=========  ================================================================================================
+
+Differs from the paper, which averages batch means and variances: (count, mean, M2) of all clients are merged exactly
+(``strategies.recalibration``), the variance with torch's n/(n-1). Inference on batch statistics, the paper's
+alternative, is ``eval-on=global-batch-statistics``. Training keeps the statistics of the start; the tested and the
+final model hold the gathered ones. Law: those of the first BN layer equal one pass over the union of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.averaging import State
+from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.gathering import tracking_layers
+from fedbn_flwr.strategies.fedavg import FedAvg, Reply, joined
+from fedbn_flwr.training import Rule
+
+__all__ = ["StaticBN", "Untracked"]
+
+
+class Untracked(Rule):
+    """Client half: BN uses the batch's statistics and leaves the running ones, and the counters, as received."""
+
+    def __init__(self) -> None:
+        self._layers: list[_BatchNorm] = []
+
+    def begin(self, model: nn.Module) -> None:
+        """Stop tracking."""
+        self._layers = tracking_layers(model)
+        for layer in self._layers:
+            layer.track_running_stats = False
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Track again."""
+        for layer in self._layers:
+            layer.track_running_stats = True
+        return {}
+
+
+def _untracked(_: Mapping[str, Any]) -> Rule:
+    return Untracked()
+
+
+class StaticBN(FedAvg):
+    """FedAvg without running statistics in training; they are gathered before each test and at the end."""
+
+    name = "staticbn"
+    summary_line = "trains on batch statistics; BN statistics gathered from all clients before a test"
+    source = "Diao 2021, arXiv:2010.01264"
+    needs_batchnorm = True
+    gathers = True
+    rules = {"untracked-statistics": _untracked}
+
+    def client_config(self, server_round: int) -> dict[str, Any]:
+        """Tell the clients not to track."""
+        return joined(super().client_config(server_round), {"rules": "untracked-statistics"})
+
+    def check(self, server_round: int, reply: Reply, before: State) -> None:
+        """Refuse a reply whose statistics were tracked."""
+        super().check(server_round, reply, before)
+        for name in self._untracked_names():
+            if not np.array_equal(reply.state[name], before[name]):
+                raise ReplyError(
+                    f"entry '{name}' changed in training, which tracks no statistics under staticbn: the client's "
+                    "training must apply the rule 'untracked-statistics'"
+                )
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Average; put the untracked entries back bit for bit."""
+        state = super().combine(server_round, replies, before)
+        return {**state, **{name: before[name] for name in self._untracked_names()}}
+
+    def _untracked_names(self) -> tuple[str, ...]:
+        return self._known_parts.statistics + self._known_parts.counters
