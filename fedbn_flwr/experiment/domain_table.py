@@ -1,4 +1,4 @@
-"""A study's accuracy by domain, as Table 1 of FedWon (arXiv:2306.11879): columns are domains and their plain average."""
+"""A study's accuracy by domain, as Table 1 of FedWon (arXiv:2306.11879): the domains and their plain average."""
 
 from __future__ import annotations
 

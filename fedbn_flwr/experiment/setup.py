@@ -115,7 +115,6 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg:
         min_evaluate_nodes=1,
         min_available_nodes=num_nodes,
         parts=split_state(model),
-        tests=config.evaluations(),
         **settings,
     )
 

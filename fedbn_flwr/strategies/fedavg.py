@@ -59,7 +59,7 @@ class FedAvgParams:
         momentum_scope: what becomes of SGD's momentum between rounds; see ``strategies.momentum``.
         recalibrate: every test and the final model take statistics gathered from the clients; training does not see
             them. See ``strategies.recalibration``.
-        tests: what ``completion`` shall offer beside the plain global model: "recalibrated", "averaged-bn".
+        eval_on: comma list of tests; "recalibrated" and "averaged-bn" in it are what ``completion`` shall offer.
         seed: of the sampling of nodes.
     """
 
@@ -68,7 +68,7 @@ class FedAvgParams:
     eval_every: int = 1
     momentum_scope: MomentumScope = "none"
     recalibrate: bool = False
-    tests: tuple[str, ...] = ()
+    eval_on: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,7 +132,8 @@ class FedAvg(FlowerFedAvg):
         if self.evaluate_metrics_aggr_fn is aggregate_metricrecords:
             self.evaluate_metrics_aggr_fn = average_metrics
         self.params: Any = self.Params(**settings)
-        self.check_tests(self.params.tests, self.params.recalibrate)
+        self._tests = [name.strip() for name in self.params.eval_on.split(",")]
+        self.check_tests(self._tests, self.params.recalibrate)
         self.parts = parts
         self.num_rounds: int | None = None
         self.reports: list[RoundReport] = []
@@ -150,7 +151,7 @@ class FedAvg(FlowerFedAvg):
     def begin(self) -> None:
         """Check the method's settings against the run (``num_rounds``, ``parts``) and forget an earlier run."""
         self.momentum, self.gathered, self.latest_bn = {}, {}, LatestBN()
-        asked = self.params.recalibrate or "recalibrated" in self.params.tests
+        asked = self.params.recalibrate or "recalibrated" in self._tests
         if asked and not list(self._known_parts.moments()):
             raise NormLayerError(
                 "recalibration gathers BatchNorm's running statistics, and the model has none. Use recalibrate=false "
@@ -194,12 +195,12 @@ class FedAvg(FlowerFedAvg):
         """Return what the method tells its clients in this round; ``rules`` names the client rules to apply."""
         scope = self.params.momentum_scope
         told = {} if scope == "none" else {"rules": "momentum", "momentum-scope": scope}
-        return joined(told, {"rules": "share-bn"}) if SHARED_BN in self.params.tests else told
+        return joined(told, {"rules": "share-bn"}) if SHARED_BN in self._tests else told
 
     def extras(self, server_round: int) -> Mapping[str, State]:
         """Return what goes to the clients beside the model, by record; a client may answer in these records alone."""
         sent: dict[str, State] = {MOMENTUM: self.momentum} if self.params.momentum_scope == "global" else {}
-        return {**sent, SHARED_BN: {}} if SHARED_BN in self.params.tests else sent
+        return {**sent, SHARED_BN: {}} if SHARED_BN in self._tests else sent
 
     def weights(self, replies: Sequence[Reply]) -> list[float]:
         """Return the weights of the replies, in their order; they are normalised later."""
@@ -356,7 +357,7 @@ class FedAvg(FlowerFedAvg):
 
     @property
     def _is_gathering(self) -> bool:
-        asked = self.recalibrates or "recalibrated" in self.params.tests
+        asked = self.recalibrates or "recalibrated" in self._tests
         return asked and any(self._known_parts.moments())
 
     def completion(self, test: str) -> State:
@@ -364,7 +365,7 @@ class FedAvg(FlowerFedAvg):
 
         "recalibrated" is there in rounds with a test, from ``configure_evaluate`` on.
         """
-        if test == SHARED_BN and SHARED_BN in self.params.tests:
+        if test == SHARED_BN and SHARED_BN in self._tests:
             return self.latest_bn.average(self._known_parts, self.params.variance)
         return self.gathered if test == "recalibrated" else {}
 
