@@ -1,0 +1,103 @@
+"""StaticBN: training is that of any method's batch statistics, the tested model holds the union's statistics."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torchvision.models as tv
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.records import from_record, tensors
+from fedbn_flwr.strategies import FedAvg, StaticBN
+from fedbn_flwr.strategies.staticbn import Untracked
+
+SIZES = (6, 13, 9)
+UNTRACKED = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate(SIZES)]
+
+
+def test_weights_are_fedavgs_and_the_first_layer_has_the_unions_statistics(federate, datasets, mlp) -> None:
+    """Running statistics have no part in training; of one layer the batches do not matter: the law."""
+    model = functools.partial(mlp, dropout=0.3)
+    mine, plain = (federate(strategy, model, datasets) for strategy in (StaticBN(), FedAvg()))
+    union = torch.cat([data.inputs for data in datasets])
+    for before, after in zip(mine.history[1:], plain.history[1:], strict=True):
+        assert all(before[n].tobytes() == after[n].tobytes() for n in after if n not in UNTRACKED)
+        hidden = torch.nn.functional.linear(union, *(torch.from_numpy(after[f"0.{n}"]) for n in ("weight", "bias")))
+        np.testing.assert_allclose(before["1.running_mean"], hidden.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(before["1.running_var"], hidden.var(0), rtol=1e-12)
+        assert before["1.num_batches_tracked"] == 0
+    assert all(mine.state[name].tobytes() == mine.history[-1][name].tobytes() for name in mine.state)
+
+
+def test_clients_receive_and_return_the_statistics_of_the_start(federate, datasets, mlp) -> None:
+    run = federate(StaticBN(), mlp, datasets)
+    start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
+    travelled = [m for m in (*run.grid.sent, *run.grid.received) if m.metadata.message_type == "train"]
+    assert len(travelled) == 18
+    for message in travelled:
+        state = from_record(message.content["arrays"])
+        assert all(state[name].tobytes() == start[name].tobytes() for name in UNTRACKED)
+
+
+def test_all_layers_of_a_torchvision_model_after_training(federate, points) -> None:
+    """Against plain passes over each client's data under the final weights: uneven clients, smaller last batches."""
+    torch.manual_seed(0)
+    net = tv.resnet18(num_classes=3).double()
+    datasets = [points(n, i, shape=(3, 40, 40)) for i, n in enumerate((5, 3, 7))]
+    run = federate(StaticBN(), lambda: copy.deepcopy(net), datasets, rounds=1, rate=0.01, batch_size=3, local_steps=1)
+    final = copy.deepcopy(net)
+    final.load_state_dict(tensors(run.state))
+    layers = {p: m for p, m in final.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
+    seen: dict[str, list[torch.Tensor]] = {path: [] for path in layers}
+    for path, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, args, path=path: seen[path].append(args[0].detach()))
+    held = {name: tensor.clone() for name, tensor in final.state_dict().items()}
+    final.train()
+    with torch.no_grad():
+        for data in datasets:
+            for inputs in data.inputs.split(3):
+                final(inputs)
+    for path, inputs in seen.items():
+        values = torch.cat([x.movedim(1, -1).flatten(0, -2) for x in inputs])
+        torch.testing.assert_close(held[f"{path}.running_mean"], values.mean(0), rtol=1e-9, atol=1e-12, msg=path)
+        torch.testing.assert_close(held[f"{path}.running_var"], values.var(0), rtol=1e-9, atol=1e-14, msg=path)
+
+
+def test_a_client_that_tracked_is_refused_by_name(federate, datasets, mlp) -> None:
+    class Tracking(TorchClient):
+        def fit(self, parameters, config):
+            ignored = config if self.partition_id != 1 else {**config, "rules": ""}
+            return super().fit(parameters, ignored)
+
+    run = federate(StaticBN(), mlp, datasets, rounds=1, client=Tracking)
+    (why,) = run.strategy.reports[0].rejected.values()
+    assert "partition 1" in why
+    assert "entry '1.running_mean' changed in training" in why
+    assert run.strategy.reports[0].participants == [0, 2]
+
+
+def test_the_rule_leaves_the_model_as_it_was(mlp) -> None:
+    model, rule = mlp().train(), Untracked()
+    rule.begin(model)
+    model(torch.randn(4, 5, dtype=torch.float64))
+    assert model[1].num_batches_tracked == 0
+    rule.end(model)
+    model(torch.randn(4, 5, dtype=torch.float64))
+    assert model[1].num_batches_tracked == 1
+
+
+def test_without_batchnorm_it_is_fedavg(federate, datasets, mlp, same_bits) -> None:
+    """As for the other methods about BN; a run from a config refuses such a model by name."""
+    model = functools.partial(mlp, norm=False)
+    mine, plain = (federate(strategy, model, datasets) for strategy in (StaticBN(), FedAvg()))
+    same_bits(mine.state, plain.state)
+    assert [report.train.exchanges for report in mine.strategy.reports] == [1, 1, 1]
