@@ -1,0 +1,80 @@
+"""The table by domain: means, standard deviations, the average of domains run by run, the paper's numbers."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.experiment.domain_table import domain_markdown, domain_rows
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.sweep import Study, sweep
+
+
+def run(headline: str, **accuracies: float) -> dict:
+    other = {"test-batch-accuracy": {"cat": 0.0}}
+    return {"headline": headline, "final": {"domains": {**other, headline: accuracies}}}
+
+
+def test_rows_and_markdown() -> None:
+    done = {
+        ("A", "all"): [run("test-accuracy", dog=0.5, cat=0.25), run("test-accuracy", dog=0.7, cat=0.25)],
+        ("B", "all"): [run("personal-own-accuracy", dog=0.5, cat=0.75)],
+        ("C", "all"): [{"headline": "test-accuracy", "final": {"test-accuracy": 0.3}}],
+        ("D", "all"): [],
+    }
+    paper = {"A/all": {"cat": 20.5, "average": 40.25}, "B/all": 71.4}
+    rows = domain_rows(done, paper)
+    assert [(r["method"], r["domain"], r["runs"]) for r in rows] == [
+        *(("A", "dog", 2), ("A", "cat", 2), ("A", "average", 2)),
+        *(("B", "dog", 1), ("B", "cat", 1), ("B", "average", 1)),
+    ]
+    average = rows[2]
+    assert average["mean"] == pytest.approx(42.5)
+    assert average["std"] == pytest.approx(statistics.stdev([37.5, 47.5]))
+    assert [row["paper"] for row in rows] == [None, 20.5, 40.25, None, None, None]
+    assert domain_markdown("pets", rows).splitlines() == [
+        "# pets, by domain",
+        "",
+        "| method | split | metric | dog | cat | average | runs |",
+        "|---|---|---|---|---|---|---|",
+        "| A | all | test-accuracy | 60.00 ± 14.14 | 25.00 ± 0.00 | 42.50 ± 7.07 | 2 |",
+        "| A | all | the paper's |  | 20.5 | 40.25 |  |",
+        "| B | all | personal-own-accuracy | 50.00 | 75.00 | 62.50 | 1 |",
+    ]
+
+
+def test_a_domain_only_the_paper_has_is_shown_as_missing() -> None:
+    rows = domain_rows({("A", "x"): [run("test-accuracy", dog=0.5)]}, {"A/x": {"bird": 9.0}})
+    assert [(row["domain"], row["runs"], row["mean"]) for row in rows] == [
+        ("dog", 1, 50.0),
+        ("bird", 0, None),
+        ("average", 1, 50.0),
+    ]
+    assert "| - |" in domain_markdown("", rows)
+
+
+def test_a_sweep_writes_it_beside_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text("""
+name: small
+base: {dataset: digits-domains, partition: domain, num-clients: 5, num-server-rounds: 1, local-steps: 1, batch-size: 8}
+methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}}
+paper: {FedAvg/all: {noisy: 50, average: 66.3}}
+""")
+    study, out = Study.load(path), tmp_path / "out"
+    table = sweep(study, out)
+    assert table == (out / "table.md").read_text() + "\n" + (out / "domains.md").read_text()
+    with (out / "domains.csv").open() as file:
+        rows = {(row["method"], row["domain"]): row for row in csv.DictReader(file)}
+    for method, metric in (("FedAvg", "test-accuracy"), ("FedBN", "personal-own-accuracy")):
+        found = read_metrics(out / method / "all/seed-0/metrics.jsonl")[-1]["domains"][metric]
+        assert len(found) == 5
+        for domain, accuracy in found.items():
+            assert float(rows[method, domain]["mean"]) == 100 * accuracy
+        assert float(rows[method, "average"]["mean"]) == 100 * statistics.fmean(found.values())
+    assert (rows["FedAvg", "noisy"]["paper"], rows["FedAvg", "average"]["paper"]) == ("50.0", "66.3")
+    with (out / "table.csv").open() as file:
+        assert [row["paper"] for row in csv.DictReader(file)] == ["", ""]

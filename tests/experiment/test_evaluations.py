@@ -1,0 +1,139 @@
+"""What a run tests the global model with: gathered statistics, averaged BN parts, domain by domain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.setup import check, federation, make_model
+from fedbn_flwr.strategies.report import Traffic
+
+DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
+
+
+def saved(out) -> tuple[nn.Module, dict[str, str]]:
+    """The model of a folder, and what it says of itself."""
+    model = make_model(Config.load(out / "config.yaml"))
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    with safe_open(out / "model.safetensors", "pt") as file:
+        return model, file.metadata()
+
+
+def test_recalibrate_on_digits_holds_the_statistics_of_the_union(quick_run) -> None:
+    """The MLP has one BN layer: under the final weights, one pass over the training data of all clients."""
+    settings = {"num-server-rounds": 3, "eval-every": 2}
+    summary, out = quick_run(strategy="fedavg", recalibrate=True, **settings)
+    plain, other = quick_run(strategy="fedavg", **{**settings, "eval-on": "global,recalibrated"})
+    model, about = saved(out)
+    trained, about_trained = saved(other)
+    assert about["statistics"] == "gathered from zero from the clients under these weights"
+    assert about_trained["statistics"] == about["affine"] == "global"
+    (layer,) = (module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    (theirs,) = (module for module in trained.modules() if isinstance(module, nn.BatchNorm1d))
+    seen: list[torch.Tensor] = []
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    union = federation(Config.load(out / "config.yaml"), 3).train_view()
+    model.eval()(union.batch(torch.arange(len(union)))[0])
+    torch.testing.assert_close(layer.running_mean, seen[0].mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.running_var, seen[0].var(0), rtol=1e-4, atol=1e-5)
+    for (name, mine), value in zip(model.named_parameters(), trained.parameters(), strict=True):
+        assert torch.equal(mine, value), name
+    assert not torch.allclose(layer.running_var, theirs.running_var)
+    assert plain["final"]["test-recalibrated-loss"] == summary["final"]["test-loss"] != plain["final"]["test-loss"]
+    assert plain["final"]["train-loss"] == summary["final"]["train-loss"]
+    tested = [line["round"] for line in read_metrics(other / "metrics.jsonl") if "test-recalibrated-loss" in line]
+    assert tested == [2, 3]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_inspect_foretells_what_gathering_costs(quick_run, every: int) -> None:
+    for settings in ({"strategy": "staticbn"}, {"strategy": "silobn", "recalibrate": True}):
+        summary, out = quick_run(**settings, **{"num-server-rounds": 4, "eval-every": every, "eval-on": "global"})
+        config = Config.load(out / "config.yaml")
+        found = inspect_model(make_model(config), config.strategy, 3, config)
+        ledger = summary["ledger"]
+        keys = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+        assert Traffic(*(ledger[key] for key in keys)) == found.total()
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl"])
+def test_averaged_bn_is_tested_saved_and_foretold(quick_run, strategy: str) -> None:
+    settings = {"num-server-rounds": 3, "local-steps": 5, "learning-rate": 0.3}
+    summary, out = quick_run(strategy=strategy, **{"eval-on": "personal-own,averaged-bn,global", **settings})
+    plain, _ = quick_run(strategy=strategy, **{"eval-on": "personal-own,global", **settings})
+    for key in ("personal-own-loss", "test-loss", "train-loss"):
+        assert summary["final"][key] == plain["final"][key], "a test changes nothing"
+    model, about = saved(out)
+    config = Config.load(out / "config.yaml")
+    result = evaluate(model, federation(config, 3).test_view())
+    assert result.loss == summary["final"]["test-averaged-bn-loss"] != summary["final"]["test-loss"]
+    kept = {"affine", "statistics", "counters"} - {part for part, text in about.items() if text == "global"}
+    assert kept
+    text = "weighted average of the clients' latest: this part stays with the clients"
+    assert {about[part] for part in kept} == {text}
+    found = inspect_model(make_model(config), strategy, 3, config)
+    assert (found.total().up, found.total().down) == (summary["ledger"]["bytes-up"], summary["ledger"]["bytes-down"])
+    assert found.total().counters_up == summary["ledger"]["counter-bytes-up"]
+
+
+def test_global_accuracy_by_domain_is_of_each_domains_test_images(quick_run) -> None:
+    summary, out = quick_run(strategy="fedavg", **DOMAINS)
+    model, _ = saved(out)
+    data = federation(Config.load(out / "config.yaml"), 5)
+    whole, groups = data.test_view(), data.dataset.test.groups
+    inputs, targets = whole.batch(torch.arange(len(whole)))
+    with torch.no_grad():
+        right = model.eval()(inputs).argmax(1) == targets
+    expected = {name: right[groups == i].double().mean().item() for i, name in enumerate(data.dataset.group_names)}
+    assert len(expected) == 5
+    found = summary["final"]["domains"]
+    assert list(found) == ["test-accuracy"]
+    assert found["test-accuracy"] == pytest.approx(expected)
+    assert read_metrics(out / "metrics.jsonl")[-1]["domains"] == found
+
+
+def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> None:
+    """One client per domain: a method without local parts fills the table as the global model does."""
+    own, _ = quick_run(strategy="fedavg", **{**DOMAINS, "eval-on": "personal-own,global"})
+    found = own["final"]["domains"]
+    assert found["personal-own-accuracy"] == found["test-accuracy"]
+    two, out = quick_run(strategy="fedbn", **{**DOMAINS, "num-clients": 10})
+    clients = read_metrics(out / "metrics.jsonl")[-1]["clients"]
+    data = federation(Config.load(out / "config.yaml"), 10)
+    by_domain: dict[str, list[float]] = {}
+    for client, metrics in clients.items():
+        by_domain.setdefault(data.domain_of(int(client)), []).append(metrics["own-accuracy"])
+    assert [len(numbers) for numbers in by_domain.values()] == [2] * 5
+    expected = {name: sum(numbers) / 2 for name, numbers in by_domain.items()}
+    assert two["final"]["domains"] == {"personal-own-accuracy": pytest.approx(expected)}
+
+
+def test_clients_of_mixed_domains_have_no_domain(quick_run) -> None:
+    summary, _ = quick_run(strategy="fedbn", **{**DOMAINS, "partition": "iid"})
+    assert "domains" not in summary["final"]
+    assert federation(Config.make({}), 5).domain_views() == {}, "digits have no groups"
+    assert federation(Config.make({}), 5).domain_of(0) is None
+
+
+def test_what_makes_no_sense_is_refused_before_the_run() -> None:
+    for settings, said in (
+        ({"strategy": "fedbn", "recalibrate": True}, "no global weights under which statistics could be gathered"),
+        ({"strategy": "mtfl", "eval-on": "recalibrated"}, "strategy 'mtfl' keeps affine with its clients"),
+        ({"strategy": "fedavg", "eval-on": "averaged-bn"}, "strategy 'fedavg' has no such model"),
+        ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has none"),
+        ({"strategy": "staticbn", "norm": "batch-renorm"}, "tracks no statistics; norm=batch-renorm"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Config.make(settings)
+    with pytest.raises(NormLayerError, match=r"with norm='group' has none\. Use norm='batch'"):
+        check(Config.make({"recalibrate": True, "norm": "group"}))
+    with pytest.raises(NormLayerError, match="strategy 'staticbn' needs BatchNorm"):
+        check(Config.make({"strategy": "staticbn", "norm": "group"}))
