@@ -5,7 +5,10 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test check slow clean
+.PHONY: demo test check slow network clean certs federation-up federation-run federation-down
+NODES ?= 3
+HOSTS ?=
+RUN_CONFIG ?=
 
 demo: .venv/installed
 	$(BIN)/python -m apps.main.demo
@@ -14,7 +17,26 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 slow: .venv/installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not network"
+
+# Every test over real SuperLinks and SuperNodes, also those too slow for the suite.
+network: .venv/installed-dev
+	$(BIN)/python -m pytest -m network
+
+# Keys and certificates for docker-compose.yml: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
+certs: .venv/installed
+	$(BIN)/python -m fedbn_flwr.deployment certs certs --nodes $(NODES) --hosts "$(HOSTS)"
+
+# The services of docker-compose.yml as plain processes on loopback, in runs/federation.
+federation-up: .venv/installed
+	$(BIN)/python -m fedbn_flwr.deployment up --nodes $(NODES)
+
+# make federation-run RUN_CONFIG="strategy='fixbn' num-server-rounds=5"
+federation-run: .venv/installed
+	@$(BIN)/python -m fedbn_flwr.deployment run "$(RUN_CONFIG)"
+
+federation-down: .venv/installed
+	$(BIN)/python -m fedbn_flwr.deployment down
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -16,7 +16,8 @@ FORBIDDEN = {
     **dict.fromkeys(TORCH_ONLY + EDGE, ("client", "engines", "exchange", "experiment", "cli", "app", "strategies")),
     "strategies": ("client", "engines", "experiment", "cli", "app"),
     "client": ("engines", "experiment", "cli", "app"),
-    "engines": ("strategies", "client", "experiment", "cli", "app"),
+    "engines": ("strategies", "client", "experiment", "cli", "app", "deployment"),
+    "deployment": ("strategies", "client", "experiment", "cli", "app"),
     "experiment": ("cli",),
 }
 

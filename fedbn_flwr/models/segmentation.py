@@ -1,5 +1,8 @@
 """``torchvision-seg:<name>``: torchvision's semantic segmentation networks, without pretrained weights.
 
+torchvision is imported where it is used: it takes longer to import than torch, and over a network every message to a
+client is a process of its own.
+
 Logits are (N, classes, H, W) for images (N, 3, H, W). Without the auxiliary classifier; torchvision returns a
 dictionary, of which this is the entry "out". DeepLabv3, not v3+, which torchvision lacks (FixBN trains v3+).
 """
@@ -8,7 +11,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torchvision.models
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import unknown_name
@@ -48,11 +50,15 @@ def segmentation_info(name: str) -> ModelInfo:
 
 def segmentation_names() -> list[str]:
     """Return the names of torchvision's segmentation networks."""
+    import torchvision.models
+
     names: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
     return names
 
 
 def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
+    import torchvision.models
+
     _check(name)
     return Segmenter(torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=num_classes))
 

@@ -1,5 +1,8 @@
 """``torchvision:<name>``: torchvision's classifiers by name, without pretrained weights.
 
+torchvision is imported where it is used: it takes longer to import than torch, and over a network every message to a
+client is a process of its own.
+
 Input is (3, S) with S at least 64 (some need more, see below). Differs from torchvision's defaults: googlenet and
 inception_v3 come without auxiliary classifiers, so that training returns plain logits too, and with torch's default
 initialisation, since their own truncated-normal one is slow.
@@ -9,7 +12,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torchvision.models
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError, unknown_name
@@ -36,6 +38,8 @@ def zoo_info(name: str) -> ModelInfo:
 
 
 def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
+    import torchvision.models
+
     _check(name)
     extra = {"aux_logits": False, "init_weights": False} if name in WITH_AUXILIARY else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **extra)
@@ -49,11 +53,15 @@ def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
 
 def zoo_names() -> list[str]:
     """Return the names of torchvision's image classifiers."""
+    import torchvision.models
+
     names: list[str] = torchvision.models.list_models(module=torchvision.models)
     return names
 
 
 def _check(name: str) -> None:
+    import torchvision.models
+
     if name in zoo_names():
         return
     if name in torchvision.models.list_models():

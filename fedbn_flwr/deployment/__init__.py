@@ -1,0 +1,8 @@
+"""A federation over a network: certificates, and the services of ``docker-compose.yml`` as plain processes."""
+
+from __future__ import annotations
+
+from fedbn_flwr.deployment.certificates import make_certificates
+from fedbn_flwr.deployment.federation import Federation, Outcome
+
+__all__ = ["Federation", "Outcome", "make_certificates"]

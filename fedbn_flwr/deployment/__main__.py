@@ -1,0 +1,132 @@
+"""What ``make certs``, ``make federation-up``, ``-run`` and ``-down`` do, and the one-shot service ``register``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedbn_flwr.deployment.certificates import make_certificates
+from fedbn_flwr.deployment.federation import Federation, run_app
+from fedbn_flwr.deployment.layout import Layout
+from fedbn_flwr.engines.processes import BIN, running
+from fedbn_flwr.errors import EngineError, FedBNError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+Folder = Annotated[Path, typer.Option(help="state, logs and certificates of the federation")]
+_HOME = Path("runs/federation")
+_WAIT_SECONDS = 180.0
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="new or empty")] = Path("certs"),
+    nodes: Annotated[int, typer.Option(help="how many nodes get keys")] = 3,
+    hosts: Annotated[str, typer.Option(help="comma list: names and addresses of the server, as nodes write them")] = "",
+    days: Annotated[int, typer.Option(help="until the certificates expire")] = 365,
+) -> None:
+    """Make the CA, server certificates, node keys and SuperExec secrets."""
+    make_certificates(folder, nodes, [host for host in hosts.split(",") if host], days)
+    typer.echo(
+        f"{folder}: a folder for each role. Keep {folder}/ca to yourself; the nodes need node-N and clientapp-N."
+    )
+
+
+@app.command()
+def register(connection: str, keys: Path) -> None:
+    """Register all nodes ``KEYS/*.pub`` that are not yet registered."""
+    for key in sorted(keys.glob("*.pub")):
+        command = [str(BIN / "flwr"), "supernode", "register", str(key), connection, "--name", key.stem]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = (done.stdout + done.stderr).strip()
+        if done.returncode and "already" not in said:
+            raise EngineError(f"{key.name} could not be registered: {said}")
+        typer.echo(f"{key.stem}: {said.splitlines()[-1] if said else 'registered'}")
+
+
+@app.command()
+def up(
+    definition: Annotated[Path, typer.Option(help="the compose file")] = Path("docker-compose.yml"),
+    nodes: Annotated[int, typer.Option(help="how many nodes")] = 3,
+    folder: Folder = _HOME,
+) -> None:
+    """Start a federation in the background; return when every node is online."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if running(_supervisor(folder)):
+        raise EngineError(f"a federation is up in {str(folder)!r}; `make federation-down` ends it")
+    (folder / "ready").unlink(missing_ok=True)
+    command = [sys.executable, "-m", __package__, "supervise", "--definition", str(definition)]
+    command += ["--nodes", str(nodes), "--folder", str(folder)]
+    with (folder / "supervisor.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    (folder / "supervisor.pid").write_text(f"{process.pid}\n")
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not (folder / "ready").exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            raise EngineError(f"the federation did not start:\n{(folder / 'supervisor.log').read_text()[-3000:]}")
+        time.sleep(0.1)
+    typer.echo(f"{nodes} nodes are online; logs are in {folder / 'logs'}")
+
+
+@app.command(hidden=True)
+def supervise(definition: Path = Path("docker-compose.yml"), nodes: int = 3, folder: Folder = _HOME) -> None:
+    """Keep a federation up until told to end: start again what ended, as the restart policies say."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    with Federation(definition, nodes, folder=folder) as federation:
+        (folder / "ready").touch()
+        while True:
+            time.sleep(1)
+            for name in federation.restart_dead():
+                typer.echo(f"{name} ended; it is started again")
+
+
+@app.command()
+def run(
+    run_config: Annotated[str, typer.Argument(help="as for `flwr run --run-config`")] = "",
+    folder: Folder = _HOME,
+) -> None:
+    """Run the app in the federation that is up; end with 1 unless it completed."""
+    outcome = run_app(Layout.load(folder.absolute()), run_config, on_line=typer.echo)
+    typer.echo(f"run {outcome.run_id}: {outcome.status}")
+    if not outcome.completed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def down(folder: Folder = _HOME) -> None:
+    """End the federation that is up, if there is one; its folder stays."""
+    pid = _supervisor(folder)
+    if running(pid):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while running(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if running(pid):
+        raise EngineError(f"the federation's supervisor, process {pid}, does not end")
+    (folder / "supervisor.pid").unlink(missing_ok=True)
+    typer.echo("nothing of the federation is left running")
+
+
+def _supervisor(folder: Path) -> int:
+    """Return the process id of a folder's supervisor, 0 without one."""
+    path = folder / "supervisor.pid"
+    return int(path.read_text()) if path.is_file() else 0
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except FedBNError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(1)

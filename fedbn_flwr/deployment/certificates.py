@@ -1,0 +1,165 @@
+"""Certificates, keys and secrets of a federation: one folder per role, each holding only what that role needs.
+
+======================  =========================================================================================
+``ca/``                 ``ca.key`` signs everything and is needed for nothing else: keep it off the machines
+``superlink/``          ``server.crt``, ``server.key``, ``superexec.secret``
+``serverapp/``          ``superexec.secret``
+``channel/``            ``server.crt``, ``server.key`` of FedTAN's channel (``fedtan-tls-dir``)
+``cli/``                ``node-N.pub``, to register the nodes
+``node-N/``             ``node.key`` (who the node is), ``server.crt``, ``server.key``, ``superexec.secret``
+``clientapp-N/``        ``superexec.secret``
+======================  =========================================================================================
+
+Each but ``ca/`` also holds ``ca.crt``, by which the others are known. The secret of a SuperExec is that of its
+SuperLink or SuperNode. All keys are elliptic-curve keys on P-384, as Flower wants those of nodes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["CHANNEL_HOST", "make_certificates"]
+
+CHANNEL_HOST = "superexec-serverapp"  # the service whose ServerApp opens FedTAN's channel
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+_SECRET_BYTES = 32
+Key = ec.EllipticCurvePrivateKey
+
+
+def make_certificates(folder: Path, num_nodes: int, hosts: Sequence[str] = (), days: int = 365) -> None:
+    """Write the CA, server certificates, node keys and SuperExec secrets of a federation.
+
+    Args:
+        folder: new or empty; nothing in use is overwritten.
+        num_nodes: nodes 1 .. num_nodes.
+        hosts: names and addresses, beside the services' own, under which the server is reached.
+        days: until the certificates expire.
+
+    Raises:
+        ConfigError: the folder holds something, or a number is out of range.
+    """
+    if num_nodes < 1 or days < 1:
+        raise ConfigError(f"num_nodes={num_nodes} and days={days} must be at least 1")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"{str(folder)!r} is in use: keys are never overwritten, since running nodes depend on them. Remove it "
+            "yourself, or name another folder."
+        )
+    authority = _Authority(days)
+    _write(folder / "ca/ca.key", _private(authority.key))
+    _write(folder / "ca/ca.crt", authority.certificate)
+    superlink = secrets.token_bytes(_SECRET_BYTES)
+    _role(folder / "superlink", authority, superlink, ["superlink", *hosts])
+    _role(folder / "serverapp", authority, superlink)
+    _role(folder / "channel", authority, None, [CHANNEL_HOST, *hosts])
+    _role(folder / "cli", authority, None)
+    for number in range(1, num_nodes + 1):
+        own, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
+        _role(folder / f"node-{number}", authority, own, [f"supernode-{number}", *hosts])
+        _write(folder / f"node-{number}/node.key", _private(key, PrivateFormat.OpenSSH))
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        _write(folder / f"cli/node-{number}.pub", public + f" node-{number}\n".encode())
+        _role(folder / f"clientapp-{number}", authority, own)
+
+
+class _Authority:
+    """A certificate authority of one's own."""
+
+    def __init__(self, days: int) -> None:
+        self.key = _new_key()
+        self._until = datetime.timedelta(days=days)
+        self._name = _name("fedbn-flwr federation CA")
+        usage = x509.KeyUsage(
+            digital_signature=False,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            key_cert_sign=True,
+            crl_sign=True,
+            encipher_only=False,
+            decipher_only=False,
+        )
+        builder = self._builder(self._name, self.key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        self.certificate = self._sign(builder.add_extension(usage, critical=True))
+
+    def server(self, names: Sequence[str], key: Key) -> bytes:
+        """Return a server's certificate (PEM) for DNS names and IP addresses."""
+        alternatives = [_alternative(name) for name in dict.fromkeys([*names, *_LOCAL])]
+        builder = self._builder(_name(names[0]), key.public_key())
+        builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        return self._sign(builder.add_extension(usage, critical=False))
+
+    def _builder(self, name: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        now = datetime.datetime.now(datetime.UTC)
+        own = x509.SubjectKeyIdentifier.from_public_key(public)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(minutes=5))  # clocks differ
+            .not_valid_after(now + self._until)
+            .add_extension(own, critical=False)
+            .add_extension(issuer, critical=False)
+        )
+
+    def _sign(self, builder: x509.CertificateBuilder) -> bytes:
+        return builder.sign(self.key, hashes.SHA384()).public_bytes(Encoding.PEM)
+
+
+def _role(folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()) -> None:
+    """Write what a role needs: the CA's certificate, its secret, and a server's certificate where it has names."""
+    _write(folder / "ca.crt", authority.certificate)
+    if secret is not None:
+        _write(folder / "superexec.secret", secret)
+    if names:
+        key = _new_key()
+        _write(folder / "server.key", _private(key))
+        _write(folder / "server.crt", authority.server(names, key))
+
+
+def _new_key() -> Key:
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def _private(key: Key, form: PrivateFormat = PrivateFormat.PKCS8) -> bytes:
+    return key.private_bytes(Encoding.PEM, form, NoEncryption())
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _alternative(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a new file, readable by others only where it is public; folders are the owner's alone."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    public = path.suffix in (".crt", ".pub")
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if public else 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)

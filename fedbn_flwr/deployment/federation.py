@@ -1,0 +1,244 @@
+"""A federation over the network, as plain processes of this machine: for development, tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from fedbn_flwr.deployment.certificates import make_certificates
+from fedbn_flwr.deployment.compose import Service, start_order
+from fedbn_flwr.deployment.layout import Layout, loopback_addresses
+from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
+from fedbn_flwr.engines.processes import BIN, Process, flower_runs, stream
+from fedbn_flwr.errors import EngineError
+
+__all__ = ["Federation", "Outcome", "nodes_online", "run_app"]
+
+_START_SECONDS = 90.0
+_CONNECTION = "federation"  # its name in docker/flwr.toml
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its id, Flower's status (``finished:completed``, ...), and the last lines of its log."""
+
+    run_id: str
+    status: str
+    log: list[str]
+
+    @property
+    def completed(self) -> bool:
+        """Whether the ServerApp came to its end."""
+        return self.status == "finished:completed"
+
+    def check(self) -> Outcome:
+        """Return itself; raise EngineError unless the run completed."""
+        if not self.completed:
+            raise EngineError(f"flwr run: {self.status}. Its last words:\n" + "\n".join(self.log))
+        return self
+
+
+class Federation:
+    """The services of a compose file as processes; a context manager that leaves none of them behind.
+
+    Args:
+        definition: the compose file.
+        num_nodes: how many nodes.
+        folder: for state, logs and certificates, kept; default: a temporary one, removed at the end.
+        node_configs: ``--node-config`` of each node in place of its partition.
+        variables: of the compose file.
+        environment: added to that of every service.
+    """
+
+    def __init__(
+        self,
+        definition: Path,
+        num_nodes: int = 3,
+        *,
+        folder: Path | None = None,
+        node_configs: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._temporary = folder is None
+        folder = Path(tempfile.mkdtemp(prefix="fedbn-federation-")) if folder is None else folder.absolute()
+        addresses = loopback_addresses(num_nodes, time.time_ns())
+        self.layout = Layout(definition.absolute(), folder, num_nodes, addresses, node_configs, variables or {})
+        self._extra = dict(environment or {})
+        self._services: dict[str, Service] = {}
+        self._processes: dict[str, Process] = {}
+
+    def __enter__(self) -> Federation:
+        """Start all services and wait until every node is online."""
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all services."""
+        self.close()
+
+    def start(self) -> None:
+        """Make the certificates if there are none, start the services in order, and wait until the nodes are online.
+
+        Raises:
+            EngineError: a service did not start; with the end of its log.
+        """
+        layout = self.layout
+        layout.folder.mkdir(parents=True, exist_ok=True)
+        if not (layout.folder / "certs").exists():
+            make_certificates(layout.folder / "certs", layout.num_nodes, sorted(set(layout.addresses.values())))
+        self._services = layout.services()
+        layout.save()
+        (layout.folder / "logs").mkdir(exist_ok=True)
+        layout.prepare()
+        order = start_order({name: s for name, s in self._services.items() if name != "cli"})
+        for service in order:
+            for needed, condition in service.needs.items():
+                self._await(needed, condition)
+            self.launch(service.name)
+        for service in order:
+            self._await(service.name, "service_completed_successfully" if service.one_shot else "service_healthy")
+        self._await_nodes(layout.num_nodes)
+
+    def launch(self, name: str) -> Process:
+        """Start a service's process."""
+        service = self._services[name]
+        environment = {**self.layout.environment(service), **self._extra}
+        cwd = self.layout.state(name)
+        process = Process(service.command, environment, self.layout.folder / "logs" / f"{name}.log", cwd)
+        self._processes[name] = process
+        return process
+
+    def process(self, name: str) -> Process:
+        """Return a service's process."""
+        return self._processes[name]
+
+    def kill(self, name: str) -> None:
+        """Kill a service and what it started, as a machine that lost its power."""
+        self._processes[name].kill()
+
+    def restart(self, name: str, seconds: float = _START_SECONDS) -> None:
+        """Start a service again, as often as it takes until it stays (Flower refuses a node's key for a while).
+
+        Raises:
+            EngineError: it did not come back in time.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.launch(name)
+            try:
+                return self._await(name, "service_healthy")
+            except EngineError:
+                time.sleep(1)
+        raise EngineError(f"{name} did not come back within {seconds:g} s:\n{self._processes[name].said()}")
+
+    def log(self, name: str) -> str:
+        """Return a service's log."""
+        return (self.layout.folder / "logs" / f"{name}.log").read_text(errors="replace")
+
+    def run(
+        self, run_config: Mapping[str, Scalar], *, app: Path | None = None, on_line: Callable[[str], None] | None = None
+    ) -> Outcome:
+        """Run an app through the service ``cli``; see ``run_app``."""
+        return run_app(self.layout, run_config, app=app, on_line=on_line)
+
+    def restart_dead(self) -> list[str]:
+        """Start again what ended and should not have, as a restart policy does; return the names."""
+        dead = [n for n, p in self._processes.items() if p.code is not None and not self._services[n].one_shot]
+        for name in dead:
+            self.launch(name)
+        return dead
+
+    def close(self) -> None:
+        """End all processes, the last started first."""
+        for process in reversed(self._processes.values()):
+            process.end()
+        if self._temporary:
+            shutil.rmtree(self.layout.folder, ignore_errors=True)
+
+    def _await(self, name: str, condition: str) -> None:
+        """Wait until a service is as another needs it."""
+        service, process = self._services[name], self._processes[name]
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if condition == "service_completed_successfully":
+                if process.code == 0:
+                    return
+                if process.code is not None:
+                    raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
+            elif process.code is not None:
+                raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
+            elif condition == "service_started" or not service.health or self._answers(service):
+                return
+            time.sleep(0.1)
+        raise EngineError(f"{name} is not {condition} after {_START_SECONDS:g} s:\n{process.said()}")
+
+    def _answers(self, service: Service) -> bool:
+        environment = self.layout.environment(service)
+        return subprocess.run(service.health, env=environment, capture_output=True, check=False).returncode == 0
+
+    def _await_nodes(self, count: int) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while (found := nodes_online(self.layout)) < count:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{found} of {count} nodes are online after {_START_SECONDS:g} s")
+            time.sleep(0.2)
+
+
+def nodes_online(layout: Layout) -> int:
+    """Return how many nodes the SuperLink holds for online."""
+    environment = layout.environment(layout.services()["cli"])
+    command = [str(BIN / "flwr"), "supernode", "list", _CONNECTION, "--format", "json"]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+    try:
+        nodes = json.loads(answer).get("nodes", [])
+    except json.JSONDecodeError as error:
+        raise EngineError(f"flwr supernode list gave no JSON: {answer[-500:]!r}") from error
+    return sum(node.get("status") == "online" for node in nodes)
+
+
+def run_app(
+    layout: Layout,
+    run_config: Mapping[str, Scalar] | str,
+    *,
+    app: Path | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Run an app as the service ``cli`` does, and wait for its end.
+
+    Args:
+        layout: of a federation that is up.
+        run_config: overrides of the app's config, whose keys must stand there; or as on Flower's command line.
+        app: another app than the compose file's folder; it gets none of ``cli``'s own run config.
+        on_line: called with each line of the run's log.
+
+    Raises:
+        EngineError: Flower refused the run.
+    """
+    cli = layout.services()["cli"]
+    environment = layout.environment(cli)
+    command = [*cli.command]
+    if app is not None:
+        command = ["flwr", "run", str(app), _CONNECTION, "--stream"]
+    if run_config:
+        command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
+    command[0] = str(BIN / command[0])
+    before = {run["run-id"] for run in flower_runs(environment, _CONNECTION)}
+    tail = stream(command, environment, on_line)
+    new = [run for run in flower_runs(environment, _CONNECTION) if run["run-id"] not in before]
+    if len(new) != 1:
+        raise EngineError("flwr run: refused by Flower. Its last words:\n" + "\n".join(tail))
+    return Outcome(new[0]["run-id"], new[0]["status"], tail)

@@ -1,0 +1,169 @@
+"""Processes that belong to a caller: each in a session of its own, watched until it answers, ended with its kin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fedbn_flwr.errors import EngineError
+
+__all__ = ["BIN", "Process", "flower_environment", "flower_runs", "free_port", "running", "stream"]
+
+BIN = Path(sys.executable).parent
+_START_SECONDS = 60.0
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return the environment for Flower's commands: a home of their own, no telemetry, nothing installed or fetched."""
+    return {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        # The app runs in this environment: installing its dependencies again would fetch gigabytes.
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+class Process:
+    """A running process with its log.
+
+    Args:
+        command: its arguments; the first is found on the environment's PATH.
+        env: its environment.
+        log: its output is added to this file.
+        cwd: its working directory.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+        self.name = Path(command[0]).name
+        self._log = log
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id, also that of its session and process group."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    def said(self) -> str:
+        """Return the end of the log."""
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def wait_healthy(self, url: str, ca: Path | None = None, seconds: float = _START_SECONDS) -> None:
+        """Wait until ``url`` answers.
+
+        Raises:
+            EngineError: it does not in time, or the process ended; with the end of its log.
+        """
+        trust = ssl.create_default_context(cafile=str(ca)) if ca else None
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.code is None:
+            try:
+                with urllib.request.urlopen(url, timeout=2, context=trust):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        state = "did not answer" if self.code is None else f"ended with code {self.code}"
+        raise EngineError(f"{self.name} {state} at {url}:\n{self.said()}")
+
+    def kill(self) -> None:
+        """End it at once, with all it started."""
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def signal(self, kind: signal.Signals) -> None:
+        """Send a signal to its process group."""
+        try:
+            os.killpg(self.pid, kind)
+        except ProcessLookupError:
+            return
+
+    def end(self) -> None:
+        """End it and all it started: politely, then not."""
+        for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            self.signal(kind)
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        self.signal(signal.SIGKILL)  # what it started may outlive it
+
+
+def stream(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None] | None) -> list[str]:
+    """Run a command, hand its lines on, and return the last 40."""
+    tail: list[str] = []
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for line in process.stdout or ():
+            text = re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip())
+            tail = [*tail[-39:], text]
+            if on_line:
+                on_line(text)
+    finally:
+        process.kill() if process.poll() is None and sys.exc_info()[0] else process.wait()
+    return tail
+
+
+def flower_runs(env: Mapping[str, str], connection: str) -> list[dict[str, str]]:
+    """Return the runs of a SuperLink as ``flwr list`` tells them.
+
+    Raises:
+        EngineError: it told something else.
+    """
+    command = [str(BIN / "flwr"), "list", connection, "--format", "json"]
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
+    try:
+        found = json.loads(answer)
+    except json.JSONDecodeError as error:
+        raise EngineError(f"flwr list gave no JSON: {answer[-500:]!r}") from error
+    runs: list[dict[str, str]] = found.get("runs", [])
+    return runs
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def running(pid: int) -> bool:
+    """Tell whether a process is there and has not ended (a zombie has); 0 is none."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.is_file() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,0 +1,88 @@
+"""Fixtures over a network: a federation of real processes for all runs of a module, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.deployment import Federation
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.launch import run
+
+ROOT = Path(__file__).parents[2]
+NODES = 3
+SETTINGS = {"num-server-rounds": 3, "local-steps": 3, "batch-size": 16, "num-clients": NODES}
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the running processes that know the folder by argument or environment, this one left out."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                known = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+                state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:  # it ended meanwhile
+                continue
+            if str(folder).encode() in known and state != "Z":
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    """A folder whose path is in the arguments or environment of all processes that use it; none is left at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="fedbn-net-", dir="/tmp"))
+    home = Path(os.environ["FLWR_HOME"])
+    before = sorted(home.rglob("*")) if home.is_dir() else []
+    yield folder
+    deadline = time.monotonic() + 15  # on a busy machine a killed process takes a moment to be gone
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == [], "nothing is left running"
+    assert (sorted(home.rglob("*")) if home.is_dir() else []) == before, "Flower's home is untouched"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def federation(scratch: Path) -> Iterator[Federation]:
+    """A SuperLink, its SuperExec, and three SuperNodes with theirs: TLS, node keys and secrets on."""
+    environment = {"MPLCONFIGDIR": str(scratch / "matplotlib")}
+    with Federation(ROOT / "docker-compose.yml", NODES, folder=scratch / "net", environment=environment) as found:
+        yield found
+
+
+Networked = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def networked(federation: Federation, tmp_path: Path) -> Networked:
+    """``networked(strategy=..., ...)``: the summary of a run over the network, which must complete."""
+
+    def do(**settings: Any) -> dict[str, Any]:
+        out = tmp_path / "network"
+        given = {**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}, "out": str(out)}
+        federation.run(given).check()
+        summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+        return summary
+
+    return do
+
+
+@pytest.fixture
+def in_process(tmp_path: Path) -> Networked:
+    """``in_process(strategy=..., ...)``: the summary of the same run in this process."""
+
+    def do(**settings: Any) -> dict[str, Any]:
+        given = {key.replace("_", "-"): value for key, value in settings.items()}
+        return run(Config.make({**SETTINGS, **given}), tmp_path / "in-process")
+
+    return do

@@ -1,0 +1,138 @@
+"""``docker-compose.yml``, its overrides and the image's definition, without a docker engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedbn_flwr.deployment.certificates import make_certificates
+from fedbn_flwr.deployment.compose import read_services, start_order
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "docker-compose.yml"
+OVERRIDES = sorted((ROOT / "docker").glob("machine-*.yml"))
+NODES = (1, 2, 3)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads compose's own tags: what is reset is gone, what is overridden stands."""
+
+
+def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else []
+
+
+_Loader.add_constructor("!override", _tagged)
+_Loader.add_constructor("!reset", _tagged)
+
+
+def content(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.load(path.read_text(), _Loader)
+    return loaded
+
+
+@pytest.mark.parametrize("path", [COMPOSE, *OVERRIDES], ids=lambda path: path.name)
+def test_valid_by_the_compose_specification(path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    if (package := find_spec("check_jsonschema")) is None:
+        pytest.skip("check-jsonschema, which brings the compose specification's schema, is not installed")
+    (where,) = package.submodule_search_locations or []
+    schema = json.loads((Path(where) / "builtin_schemas/vendor/compose-spec.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    assert list(validator.iter_errors({"services": {"a": {"imag": "x"}}})), "the schema is in force"
+    assert [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(content(path))] == []
+
+
+def test_there_are_overrides_for_three_machines() -> None:
+    assert [path.name for path in OVERRIDES] == ["machine-node-1.yml", "machine-node-2.yml", "machine-server.yml"]
+    services = set(content(COMPOSE)["services"])
+    for path in OVERRIDES:
+        assert set(content(path)["services"]) <= services
+
+
+def test_nodes_differ_in_their_number_only() -> None:
+    """So that node 1 can stand for any number of nodes."""
+    services = read_services(COMPOSE, {})
+    for prefix, variant in (("supernode-", ""), ("superexec-clientapp-", ""), ("superexec-clientapp-", "-gpu")):
+        first = repr(services[f"{prefix}1{variant}"]).replace("partition-id=0", "partition-id=N")
+        for n in NODES:
+            other = repr(services[f"{prefix}{n}{variant}"]).replace(f"partition-id={n - 1}", "partition-id=N")
+            assert re.sub(rf"-{n}\b", "-1", other) == first
+
+
+def test_every_service_is_confined() -> None:
+    for name, service in content(COMPOSE)["services"].items():
+        assert service["read_only"] is True, name
+        assert service["user"] == "${FEDBN_UID:-1000}:${FEDBN_GID:-1000}", name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["init"] is True, name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert service["restart"] in ({"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),), name
+        for volume in service["volumes"]:
+            _, target, *mode = volume.rsplit(":", 2) if volume.endswith(":ro") else volume.rsplit(":", 1)
+            assert mode == ["ro"] or target == "/state", f"{name}: {volume} can be written"
+        if name not in ("register", "cli"):
+            assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory", "pids"}, name
+            assert service["healthcheck"]["test"][0] == "CMD", name
+
+
+def test_ports_are_published_on_loopback_only_until_an_override_says_more() -> None:
+    ports = {name: s["ports"] for name, s in content(COMPOSE)["services"].items() if "ports" in s}
+    assert ports == {"superlink": ["127.0.0.1:8000:8000"], "superexec-serverapp": ["127.0.0.1:9200:9200"]}
+
+
+def test_tls_keys_and_secrets_are_on_everywhere() -> None:
+    services = read_services(COMPOSE, {})
+    for name, service in services.items():
+        assert "--insecure" not in service.command, name
+        if service.command[0] in ("flower-superlink", "flower-supernode", "flower-superexec"):
+            assert "--superexec-auth-secret-file=/certs/superexec.secret" in service.command, name
+    superlink = services["superlink"].command
+    assert {"--enable-supernode-auth", "--isolation=process", "--database=/state/superlink.db"} <= set(superlink)
+    for n in NODES:
+        command = services[f"supernode-{n}"].command
+        assert {"--isolation=process", "--auth-supernode-private-key=/certs/node.key"} <= set(command)
+
+
+def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "certs", len(NODES))
+    for name, service in read_services(COMPOSE, {"CERTS": str(tmp_path / "certs")}).items():
+        for target in ("/certs", "/channel"):
+            said = " ".join((*service.command, *service.health))
+            for file in re.findall(rf"(?<![\w/]){target}/([\w.]+)", said):
+                if target in service.mounts:
+                    assert (Path(service.mounts[target]) / file).is_file(), f"{name}: {target}/{file}"
+
+
+def test_order_and_conditions() -> None:
+    services = read_services(COMPOSE, {})
+    order = [service.name for service in start_order(services)]
+    for service in services.values():
+        for needed, condition in service.needs.items():
+            assert order.index(needed) < order.index(service.name)
+            assert condition == ("service_completed_successfully" if needed == "register" else "service_healthy")
+
+
+def test_the_image() -> None:
+    """Not built here: there is no engine. What can be read off its definition."""
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    stages = dockerfile.split("\nFROM ")[1:]
+    assert len(stages) == 2
+    assert re.search(r"^USER \$\{USER_ID\}:\$\{GROUP_ID\}$", stages[-1], re.MULTILINE)
+    assert dockerfile.count("--constraint constraints.txt") == dockerfile.count("pip install") == 2
+    allowed = {line[1:] for line in (ROOT / "docker/Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
+    copied = {
+        word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE) for word in line.split()
+    }
+    assert copied == allowed
+    assert all((ROOT / name).exists() for name in copied)
+    arguments = content(COMPOSE)["services"]["superlink"]["build"]["args"]
+    assert all(f"ARG {name}=" in dockerfile for name in arguments)
