@@ -17,7 +17,7 @@ from torch import nn
 
 from fedbn_flwr.averaging import Array
 from fedbn_flwr.carriers import Pending
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import DataError, StateError
 from fedbn_flwr.evaluation import evaluate
 from fedbn_flwr.gathering import gather_statistics
 from fedbn_flwr.journal import ANSWERS, forget, recall
@@ -27,6 +27,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import Part, split_state
 from fedbn_flwr.strategies import client_rules
 from fedbn_flwr.strategies.recalibration import to_entries
+from fedbn_flwr.strategies.roster import UNUSABLE
 from fedbn_flwr.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training import Batches, LocalTraining, train
 
@@ -278,10 +279,14 @@ def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
 
     @app.query()
     def query_message(message: Message, context: Context) -> Message:
-        properties = _client(client_fn, context).get_properties({})
+        content = RecordDict()
+        try:
+            properties = _client(client_fn, context).get_properties({})
+        except DataError as error:  # an answer, not a failure: the server goes on with the others, and says why
+            properties = {"num-examples": 0}
+            content["properties"] = ConfigRecord({UNUSABLE: str(error)})
         if "partition-id" in context.node_config:
             properties = {"partition-id": int(context.node_config["partition-id"]), **properties}
-        content = RecordDict()
         content["metrics"] = MetricRecord({k: v for k, v in properties.items() if isinstance(v, (int, float))})
         return Message(content, reply_to=message)
 

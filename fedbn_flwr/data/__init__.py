@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedbn_flwr.data.augment import Augment
 from fedbn_flwr.data.datasets import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
+from fedbn_flwr.data.own import load_own
 from fedbn_flwr.data.partitions import (
     PARTITIONS,
     PartitionInfo,
@@ -29,6 +30,7 @@ __all__ = [
     "View",
     "deal_test",
     "load_dataset",
+    "load_own",
     "make_partition",
     "partition_counts",
     "partition_picture",

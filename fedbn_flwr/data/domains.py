@@ -19,7 +19,8 @@ from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import DataError
 
-__all__ = ["DIGITS_FIVE", "DOMAINNET10", "OFFICE_CALTECH10", "merged", "read_digits_five", "read_domains"]
+__all__ = ["DIGITS_FIVE", "DOMAINNET10", "OFFICE_CALTECH10", "merged", "read_archive", "read_class_folders"]
+__all__ += ["read_digits_five", "read_domains"]
 
 OFFICE_CALTECH10 = (
     ("amazon", "caltech", "dslr", "webcam"),
@@ -51,7 +52,10 @@ def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence
         archives = {domain: root / f"{domain}.npz" for domain in domains}
         files = {d: files_of_classes(root / d, classes) for d, path in archives.items() if not path.is_file()}
         refuse_too_large(sum(map(len, files.values())), shape, shape.channels)
-        parts = {d: _split(files[d], shape) if d in files else _npz(archives[d], len(classes)) for d in domains}
+        parts = {
+            d: read_class_folders(files[d], shape) if d in files else read_archive(archives[d], len(classes))
+            for d in domains
+        }
         return merged(parts, shape)
 
     return read
@@ -72,7 +76,7 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
             raise DataError(f"domain {domain!r} has {len(archives)} npz files in {archives[0].parent}; one needed.")
         native = _native(domain, folder)
         if archives:
-            parts[domain] = _npz(archives[0], 10)
+            parts[domain] = read_archive(archives[0], 10)
         elif native is not None:
             parts[domain] = native(folder, shape)[:2]
     if not parts:
@@ -96,7 +100,7 @@ def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded
     return Loaded(both[0], both[1], tuple(parts))
 
 
-def _split(files: Files, shape: Shape) -> tuple[Samples, Samples]:
+def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
     """Return the decoded files; each 5th of a class (the 5th, the 10th, ...) is in the test set."""
     train: Files = []
     test: Files = []
@@ -107,7 +111,7 @@ def _split(files: Files, shape: Shape) -> tuple[Samples, Samples]:
     return decoded(train, shape), decoded(test, shape)
 
 
-def _npz(path: Path, num_classes: int) -> tuple[Samples, Samples]:
+def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:
     """Return both sets of an npz file."""
     with np.load(path) as archive:
         absent = {"x_train", "y_train", "x_test", "y_test"} - set(archive.files)

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedbn_flwr.averaging import State
 from fedbn_flwr.data import DATASETS
-from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.errors import ConfigError, DataError, EngineError
 from fedbn_flwr.evaluation import evaluate
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
@@ -68,7 +68,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
     check(config)
     num_nodes = _count_nodes(grid, config)
     config = config.model_copy(update={"num_clients": num_nodes})
-    data = federation(config, num_nodes)
+    data = _server_data(config, num_nodes)
     model = make_model(config)
     initial = to_record(model.state_dict())
     model.to(pick_device(config.device))
@@ -142,6 +142,16 @@ def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
     return torch_generator(seed, purpose, server_round, "union")
 
 
+def _server_data(config: Config, num_nodes: int) -> Federation | None:
+    """Return the data as the server sees them; None where they are with the nodes alone and no test here needs them."""
+    try:
+        return federation(config, num_nodes)
+    except DataError:
+        if any(name in _PREFIX for name in config.evaluations()):
+            raise
+        return None
+
+
 def _count_nodes(grid: Grid, config: Config) -> int:
     """Return the number of nodes, once it is the one asked for."""
     wanted, deadline = config.num_clients, time.monotonic() + NODE_GRACE
@@ -169,15 +179,15 @@ class _Recorder:
         folder: RunFolder,
         config: Config,
         model: nn.Module,
-        data: Federation,
+        data: Federation | None,
         strategy: FedAvg | None,
         on_round: OnRound | None,
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
-        self._test, self._task = data.test_view(), DATASETS[config.dataset].task
-        self._domains = data.domain_views()
-        self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))}
+        self._test, self._task = (data.test_view() if data else None), DATASETS[config.dataset].task
+        self._domains = data.domain_views() if data else {}
+        self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))} if data else {}
         self._clock = time.monotonic()
         self._totals: dict[str, float] = {}
 
@@ -229,6 +239,8 @@ class _Recorder:
         """Test the global model as asked, on the whole test set and on each domain's; None = the model as it is."""
         line: dict[str, Any] = {}
         domains: dict[str, dict[str, float]] = {}
+        if self._test is None:
+            return line
         for name in (name for name in self._config.evaluations() if name in _PREFIX):
             entries = self._strategy.completion(name) if self._strategy else {}
             if name in _COMPLETED and not entries:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, Dataset, View, load_dataset, split_dataset
+from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, Dataset, View, load_dataset, load_own, split_dataset
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.models import build_model, input_shape
@@ -113,7 +113,8 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg:
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
-        min_available_nodes=num_nodes,
+        # They were all there at the start (``run.serve`` counts them); a round goes on without those lost since.
+        min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
         **settings,
     )
@@ -210,32 +211,50 @@ def _federation(num_clients: int, data: Dataset, *values: Any) -> Federation:
 def client_fn(context: Context) -> TorchClient:
     """Make a node's client from its Flower context: run config and partition id in, everything else follows.
 
+    A node whose config has a ``data-path`` trains and tests on the data there, in place of a partition.
+
     Raises:
-        ConfigError: the node was not told its partition (``partition-id`` and ``num-partitions`` in its node config).
+        ConfigError: the node was told neither (``partition-id`` and ``num-partitions``, or ``data-path``).
+        DataError: its own data cannot be used.
     """
     config = _config(tuple(context.run_config.items()))
-    try:
-        partition_id, num_clients = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-    except KeyError as error:
-        raise ConfigError(
-            f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
-            "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes)."
-        ) from error
     torch.set_num_threads(config.torch_threads)
-    data = federation(config, num_clients)
+    train, tests = _node_data(config, context)
     model = make_model(config).to(pick_device(config.device))
     if next(model.parameters()).is_cuda:
         model = model.to(memory_format=torch.channels_last)
-    tests = {"own": data.test_view(partition_id), "global": data.test_view()}
     return TorchClient(
         model,
-        data.train_view(partition_id),
+        train,
         tests,
         local_training(config),
         context=context,
         seed=config.seed,
         task=DATASETS[config.dataset].task,
     )
+
+
+def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]:
+    """Return a node's training data and its test sets."""
+    node = context.node_config
+    if "data-path" in node:
+        channels, size = input_shape(config.model, DATASETS[config.dataset].channels, DATASETS[config.dataset].size)
+        classes = tuple(filter(None, str(node.get("data-classes", "")).split(",")))
+        device = str(pick_device(config.device))
+        data = load_own(str(node["data-path"]), config.dataset, channels, size, classes, device)
+        augment = Augment.parse(config.augment)
+        own = View(data.test, None, mean=data.mean, std=data.std)
+        return View(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}
+    try:
+        partition_id, num_clients = (int(node[key]) for key in ("partition-id", "num-partitions"))
+    except KeyError as error:
+        raise ConfigError(
+            f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
+            "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with "
+            "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
+        ) from error
+    split = federation(config, num_clients)
+    return split.train_view(partition_id), {"own": split.test_view(partition_id), "global": split.test_view()}
 
 
 @functools.lru_cache(maxsize=4)  # a pure function, called for every message

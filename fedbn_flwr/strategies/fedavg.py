@@ -260,6 +260,9 @@ class FedAvg(FlowerFedAvg):
         if self.fraction_train == 0.0:
             return []
         present = self._roster.present(grid, max(self.min_available_nodes, self.min_train_nodes))
+        for node in present:
+            if node.unusable:
+                self.reports[-1].reject(node.node_id, f"{node}: {node.unusable}")
         able = [node for node in present if node.num_examples != 0]
         self.num_able = len(able)
         count = max(_share(self.fraction_train, len(able)), self.min_train_nodes)
@@ -322,6 +325,7 @@ class FedAvg(FlowerFedAvg):
         if self.fraction_evaluate == 0.0:
             return []
         present = self._roster.present(grid, max(self.min_available_nodes, self.min_evaluate_nodes))
+        present = [node for node in present if not node.unusable]
         count = max(_share(self.fraction_evaluate, len(present)), self.min_evaluate_nodes)
         nodes = self._roster.sample(present, count, "evaluate", server_round)
         told = ConfigRecord({**config, "server-round": server_round, **self._common()})

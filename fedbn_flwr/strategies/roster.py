@@ -15,20 +15,31 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.seeds import numpy_generator
 
-__all__ = ["Node", "Roster"]
+__all__ = ["UNUSABLE", "Node", "Roster"]
+
+UNUSABLE = "unusable"  # in the answer of a node that has no usable data: why
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the run; None where its app did not say. ``batch_size`` is that of the first local step."""
+    """A node of the run; None where its app did not say.
+
+    Attributes:
+        node_id: Flower's.
+        partition_id: which part of the data it holds.
+        num_examples: training examples it holds.
+        batch_size: of its first local step.
+        unusable: why it cannot take part; "" where it can.
+    """
 
     node_id: int
     partition_id: int | None = None
     num_examples: int | None = None
     batch_size: int | None = None
+    unusable: str = ""
 
     @property
     def label(self) -> str:
@@ -68,8 +79,9 @@ class Roster:
         node_ids = self._wait(grid, at_least)
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
         if new:
-            self._nodes.update(self._ask(grid, new))
-        return sorted((self._nodes[node_id] for node_id in node_ids), key=lambda node: node.order)
+            self._nodes.update(self._distinct(self._ask(grid, new), set(node_ids)))
+        known = (self._nodes[node_id] for node_id in node_ids if node_id in self._nodes)
+        return sorted(known, key=lambda node: node.order)
 
     def sample(self, nodes: list[Node], count: int, purpose: str, server_round: int) -> list[Node]:
         """Return ``count`` of the nodes, drawn without replacement from the round's own stream, in their order."""
@@ -97,6 +109,28 @@ class Roster:
             time.sleep(0.1)
         return node_ids
 
+    def _distinct(self, found: Mapping[int, Node], connected: set[int]) -> dict[int, Node]:
+        """Return the new nodes whose partition no other connected node holds; the others are asked again later.
+
+        Raises:
+            ConfigError: two nodes claim the same partition from the start.
+        """
+        holders = {n.partition_id: n for n in self._nodes.values() if n.node_id in connected}
+        distinct: dict[int, Node] = {}
+        for node in sorted(found.values(), key=lambda node: node.order):
+            holder = holders.get(node.partition_id) if node.partition_id is not None else None
+            if holder is None:
+                distinct[node.node_id] = holders[node.partition_id] = node
+                continue
+            said = (
+                f"{holder} and {node} both claim partition-id={node.partition_id}: give each SuperNode its own in "
+                "--node-config."
+            )
+            if not self._nodes:
+                raise ConfigError(said)
+            log(WARNING, "%s The second one is left out while the first is connected.", said)
+        return distinct
+
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in node_ids]
         found = {node_id: Node(node_id) for node_id in node_ids}
@@ -104,6 +138,8 @@ class Roster:
             if reply.has_content():
                 node_id = reply.metadata.src_node_id
                 found[node_id] = _describe(Node(node_id), reply)
+                if found[node_id].unusable:
+                    log(WARNING, "%s takes no part: %s", found[node_id], found[node_id].unusable)
         silent = [node_id for node_id, node in found.items() if node.partition_id is None]
         if silent:
             log(
@@ -118,7 +154,14 @@ class Roster:
 
 
 def _describe(node: Node, reply: Message) -> Node:
+    said: dict[str, int] = {}
     for metrics in reply.content.metric_records.values():
-        said = {field: metrics.get(field.replace("_", "-")) for field in ("partition_id", "num_examples", "batch_size")}
-        node = replace(node, **{field: value for field, value in said.items() if isinstance(value, int) and value >= 0})
-    return node
+        said |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
+    properties = reply.content.config_records.get("properties")
+    return replace(
+        node,
+        partition_id=said.get("partition-id"),
+        num_examples=said.get("num-examples"),
+        batch_size=said.get("batch-size"),
+        unusable=str(properties.get(UNUSABLE, "")) if properties else "",
+    )

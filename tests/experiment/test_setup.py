@@ -83,7 +83,8 @@ def test_a_node_without_a_partition_is_told_what_to_do(quick_config) -> None:
         client_fn(context(quick_config(), **{"partition-id": 0}))
     assert str(caught.value) == (
         "node 7: 'num-partitions' is missing from its node config. Start the SuperNode with --node-config "
-        "'partition-id=0 num-partitions=3' (its own number and the number of nodes)."
+        "'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with --node-config "
+        "'partition-id=0 data-path=\"/its/own/data\"'."
     )
 
 
@@ -95,7 +96,7 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     config = quick_config(strategy=name, norm=norm, **changed, **{"fraction-train": 0.5, "fraction-evaluate": 0.25})
     strategy = make_strategy(config, make_model(config), 3)
     assert type(strategy) is STRATEGIES[name]
-    assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 3)
+    assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 2)
     for field in strategy.Params.__dataclass_fields__:
         assert getattr(strategy.params, field) == getattr(config, field), field
     assert strategy.parts is not None
