@@ -74,6 +74,8 @@ def make_strategy(name: str, **settings: Any) -> FedAvg:
 def round_seconds(strategy: FedAvg, grid: Grid, rounds: int) -> list[float]:
     """Run rounds and return the seconds each took, without the first, which also gets to know the nodes.
 
+    With ``rounds`` = 0 the first alone is run and counted.
+
     Raises:
         RuntimeError: a client was refused: the figures would not be those of the whole work.
     """
@@ -87,7 +89,7 @@ def round_seconds(strategy: FedAvg, grid: Grid, rounds: int) -> list[float]:
     )
     if refused := [reason for report in strategy.reports for reason in report.rejected.values()]:
         raise RuntimeError(f"a client was refused: {refused[0]}")
-    return [after - before for before, after in pairwise(times[1:])]
+    return [after - before for before, after in pairwise(times[1:] if rounds else times)]
 
 
 def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
@@ -105,13 +107,19 @@ def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
 
 
 def make_server_app() -> ServerApp:
-    """Return a ServerApp that times a strategy (run config: ``strategy``, ``exchange``, ``rounds``, ``times``)."""
+    """Return a ServerApp that times a strategy.
+
+    Run config: ``strategy``, ``exchange``, ``bind`` and ``tls-dir`` of the channel, ``rounds``, ``times``.
+    """
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         config = context.run_config
-        settings = {"fedtan_exchange": str(config["exchange"])} if config["exchange"] else {}
+        settings = {}
+        if config["exchange"]:
+            names = {"fedtan_exchange": "exchange", "fedtan_bind": "bind", "fedtan_tls_dir": "tls-dir"}
+            settings = {field: str(config[key]) for field, key in names.items()}
         strategy = make_strategy(str(config["strategy"]), **settings)
         seconds: Sequence[float] = round_seconds(strategy, grid, int(config["rounds"]))
         Path(str(config["times"])).write_text(json.dumps(list(seconds)))
