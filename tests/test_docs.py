@@ -24,6 +24,9 @@ NOT_RUN = {
     ("README.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("CONTRIBUTING.md", "installs the development tools and runs everything"),
     ("CONTRIBUTING.md", "writes into the checkout"),
+    ("docs/deployment.md", "starts a SuperLink and three SuperNodes in the background"),
+    ("docs/deployment.md", "needs a Docker engine"),
+    ("docs/deployment.md", "makes keys in the checkout"),
     ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "needs a GPU"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -16,7 +17,7 @@ from fedbn_flwr.deployment.certificates import make_certificates
 from fedbn_flwr.deployment.compose import Service, start_order
 from fedbn_flwr.deployment.layout import Layout, loopback_addresses
 from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
-from fedbn_flwr.engines.processes import BIN, Process, flower_runs, stream
+from fedbn_flwr.engines.processes import Process, flower_runs, stream
 from fedbn_flwr.errors import EngineError
 
 __all__ = ["Federation", "Outcome", "nodes_online", "run_app"]
@@ -55,6 +56,8 @@ class Federation:
         node_configs: ``--node-config`` of each node in place of its partition.
         variables: of the compose file.
         environment: added to that of every service.
+        addresses: of the services; default: loopback addresses of their own.
+        prefixes: words in front of each service's commands, by name.
     """
 
     def __init__(
@@ -66,11 +69,20 @@ class Federation:
         node_configs: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
+        addresses: Mapping[str, str] | None = None,
+        prefixes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._temporary = folder is None
         folder = Path(tempfile.mkdtemp(prefix="fedbn-federation-")) if folder is None else folder.absolute()
-        addresses = loopback_addresses(num_nodes, time.time_ns())
-        self.layout = Layout(definition.absolute(), folder, num_nodes, addresses, node_configs, variables or {})
+        self.layout = Layout(
+            definition.absolute(),
+            folder,
+            num_nodes,
+            loopback_addresses(num_nodes, time.time_ns()) if addresses is None else addresses,
+            node_configs,
+            variables or {},
+            prefixes=prefixes or {},
+        )
         self._extra = dict(environment or {})
         self._services: dict[str, Service] = {}
         self._processes: dict[str, Process] = {}
@@ -163,8 +175,10 @@ class Federation:
         return dead
 
     def close(self) -> None:
-        """End all processes, the last started first."""
-        for process in reversed(self._processes.values()):
+        """End all processes: all are told first, then waited for."""
+        for process in self._processes.values():
+            process.signal(signal.SIGTERM)
+        for process in self._processes.values():
             process.end()
         if self._temporary:
             shutil.rmtree(self.layout.folder, ignore_errors=True)
@@ -201,7 +215,7 @@ class Federation:
 def nodes_online(layout: Layout) -> int:
     """Return how many nodes the SuperLink holds for online."""
     environment = layout.environment(layout.services()["cli"])
-    command = [str(BIN / "flwr"), "supernode", "list", _CONNECTION, "--format", "json"]
+    command = [*layout.prefixes.get("cli", ()), "flwr", "supernode", "list", _CONNECTION, "--format", "json"]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
     try:
         nodes = json.loads(answer).get("nodes", [])
@@ -229,16 +243,13 @@ def run_app(
         EngineError: Flower refused the run.
     """
     cli = layout.services()["cli"]
-    environment = layout.environment(cli)
-    command = [*cli.command]
-    if app is not None:
-        command = ["flwr", "run", str(app), _CONNECTION, "--stream"]
+    environment, prefix = layout.environment(cli), layout.prefixes.get("cli", ())
+    command = [*prefix, "flwr", "run", str(app), _CONNECTION, "--stream"] if app else [*cli.command]
     if run_config:
         command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
-    command[0] = str(BIN / command[0])
-    before = {run["run-id"] for run in flower_runs(environment, _CONNECTION)}
+    before = {run["run-id"] for run in flower_runs(environment, _CONNECTION, prefix)}
     tail = stream(command, environment, on_line)
-    new = [run for run in flower_runs(environment, _CONNECTION) if run["run-id"] not in before]
+    new = [run for run in flower_runs(environment, _CONNECTION, prefix) if run["run-id"] not in before]
     if len(new) != 1:
         raise EngineError("flwr run: refused by Flower. Its last words:\n" + "\n".join(tail))
     return Outcome(new[0]["run-id"], new[0]["status"], tail)

@@ -30,10 +30,11 @@ class Layout:
         definition: the compose file; its folder holds the app.
         folder: state, logs and certificates of this federation.
         num_nodes: nodes 1 .. num_nodes. Those the file does not have are made after its node 1.
-        addresses: of each service, by name.
+        addresses: of services, by name; those without one keep name and bind address, and others find them by name.
         node_configs: ``--node-config`` of each node; default: its partition of as many as there are nodes.
         variables: of the compose file.
         profiles: which profiles are on.
+        prefixes: words in front of a service's commands, by name: where and how it runs.
     """
 
     definition: Path
@@ -43,6 +44,7 @@ class Layout:
     node_configs: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     profiles: Sequence[str] = ("cpu",)
+    prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def services(self) -> dict[str, Service]:
         """Return the services that run and ``cli``, in place, by name.
@@ -127,22 +129,23 @@ class Layout:
         mounts = [(s, *mount) for s in (*every.values(), service) for mount in s.mounts.items()]  # its own count last
         paths = {target: str(self._host_path(s, target, source)) for s, target, source in mounts}
         paths.setdefault("/app", str(self.definition.parent))  # the checkout, in the image
-        values = {**paths, **self.addresses, "0.0.0.0": self.addresses.get(service.name, "127.0.0.1")}
-        longest_first = sorted(map(re.escape, paths), key=len, reverse=True)
-        names = sorted(map(re.escape, self.addresses), key=len, reverse=True)
-        pattern = re.compile(
-            rf"(?<![\w./-])(?:{'|'.join(longest_first)})(?![\w.-])|(?<![\w.-])(?:{'|'.join(names)})(?=:\d)|0\.0\.0\.0"
-        )
+        values = {**paths, **self.addresses, "0.0.0.0": self.addresses.get(service.name, "0.0.0.0")}
+        inside, hosts = (sorted(map(re.escape, names), key=len, reverse=True) for names in (paths, self.addresses))
+        patterns = [rf"(?<![\w./-])(?:{'|'.join(inside)})(?![\w.-])", r"0\.0\.0\.0"]
+        if hosts:
+            patterns.append(rf"(?<![\w.-])(?:{'|'.join(hosts)})(?=:\d)")
+        pattern = re.compile("|".join(patterns))
         return lambda text: pattern.sub(lambda found: values[found[0]], text)
 
     def _place(self, service: Service, every: Mapping[str, Service]) -> Service:
         placed = self._placer(service, every)
+        prefix = self.prefixes.get(service.name, ())
         return replace(
             service,
-            command=tuple(placed(word) for word in service.command),
+            command=(*prefix, *(placed(word) for word in service.command)),
             environment={key: placed(value) for key, value in service.environment.items()},
             mounts={target: placed(target) for target in service.mounts},
-            health=tuple(placed(word) for word in service.health),
+            health=(*prefix, *(placed(word) for word in service.health)) if service.health else (),
         )
 
     def _host_path(self, service: Service, target: str, source: str) -> Path:

@@ -108,7 +108,8 @@ class Process:
     def end(self) -> None:
         """End it and all it started: politely, then not."""
         for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            self.signal(kind)
+            if self.code is None:
+                self.signal(kind)
             try:
                 self._process.wait(timeout=10)
             except subprocess.TimeoutExpired:
@@ -132,13 +133,13 @@ def stream(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[st
     return tail
 
 
-def flower_runs(env: Mapping[str, str], connection: str) -> list[dict[str, str]]:
-    """Return the runs of a SuperLink as ``flwr list`` tells them.
+def flower_runs(env: Mapping[str, str], connection: str, prefix: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Return the runs of a SuperLink as ``flwr list`` tells them; ``prefix`` goes in front of the command.
 
     Raises:
         EngineError: it told something else.
     """
-    command = [str(BIN / "flwr"), "list", connection, "--format", "json"]
+    command = [*prefix, "flwr", "list", connection, "--format", "json"]
     answer = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
     try:
         found = json.loads(answer)

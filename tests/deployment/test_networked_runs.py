@@ -2,23 +2,121 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
+
+from fedbn_flwr.deployment import Federation, make_certificates
+from fedbn_flwr.engines.processes import Process, running
 
 pytestmark = [pytest.mark.network, pytest.mark.xdist_group("network")]
 
-RUNS = [
-    pytest.param({"strategy": "fedbn"}, id="fedbn"),
-    pytest.param({"strategy": "fedtan", "fedtan_exchange": "channel"}, id="fedtan by channel"),
-    pytest.param({"strategy": "fixbn"}, id="fixbn", marks=pytest.mark.slow),
-    pytest.param(
-        {"strategy": "fedtan", "fedtan_exchange": "messages"}, id="fedtan by messages", marks=pytest.mark.slow
-    ),
-]
+SAME = ("sha256", "final", "best", "ledger", "rejected")
 
 
-@pytest.mark.parametrize("settings", RUNS)
-def test_the_bits_of_the_run_in_process(settings, networked, in_process) -> None:
-    ours, theirs = networked(**settings), in_process(**settings)
-    for key in ("sha256", "final", "best", "ledger", "rejected"):
-        assert ours[key] == theirs[key], key
+def test_fedbn_keeps_its_part_over_the_network(networked, in_process) -> None:
+    ours, theirs = networked(strategy="fedbn"), in_process(strategy="fedbn")
+    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
     assert ours["rejected"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fixbn", "fedtan"])
+def test_the_bits_of_the_run_in_process(strategy, networked, in_process) -> None:
+    """FedTAN here by messages."""
+    ours, theirs = networked(strategy=strategy, fedtan_exchange="messages"), in_process(strategy=strategy)
+    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
+    assert ours["rejected"] == 0
+
+
+def test_fedtan_by_channel_among_intruders(federation: Federation, networked, in_process, tmp_path: Path) -> None:
+    """Each intruder is refused with the right message; the run ends in the bits of the one in process."""
+    with intruders(federation, tmp_path) as logs:
+        ours = networked(strategy="fedtan", fedtan_exchange="channel")
+    theirs = in_process(strategy="fedtan")
+    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
+    assert ours["rejected"] == 0
+    for name, (path, expected) in logs.items():
+        assert expected in path.read_text(), name
+
+
+REFUSED = {
+    "a key that is not registered": "[code: 2004] Failed to activate SuperNode.",
+    "the key of a node that is online": "[code: 2004] Failed to activate SuperNode.",
+    "no key": "[code: 2001]",
+    "a CA of its own": "CERTIFICATE_VERIFY_FAILED",
+    "a SuperExec without the secret": "401",
+    "a SuperExec with another node's secret": "401",
+}
+
+
+@contextmanager
+def intruders(federation: Federation, folder: Path) -> Iterator[dict[str, tuple[Path, str]]]:
+    """Let them try while the body runs; yield each one's log and what must stand there."""
+    layout = federation.layout
+    certs, services = layout.folder / "certs", layout.services()
+    make_certificates(folder / "foreign", 1)
+    block = layout.addresses["superlink"].rpartition(".")[0]
+    superlink, node = layout.addresses["superlink"], layout.addresses["supernode-1"]
+    key = "--auth-supernode-private-key="
+
+    def supernode(number: int, **changed: str) -> list[str]:
+        """Node 1's command at an address of its own, with options changed, or left out where the value is empty."""
+        options = {f"--{option.replace('_', '-')}=": value for option, value in changed.items()}
+        kept = [word for word in services["supernode-1"].command if not word.startswith(tuple(options))]
+        kept[1:1] = [f"{option}{value}" for option, value in options.items() if value]
+        return [f"--host={block}.{number}" if word.startswith("--host=") else word for word in kept]
+
+    def superexec(address: str, *more: str) -> list[str]:
+        return ["flower-superexec", f"--runtime-api-address={address}", f"--root-certificates={certs}/ca/ca.crt", *more]
+
+    commands = {
+        "a key that is not registered": supernode(201, auth_supernode_private_key=f"{folder}/foreign/node-1/node.key"),
+        "the key of a node that is online": supernode(202, auth_supernode_private_key=f"{certs}/node-1/node.key"),
+        "no key": supernode(203, auth_supernode_private_key=""),
+        "a CA of its own": supernode(204, root_certificates=f"{folder}/foreign/ca/ca.crt"),
+        "a SuperExec without the secret": superexec(f"{superlink}:8000"),
+        "a SuperExec with another node's secret": superexec(
+            f"{node}:9094", f"--superexec-auth-secret-file={certs}/clientapp-2/superexec.secret"
+        ),
+    }
+    assert commands.keys() == REFUSED.keys()
+    assert not any(word.startswith(key) for word in commands["no key"])
+    environment = {**layout.environment(services["cli"]), "FLWR_HOME": str(folder / "intruders")}
+    logs = {name: folder / f"intruder-{i}.log" for i, name in enumerate(commands)}
+    started = [Process(command, environment, logs[name], folder) for name, command in commands.items()]
+    over = threading.Event()
+    doors = [(superlink, 8000), (node, 9094), (layout.addresses["superexec-serverapp"], 9200)]
+    noise = [threading.Thread(target=send_garbage, args=(*door, over)) for door in doors]
+    for thread in noise:
+        thread.start()
+    try:
+        yield {name: (logs[name], REFUSED[name]) for name in commands}
+    finally:
+        over.set()
+        for thread in noise:
+            thread.join()
+        for process in started:
+            process.end()
+        assert not any(running(process.pid) for process in started)
+
+
+def send_garbage(host: str, port: int, over: threading.Event) -> None:
+    """Send random bytes to a port, bare and inside TLS, until told to end."""
+    trust = ssl.create_default_context()
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    wrap = False
+    while not over.wait(0.5):
+        wrap = not wrap
+        try:
+            raw = socket.create_connection((host, port), timeout=2)
+            with trust.wrap_socket(raw) if wrap else raw as door:
+                door.sendall(os.urandom(1 << 16))
+        except OSError:  # nobody there yet, or it hung up
+            continue

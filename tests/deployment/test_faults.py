@@ -1,0 +1,145 @@
+"""Faults in mid-round, each by its own test: the run goes on and says what happened. ``make network`` runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.deployment import Federation
+from fedbn_flwr.deployment.federation import Outcome
+from fedbn_flwr.engines.processes import running
+from fedbn_flwr.experiment.output import read_metrics
+
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
+
+NODES = 3
+ROUNDS = 4
+
+
+class Run:
+    """A run under way in a thread."""
+
+    def __init__(self, federation: Federation, out: Path, settings: dict[str, Any]) -> None:
+        self.out = out
+        self._outcome: list[Outcome] = []
+        given = {"num-server-rounds": ROUNDS, "local-steps": 2, "batch-size": 16, "num-clients": NODES, **settings}
+
+        def work() -> None:
+            self._outcome.append(federation.run({**given, "out": str(out)}))
+
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def wait_for_round(self, server_round: int) -> None:
+        """Return when the round is over."""
+        deadline = time.monotonic() + 600
+        while len(self.lines()) < server_round and self._thread.is_alive():
+            assert time.monotonic() < deadline, f"round {server_round} does not come"
+            time.sleep(0.05)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return read_metrics(self.out / "metrics.jsonl")
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the end, which must be a good one; return the summary."""
+        self._thread.join()
+        self._outcome[0].check()
+        assert len(self.lines()) == ROUNDS
+        summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return summary
+
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
+    runs: list[Run] = []
+
+    def do(**settings: Any) -> Run:
+        runs.append(Run(federation, tmp_path / "out", {k.replace("_", "-"): v for k, v in settings.items()}))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        run._thread.join()
+
+
+def client_of(federation: Federation, number: int, seconds: float = 120) -> int:
+    """Return the process id of the ClientApp that a node's SuperExec has started, once there is one."""
+    parent = federation.process(f"superexec-clientapp-{number}").pid
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            if running(int(child)):
+                return int(child)
+        time.sleep(0.02)
+    raise AssertionError(f"node {number} starts no ClientApp")
+
+
+def test_a_superlink_that_is_killed_and_back_within_ten_seconds(federation, begin, in_process) -> None:
+    """Nothing is lost: the bits are those of a run without the fault."""
+    run = begin(strategy="fixbn", freeze_at=2)
+    run.wait_for_round(1)
+    federation.kill("superlink")
+    time.sleep(4)
+    federation.restart("superlink")
+    ours = run.end()
+    theirs = in_process(strategy="fixbn", freeze_at=2, num_server_rounds=ROUNDS, local_steps=2)
+    assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
+
+
+def test_a_client_app_that_is_killed(federation, begin) -> None:
+    """Its node misses the round and is there again in the next."""
+    run = begin(strategy="fedavg")
+    run.wait_for_round(1)
+    os.kill(client_of(federation, 2), signal.SIGKILL)
+    run.end()
+    missed = [line for line in run.lines() if line["participants"] != [0, 1, 2]]
+    assert [line["participants"] for line in missed] == [[0, 2]]
+    assert len(missed[0]["rejected"]) == 1
+    assert "(partition 1): error " in missed[0]["rejected"][0]
+    assert run.lines()[-1]["participants"] == [0, 1, 2]
+
+
+def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
+    run = begin(strategy="fedavg", round_timeout=45.0)
+    run.wait_for_round(1)
+    pids = [client_of(federation, 3), federation.process("superexec-clientapp-3").pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    run.wait_for_round(2)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    run.end()
+    second = run.lines()[1]
+    assert second["participants"] == [0, 1]
+    assert len(second["rejected"]) == 1
+    assert second["rejected"][0].endswith("(partition 2): no reply within 45 s")
+    assert second["seconds"] >= 45
+
+
+@pytest.mark.parametrize("exchange", ["channel", "messages"])
+def test_a_node_that_is_killed_in_mid_round_and_never_back(exchange: str, federation, begin) -> None:
+    """Under FedTAN: the others redo the step without it."""
+    run = begin(strategy="fedtan", fedtan_exchange=exchange, fedtan_timeout=60.0)
+    run.wait_for_round(1)
+    client_of(federation, 3)
+    for name in ("superexec-clientapp-3", "supernode-3"):
+        federation.kill(name)
+    try:
+        run.end()
+    finally:
+        federation.restart("supernode-3")
+        federation.restart("superexec-clientapp-3")
+    assert run.lines()[0]["participants"] == [0, 1, 2]
+    assert [line["participants"] for line in run.lines()[1:]] == [[0, 1]] * (ROUNDS - 1)
+    assert "(partition 2): " in run.lines()[1]["rejected"][0]
