@@ -1,0 +1,171 @@
+"""The compose reader, and services put in place on loopback."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.deployment.compose import read_services, start_order
+from fedbn_flwr.deployment.layout import Layout, loopback_addresses
+from fedbn_flwr.engines.processes import Process, running
+from fedbn_flwr.errors import ConfigError, EngineError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return Layout(ROOT / "docker-compose.yml", tmp_path, 5, loopback_addresses(5, 0))
+
+
+def compose(folder: Path, text: str) -> Path:
+    path = folder / "compose.yml"
+    path.write_text(text)
+    return path
+
+
+VARIABLES = """
+services:
+  one:
+    command: ["$$HOME", "${A}", "${A:-b}", "${EMPTY:-c}", "${EMPTY-d}", "x-${ABSENT:-e f}", "${ABSENT}", "$5"]
+"""
+
+
+def test_variables_as_compose_replaces_them(tmp_path: Path) -> None:
+    (service,) = read_services(compose(tmp_path, VARIABLES), {"A": "a", "EMPTY": ""}).values()
+    assert service.command == ("$HOME", "a", "a", "c", "", "x-e f", "", "$5")
+
+
+@pytest.mark.parametrize("text", ["${NEEDED:?say where}", "${NEEDED?say where}"])
+def test_a_variable_that_must_be_set(text: str, tmp_path: Path) -> None:
+    path = compose(tmp_path, f'services: {{one: {{command: ["{text}"]}}}}')
+    with pytest.raises(ConfigError, match="NEEDED is not set: say where"):
+        read_services(path, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("services: {one: {command: flwr run}}", "command='flwr run' must be a list of words"),
+        ("services: [", "no compose file"),
+        ("volumes: {}", "no compose file"),
+    ],
+)
+def test_what_the_reader_does_not_know_is_an_error(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_services(compose(tmp_path, text), {})
+
+
+def test_services_that_need_each_other(tmp_path: Path) -> None:
+    needs = "depends_on: {%s: {condition: service_started}}"
+    path = compose(tmp_path, f"services: {{a: {{{needs % 'b'}}}, b: {{{needs % 'a'}}}}}")
+    with pytest.raises(ConfigError, match="services need each other: a -> b -> a"):
+        start_order(read_services(path, {}))
+
+
+def test_hosts_and_paths_alone_are_put_in_place(layout: Layout, tmp_path: Path) -> None:
+    original, placed = read_services(layout.definition, {}), layout.services()
+    a, state = layout.addresses, tmp_path / "state"
+    assert placed["superlink"].command == (
+        *("flower-superlink", f"--host={a['superlink']}", "--port=8000"),
+        *(f"--ssl-{kind}file={tmp_path}/certs/superlink/{name}" for kind, name in CERTIFICATES.items()),
+        *("--enable-supernode-auth", "--isolation=process"),
+        f"--superexec-auth-secret-file={tmp_path}/certs/superlink/superexec.secret",
+        f"--database={state}/superlink/state/superlink.db",
+    )
+    assert placed["superlink"].environment["FLWR_HOME"] == f"{state}/superlink/state/flwr"
+    health = f"{ROOT}/docker/health.py", f"https://{a['superlink']}:8000/health", f"{tmp_path}/certs/superlink/ca.crt"
+    assert placed["superlink"].health == ("python", *health)
+    channel = placed["cli"].command[-1]
+    assert channel == (
+        f"fedtan-exchange='channel' fedtan-bind='{a['superexec-serverapp']}:9200' "
+        f"fedtan-address='{a['superexec-serverapp']}:9200' fedtan-tls-dir='{tmp_path}/certs/channel'"
+    )
+    for name, service in placed.items():
+        if name in original:
+            assert len(service.command) == len(original[name].command)
+            assert service.needs == original[name].needs
+
+
+CERTIFICATES = {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}
+
+
+def test_nodes_beyond_the_file_are_made_after_its_first(layout: Layout, tmp_path: Path) -> None:
+    services = layout.services()
+    nodes = [name for name in services if name.startswith("supernode-")]
+    assert nodes == [f"supernode-{n}" for n in range(1, 6)]
+    for n in range(1, 6):
+        node, executor = services[f"supernode-{n}"], services[f"superexec-clientapp-{n}"]
+        assert node.command[-1] == f"partition-id={n - 1} num-partitions=5"
+        assert f"--auth-supernode-private-key={tmp_path}/certs/node-{n}/node.key" in node.command
+        assert f"--host={layout.addresses[node.name]}" in node.command
+        assert f"--runtime-api-address={layout.addresses[node.name]}:9094" in executor.command
+        assert f"--superexec-auth-secret-file={tmp_path}/certs/clientapp-{n}/superexec.secret" in executor.command
+        assert executor.needs == {node.name: "service_healthy"}
+    assert len(set(layout.addresses.values())) == len(layout.addresses)
+
+
+def test_node_configs_in_place_of_partitions(layout: Layout) -> None:
+    own = replace(layout, num_nodes=2, node_configs=["partition-id=0 data-path='/x'", "partition-id=1"])
+    assert [own.services()[f"supernode-{n}"].command[-1] for n in (1, 2)] == list(own.node_configs)
+    with pytest.raises(ConfigError, match="1 node configs for 2 nodes"):
+        replace(own, node_configs=["partition-id=0"]).services()
+
+
+def test_without_addresses_hosts_stay(layout: Layout) -> None:
+    """As in a container, or a network namespace with a hosts file."""
+    services = replace(layout, addresses={}, prefixes={"superlink": ["ip", "netns", "exec", "x"]}).services()
+    assert services["superlink"].command[:6] == ("ip", "netns", "exec", "x", "flower-superlink", "--host=0.0.0.0")
+    assert services["superlink"].health[:4] == ("ip", "netns", "exec", "x")
+    assert "--superlink=superlink:8000" in services["supernode-1"].command
+
+
+def test_files_mounted_into_a_folder_are_copied_with_their_text_in_place(layout: Layout) -> None:
+    layout.prepare()
+    text = (layout.state("cli") / "flwr/config.toml").read_text()
+    assert f'address = "{layout.addresses["superlink"]}:8000"' in text
+    assert f'root-certificates = "{layout.folder}/certs/cli/ca.crt"' in text
+    assert (layout.state("superlink") / "state").is_dir()
+
+
+def test_a_layout_is_found_again(layout: Layout, tmp_path: Path) -> None:
+    layout.save()
+    assert Layout.load(tmp_path) == replace(layout, node_configs=[], profiles=["cpu"])
+    with pytest.raises(ConfigError, match=r"no federation in .* Start one with `make federation-up`"):
+        Layout.load(tmp_path / "elsewhere")
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+PARENT = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("how", ["end", "kill"])
+def test_a_process_ends_with_what_it_started(how: str, tmp_path: Path) -> None:
+    process = Process([sys.executable, "-c", PARENT], {}, tmp_path / "log")
+    while not process.said():
+        assert process.code is None
+    child = int(process.said())
+    assert running(process.pid)
+    assert running(child)
+    getattr(process, how)()
+    assert not running(process.pid)
+    for _ in range(100):
+        if not running(child):
+            break
+    assert not running(child)
+
+
+def test_a_process_that_ends_before_it_answers_is_an_error_with_its_words(tmp_path: Path) -> None:
+    process = Process([sys.executable, "-c", "import sys; sys.exit('no such port')"], {}, tmp_path / "log")
+    with pytest.raises(EngineError, match=r"ended with code 1 at http://127.0.0.1:1/health:\nno such port"):
+        process.wait_healthy("http://127.0.0.1:1/health")
+
+
+def test_what_runs() -> None:
+    assert running(1)
+    assert not running(0)
+    assert not running(2**22 + 1)
