@@ -33,5 +33,7 @@ def _out(config: Config, run_id: int) -> Path:
             f"out={config.out!r} is relative, and under `flwr run` the working directory is not yours. Write "
             f"out='/the/absolute/path/{config.out}'."
         )
+    if config.resume and not config.out:
+        raise ConfigError("resume=true needs out='/the/absolute/path' of the run to go on with.")
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     return Path(config.out) if config.out else home / "fedbn-runs" / str(run_id)

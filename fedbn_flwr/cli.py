@@ -63,14 +63,17 @@ def run(
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the file; repeatable.")] = None,
     engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
     out: Annotated[Path | None, typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
-    """Do one run and write its folder: config, metrics, summary, model, curves."""
+    """Do one run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
     from fedbn_flwr.experiment.config import Config
     from fedbn_flwr.experiment.launch import preflight
     from fedbn_flwr.experiment.launch import run as launch
 
     with _exit_codes():
         _quiet_flower()
+        if resume:
+            config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
         settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.strategy}")
         preflight(settings, folder)
@@ -78,6 +81,17 @@ def run(
             summary = launch(settings, folder, engine.value, advance)
         console.print(_summary_table({settings.strategy: summary}))
         console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
+
+
+def _resumed(config: Path | None, out: Path | None) -> Path | None:
+    """Return the config file of the run in ``out``, where none is given."""
+    if out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with.")
+    if config is None and not (out / "config.yaml").is_file():
+        raise ConfigError(
+            f"--resume: there is no {out / 'config.yaml'} to go on with. Name the run's folder, or CONFIG."
+        )
+    return config or out / "config.yaml"
 
 
 @app.command(name="list", epilog="Example: fedbn-flwr list strategies")

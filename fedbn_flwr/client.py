@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from fedbn_flwr.local_state import LocalState
 from fedbn_flwr.records import decode, tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import Part, split_state
+from fedbn_flwr.state_folder import Continuity
 from fedbn_flwr.strategies import client_rules
 from fedbn_flwr.strategies.recalibration import to_entries
 from fedbn_flwr.strategies.roster import UNUSABLE
@@ -50,6 +52,8 @@ class TorchClient(NumPyClient):
         partition_id: takes the place of the context's.
         seed: of the run; batches, augmentation and dropout draw from streams of (seed, round, partition id).
         task: the loss, ``Task(loss=...)`` for one of your own, and what counts in training and tests.
+        state_dir: folder for durable copies of what a method keeps with the client, for runs whose server tells their
+            series; they outlive the node's process and the run. It needs a partition id.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["array-names"]`` (a JSON list) or, without it, the whole
     state dict in its order; ``fit`` returns the shared entries, named in its metrics where they are not all of them.
@@ -66,6 +70,7 @@ class TorchClient(NumPyClient):
         partition_id: int | None = None,
         seed: int = 0,
         task: Task = CLASSIFICATION,
+        state_dir: Path | None = None,
     ) -> None:
         self.model = model
         self.train_data = train_data
@@ -78,6 +83,7 @@ class TorchClient(NumPyClient):
         self.partition_id = partition_id
         self.seed = seed
         self.task = task
+        self.state_dir = state_dir
 
     def get_properties(self, config: Config) -> Config:
         """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``."""
@@ -105,7 +111,7 @@ class TorchClient(NumPyClient):
         """
         server_round = int(config.get("server-round", 1))
         local = self._local_parts(config)
-        store = LocalState(self.context, self.parts, self.model)
+        store = self._store(config)
         if "fedtan-attempt" in config:
             parameters, config = recall(self.context, parameters, config)
         rules = client_rules({**config, "local-names": self.parts.select(local)})
@@ -139,8 +145,9 @@ class TorchClient(NumPyClient):
             **result.metrics,
         }
         store.remember({type(rule).__name__: to_state(rule.keep()) for rule in rules}, server_round)
+        store.save(server_round)
         if kept := store.sha256():
-            metrics["local-sha256"] = kept
+            metrics |= {"local-sha256": kept, "local-home": store.home}
         returned = {name: state[name] for name in shared}
         for record, entries in ((r, e) for rule in rules for r, e in rule.reply().items()):
             returned |= {f"{record}/{name}": array for name, array in to_state(entries).items()}
@@ -156,7 +163,7 @@ class TorchClient(NumPyClient):
             ``<name>-num-examples`` and, of a segmentation, ``<name>-miou`` of each (without a
             prefix where there is one unnamed set).
         """
-        self._load(parameters, config, LocalState(self.context, self.parts, self.model))
+        self._load(parameters, config, self._store(config))
         metrics: Config = {}
         first: tuple[float, int] | None = None
         asked = [name for name in str(config.get("test-sets", "")).split(",") if name] or list(self.test_data)
@@ -176,7 +183,7 @@ class TorchClient(NumPyClient):
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
             names in ``array-names``. See ``gathering.gather_statistics``; nothing is kept.
         """
-        self._load(parameters, config, LocalState(self.context, self.parts, self.model))
+        self._load(parameters, config, self._store(config))
         seed = self._stream(int(config.get("server-round", 1)), "statistics").initial_seed()
         found = gather_statistics(self.model, self.train_data, batch_size=self.settings.batch_size, seed=seed)
         entries = to_state(to_entries(found, self.model.state_dict()))
@@ -189,6 +196,16 @@ class TorchClient(NumPyClient):
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
         key = -1 if self.partition_id is None else self.partition_id
         return torch_generator(self.seed, purpose, server_round, key)
+
+    def _store(self, config: Config) -> LocalState:
+        """Return what is kept with this client, brought to where the server wants to go on."""
+        store, continuity = LocalState(self.context, self.parts, self.model), Continuity.of(config)
+        if self.state_dir is not None and continuity is not None:
+            if self.partition_id is None:
+                raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
+            store.attach(self.state_dir, continuity, self.partition_id)
+        store.settle(config.get("local-sha256"))
+        return store
 
     def _local_parts(self, config: Config) -> frozenset[Part]:
         return frozenset(Part(name) for name in str(config.get("local-parts", "")).split(",") if name)

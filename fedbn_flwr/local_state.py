@@ -1,8 +1,13 @@
-"""What a method keeps with the client, in Flower's ``Context.state``: keyed, versioned, checked against the model."""
+"""What a method keeps with the client, in Flower's ``Context.state``: keyed, versioned, checked against the model.
+
+A context lives as long as its node's process and its run; a ``StateFolder`` holds copies that outlive both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
@@ -12,6 +17,7 @@ from fedbn_flwr.averaging import Array, State
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.records import from_record, state_sha256, to_record
 from fedbn_flwr.state import Part, Parts
+from fedbn_flwr.state_folder import Continuity, StateFolder
 
 __all__ = ["LocalState"]
 
@@ -30,7 +36,56 @@ class LocalState:
     def __init__(self, context: Context | None, parts: Parts, model: nn.Module) -> None:
         self._context = context
         self._parts = parts
+        self._folder: StateFolder | None = None
         self._fingerprint = parts.fingerprint({name: tuple(t.shape) for name, t in model.state_dict().items()})
+
+    def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
+        """Keep copies in the state folder ``root`` from now on; see ``StateFolder``."""
+        self._folder = StateFolder(root, continuity, partition_id, self._fingerprint)
+
+    def settle(self, told: str | None) -> None:
+        """Take over what the client shall go on from, where the context does not hold it.
+
+        Args:
+            told: its hash, "" for nothing kept in this run; None where the server leaves it to the client, which then
+                goes on with what was kept last.
+
+        Raises:
+            StateError: what the server knows of is not here.
+        """
+        held = self.sha256()
+        if (told is None and (held or self._folder is None)) or (told and told == held):
+            return
+        if self._folder is None:
+            if told:
+                raise StateError(self._lost(told, "no state folder (state-dir)"))
+            return
+        found = self._folder.newest() if told is None else self._folder.find(told)
+        if told and found is None:
+            raise StateError(self._lost(told, f"no good file with it in {self._folder.path}"))
+        if self._context is not None:
+            for key in (_ARRAYS, _RULES, _ABOUT):
+                if key in self._context.state:
+                    del self._context.state[key]
+            for key, record in (found or {}).get("kept", {}).items():
+                self._context.state[key] = to_record(record)
+            if found:
+                self._tell(int(found["round"]))
+
+    def save(self, server_round: int) -> None:
+        """Write what is kept to the state folder, where there is one.
+
+        Raises:
+            StateError: it could not be written.
+        """
+        if self._folder is not None and (sha256 := self.sha256()):
+            kept: dict[str, Any] = {key: dict(self._read(key)) for key in (_ARRAYS, _RULES)}
+            self._folder.write({"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}, server_round)
+
+    @property
+    def home(self) -> str:
+        """Where what is kept lies: "folder", or "memory" alone."""
+        return "memory" if self._folder is None else "folder"
 
     def load(self, local: Iterable[Part]) -> Mapping[str, Array]:
         """Return the kept entries of the parts ``local``; empty before the first round.
@@ -91,5 +146,16 @@ class LocalState:
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
             )
         self._context.state[key] = to_record(entries)
-        about: dict[str, int | str] = {"version": _VERSION, "fingerprint": self._fingerprint}
-        self._context.state[_ABOUT] = ConfigRecord({**about, "server-round": server_round})
+        self._tell(server_round)
+
+    def _tell(self, server_round: int) -> None:
+        if self._context is not None:
+            about: dict[str, int | str] = {"version": _VERSION, "fingerprint": self._fingerprint}
+            self._context.state[_ABOUT] = ConfigRecord({**about, "server-round": server_round})
+
+    @staticmethod
+    def _lost(told: str, why: str) -> str:
+        return (
+            f"this client shall go on from the part it kept with SHA-256 {told[:12]}..., and has {why}: it is "
+            "lost, and the server will let it begin again"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -19,11 +20,13 @@ from fedbn_flwr.models import MODELS, model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
-__all__ = ["CENTRALIZED", "EVALUATIONS", "Config", "Scalar", "read_overrides", "split"]
+__all__ = ["CENTRALIZED", "EVALUATIONS", "HERE", "Config", "Scalar", "read_overrides", "split"]
 
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
+HERE = "out"  # the state-dir of clients that share the server's files: in the run's folder
+SERIES = r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}"
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 
 
@@ -139,6 +142,20 @@ class Config(BaseModel):
     fedtan_tls_dir: str = _key("methods", "", "folder with ca.crt, server.crt, server.key; empty = loopback only")
 
     out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
+    checkpoint_every: int = _key(
+        "files",
+        10,
+        "checkpoint before round 1, every so many rounds and after the last; 0 = none",
+        ge=0,
+    )
+    state_dir: str = _key(
+        "files",
+        "",
+        "absolute folder of each node where clients keep their part; `out` = OUT/checkpoint/clients (set by "
+        "`fedbn-flwr run`); empty = in memory; a node's own `state-dir` comes first",
+    )
+    series: str = _key("files", "", "ties runs together whose clients go on with the part they kept; empty = this run")
+    resume: bool = _key("files", False, "go on from the last checkpoint in `out`; an empty folder starts a run")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -210,6 +227,8 @@ class Config(BaseModel):
                     f"freeze-window={self.freeze_window} must be below num-server-rounds={self.num_server_rounds} for "
                     f"{key}=auto"
                 )
+        if self.series and not re.fullmatch(SERIES, self.series):
+            problems.append(f"series={self.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front")
         if problems:
             raise ValueError("\n".join(problems))
         return self

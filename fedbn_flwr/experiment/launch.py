@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import CENTRALIZED, HERE, Config
 from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.run import OnRound, centralized, serve
 from fedbn_flwr.experiment.setup import check, client_fn, count_clients, federation
@@ -28,9 +29,16 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
         FedBNError: bad settings, missing data, an impossible split, a folder in use.
     """
     out = out.absolute()
-    RunFolder.refuse_used(out)
+    if not config.resume:
+        RunFolder.refuse_used(out)
+    elif config.strategy == CENTRALIZED:
+        raise ConfigError("strategy=centralized writes no checkpoints: it cannot be resumed. Run it anew.")
+    here = {"out": str(out)}
+    if config.checkpoint_every and not config.state_dir:
+        here["state_dir"] = HERE  # the clients of both engines share the server's files
+    config = config.model_copy(update=here)
     check(config)
-    config = config.model_copy(update={"num_clients": count_clients(config), "out": str(out)})
+    config = config.model_copy(update={"num_clients": count_clients(config)})
     federation(config, config.num_clients)
     return config, out
 
@@ -40,7 +48,7 @@ def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRo
 
     Args:
         config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group under a split by group.
-        out: the output folder, empty or absent.
+        out: the output folder, empty or absent; with ``resume`` also that of a run to go on with.
         engine: "in-process" runs the clients in threads of this process, "simulation" in Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,24 +18,11 @@ import yaml
 from safetensors.numpy import save
 
 from fedbn_flwr.averaging import State
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.sealed import remove_leftovers, write_atomically
 
-__all__ = ["RunFolder", "read_metrics", "versions", "write_atomically"]
-
-
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file in one step: to a temporary name beside it, to the disk, then renamed."""
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+__all__ = ["RunFolder", "alone", "read_metrics", "versions"]
 
 
 def versions() -> dict[str, str]:
@@ -53,23 +43,50 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Make a run's folder and hold it: no other process, left over from a killed command, writes to it meanwhile.
+
+    Raises:
+        ConfigError: another process does, or the folder cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"out={str(path)!r}: another process is still writing this run. End it first.") from None
+        yield
+    finally:
+        os.close(handle)
+
+
 class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
     Args:
         path: the folder; made here, with its parents.
         config: the fully resolved config.
+        after: the round a run goes on after, in the folder it began in; None for a run that begins.
 
     Raises:
-        ConfigError: the folder is in use or cannot be made.
+        ConfigError: the folder is in use or cannot be made; the history up to ``after`` is not in it.
     """
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
         self.path = path
-        self.refuse_used(path)
+        if after is None:
+            self.refuse_used(path)
+        settings = config.model_copy(update={"resume": False}).to_mapping()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / "config.yaml", yaml.safe_dump(config.to_mapping(), sort_keys=False))
+            if after is not None:
+                self._cut_back(after)
+            write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         except OSError as error:
             raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
 
@@ -79,24 +96,64 @@ class RunFolder:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"out={str(path)!r} is in use; results are never overwritten. Choose another folder.")
 
+    @staticmethod
+    def begun(path: Path) -> bool:
+        """Tell whether a run began in the folder; remove what a killed process left half written.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
+        remove_leftovers(path)
+        names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        if names and "config.yaml" not in names:
+            RunFolder.refuse_used(path)
+        return bool(names)
+
+    def _cut_back(self, after: int) -> None:
+        """Take the rounds past ``after`` out of ``metrics.jsonl``: they are done again."""
+        lines = read_metrics(self.path / "metrics.jsonl")
+        if [line["round"] for line in lines[:after]] != list(range(1, after + 1)):
+            raise ConfigError(
+                f"{self.path / 'metrics.jsonl'} lacks rounds of 1 to {after}; put it back, or start anew."
+            )
+        if lines:
+            write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
+
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, in one write, on the disk before it returns."""
+        """Append one round to ``metrics.jsonl``, in one write, on the disk before it returns.
+
+        Raises:
+            EngineError: it could not be written, or in part only, which no reader takes for a line.
+        """
         data = (json.dumps(_clean(line)) + "\n").encode()
-        handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(handle, data)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with self._writing():
+            handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                if os.write(handle, data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with what it holds as metadata), the curves and, last, the summary."""
         from fedbn_flwr.experiment.curves import draw_curves
 
         arrays = {name: np.asarray(array, order="C") for name, array in state.items()}  # keeps 0-dim counters 0-dim
-        write_atomically(self.path / "model.safetensors", save(arrays, metadata=dict(about)))
-        write_atomically(self.path / "curves.png", draw_curves({"": read_metrics(self.path / "metrics.jsonl")}))
-        write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
+        with self._writing():
+            write_atomically(self.path / "model.safetensors", save(arrays, metadata=dict(about)))
+            write_atomically(self.path / "curves.png", draw_curves({"": read_metrics(self.path / "metrics.jsonl")}))
+            write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EngineError(
+                f"out={str(self.path)!r} cannot be written: {error}. What is there stays; make room and go on with "
+                "--resume (resume=true)."
+            ) from error
 
 
 def _clean(value: Any) -> Any:

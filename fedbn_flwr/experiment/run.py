@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from fedbn_flwr.averaging import State
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
 from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.experiment.checkpoint import Checkpoints, Keeper
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
+from fedbn_flwr.experiment.output import RunFolder, alone, read_metrics, versions
 from fedbn_flwr.experiment.setup import (
     Federation,
     check,
@@ -33,7 +34,7 @@ from fedbn_flwr.experiment.setup import (
 )
 from fedbn_flwr.records import from_record, state_sha256, tensors, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.state import Part
+from fedbn_flwr.state import Part, split_state
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.report import RoundReport, Traffic
 from fedbn_flwr.training import sgd, train
@@ -68,15 +69,32 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
     check(config)
     num_nodes = _count_nodes(grid, config)
     config = config.model_copy(update={"num_clients": num_nodes})
-    data = _server_data(config, num_nodes)
+    with alone(out):
+        return _serve(grid, config, out, on_round)
+
+
+def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
+    data = _server_data(config, config.num_clients)
     model = make_model(config)
-    initial = to_record(model.state_dict())
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
+    begun = config.resume and RunFolder.begun(out)
+    saved = checkpoints.latest() if begun else None
+    initial = to_record(saved.state if saved else model.state_dict())
     model.to(pick_device(config.device))
-    strategy = make_strategy(config, model, num_nodes)
+    strategy = make_strategy(config, model, config.num_clients)
+    keeper = Keeper(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
     if not personal:
         strategy.fraction_evaluate = 0.0
-    recorder = _Recorder(RunFolder(out, config), config, model, data, strategy, on_round)
+    folder = RunFolder(out, config, (saved.server_round if saved else 0) if begun else None)
+    recorder = _Recorder(folder, config, model, data, strategy, on_round)
+
+    def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        metrics = recorder.after_round(server_round, arrays)
+        keeper.after_round(server_round)
+        return metrics
+
     try:
         result = strategy.start(
             grid=grid,
@@ -84,17 +102,17 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
             num_rounds=config.num_server_rounds,
             timeout=config.round_timeout,
             evaluate_config=ConfigRecord({"test-sets": ",".join(personal)}),
-            evaluate_fn=recorder.after_round,
+            evaluate_fn=after_round,
         )
     finally:
         recorder.close()
-    if all(report.kept_previous for report in strategy.reports):
+    if all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
         first = next((why for report in strategy.reports for why in report.rejected.values()), "no reply came")
         raise EngineError(
             f"nothing was trained: no round had min-replies={config.min_replies} usable replies. First refused: {first}"
         )
     final = from_record(result.arrays if len(result.arrays) else initial)
-    return recorder.finish(final, strategy)
+    return recorder.finish(final, strategy, keeper.resumed_after)
 
 
 def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
@@ -189,7 +207,6 @@ class _Recorder:
         self._domains = data.domain_views() if data else {}
         self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))} if data else {}
         self._clock = time.monotonic()
-        self._totals: dict[str, float] = {}
 
     def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Flower's ``evaluate_fn``: called with round 0 before the first and after every round."""
@@ -225,9 +242,6 @@ class _Recorder:
         if report.kept_previous:
             line["kept-previous"] = True
         self._clock = time.monotonic()
-        for key, value in line.items():
-            if key in _COUNTED or key.removeprefix("evaluation-") in _COUNTED:
-                self._totals[key] = self._totals.get(key, 0) + value
         self._folder.add_round(line)
         shown = " ".join(f"{k} {line[k]:.4f}" for k in (*_headlines(self._config), "train-loss") if k in line)
         log(INFO, "round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
@@ -255,7 +269,7 @@ class _Recorder:
                 domains[metric] = {domain: test(v).named(prefix)[metric] for domain, v in self._domains.items()}
         return {**line, "domains": domains} if domains else line
 
-    def finish(self, state: State, strategy: FedAvg | None) -> dict[str, Any]:
+    def finish(self, state: State, strategy: FedAvg | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
         """Write model, curves and summary; return the summary."""
         lines = read_metrics(self._folder.path / "metrics.jsonl")
         headline = _headlines(self._config)[0]
@@ -270,13 +284,15 @@ class _Recorder:
             "final": final,
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),
-            "ledger": self._totals,
+            "ledger": _totals(lines),
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
         frozen_after = getattr(strategy, "frozen_after", None)
         if frozen_after is not None:
             summary["frozen-after"] = frozen_after
+        if resumed_after:
+            summary["resumed-after"] = list(resumed_after)
         local = strategy.local_hashes if strategy else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
         self._folder.finish(state, _contents(strategy), summary)
@@ -299,6 +315,14 @@ _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-do
 def _ledger(traffic: Traffic, prefix: str = "") -> dict[str, int]:
     values = (traffic.exchanges, traffic.down, traffic.up, traffic.counters_down, traffic.counters_up)
     return {prefix + key: value for key, value in zip(_COUNTED[1:], values, strict=True)}
+
+
+def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    counted = [(k, v) for line in lines for k, v in line.items() if k.removeprefix("evaluation-") in _COUNTED]
+    totals: dict[str, int] = {}
+    for key, value in counted:
+        totals[key] = totals.get(key, 0) + value
+    return totals
 
 
 def _headlines(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, Dataset, View, load_dataset, load_own, split_dataset
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config import HERE, Config
 from fedbn_flwr.models import build_model, input_shape
 from fedbn_flwr.state import split_state
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
@@ -231,7 +231,18 @@ def client_fn(context: Context) -> TorchClient:
         context=context,
         seed=config.seed,
         task=DATASETS[config.dataset].task,
+        state_dir=_state_dir(config, context),
     )
+
+
+def _state_dir(config: Config, context: Context) -> Path | None:
+    """Return the folder in which a node keeps its part: its own, or the one the run names."""
+    named = str(context.node_config.get("state-dir", "")) or config.state_dir
+    if named == HERE:
+        return Path(config.out) / "checkpoint" / "clients"
+    if named and not Path(named).is_absolute():
+        raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
+    return Path(named) if named else None
 
 
 def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]:
@@ -283,6 +294,12 @@ def check(config: Config) -> None:
         )
     elif config.data_dir and not Path(config.data_dir).is_dir():
         problems.append(f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data.")
+    if config.state_dir == HERE and not config.out:
+        problems.append(f"state-dir={HERE} is a folder in `out`, which is not set: set it to an absolute path")
+    elif config.state_dir not in ("", HERE) and not Path(config.state_dir).is_absolute():
+        problems.append(
+            f"state-dir={config.state_dir!r} is relative, and nodes run in other folders. Write it in full."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     model = make_model(config)

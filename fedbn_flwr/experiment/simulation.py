@@ -82,7 +82,8 @@ def simulate(
             ended.set()
             follower.join()
             if out.is_dir():
-                (out / "flower.log").write_text("\n".join(lines) + "\n")
+                with (out / "flower.log").open("a") as log:
+                    log.write("\n".join(lines) + "\n")
     if not (out / "summary.json").is_file():
         raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
@@ -103,6 +104,7 @@ def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> Non
     while on_round:
         last = ended.wait(0.3)
         lines = read_metrics(path)
+        seen = min(seen, len(lines))  # a resume cuts them back
         for line in lines[seen:]:
             on_round(line)
         seen = len(lines)

@@ -14,8 +14,8 @@ The paper's number may also stand by domain, ``{amazon: 61.3, average: 66.3}``: 
 which data sets of several domains get beside the other one.
 
 ``methods`` and ``splits`` override ``base``, a method's settings those of the split. Each run stands in
-``OUT/METHOD/SPLIT/seed-N``; a finished one (it has a ``summary.json``) is skipped, the remains of an unfinished one are
-set aside under another name.
+``OUT/METHOD/SPLIT/seed-N``; a finished one (it has a ``summary.json``) is skipped, an unfinished one goes on from its
+last checkpoint, and what cannot go on is set aside under another name.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import yaml
+from flwr.common import log
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
+from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
 from fedbn_flwr.experiment.launch import Engine, run
-from fedbn_flwr.experiment.output import read_metrics, write_atomically
+from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import OnRound
+from fedbn_flwr.sealed import write_atomically
 
 __all__ = ["Cell", "Study", "sweep"]
 
@@ -161,10 +164,21 @@ def sweep(
         folder = cell.folder(out)
         if (folder / "summary.json").is_file():
             continue
-        _set_aside(folder)
-        run(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
+        _do(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
         _write_tables(study, out)
     return _write_tables(study, out)
+
+
+def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None) -> None:
+    """Do a run, or the rest of one that was cut; begin anew where its checkpoints do not fit the study any more."""
+    if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
+        try:
+            run(config.model_copy(update={"resume": True}), folder, engine, on_round)
+            return
+        except ConfigError as error:
+            log(WARNING, "%s begins anew: %s", folder, error)
+    _set_aside(folder)
+    run(config, folder, engine, on_round)
 
 
 def _set_aside(folder: Path) -> None:

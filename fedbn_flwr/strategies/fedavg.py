@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
@@ -37,11 +38,13 @@ from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError, unknown_n
 from fedbn_flwr.exchange import prompt
 from fedbn_flwr.records import from_record, num_bytes, to_record
 from fedbn_flwr.state import Part, Parts, split_state
+from fedbn_flwr.state_folder import Continuity
 from fedbn_flwr.strategies.metrics import average_metrics
 from fedbn_flwr.strategies.momentum import MOMENTUM, MomentumScope, average_buffers, make_momentum
 from fedbn_flwr.strategies.recalibration import QUERY, from_entries, pooled
 from fedbn_flwr.strategies.report import RoundReport, Traffic
 from fedbn_flwr.strategies.roster import Node, Roster
+from fedbn_flwr.strategies.rounds import run_rounds
 from fedbn_flwr.strategies.shared_bn import SHARED_BN, LatestBN, make_share_bn
 from fedbn_flwr.training import Rule
 
@@ -96,6 +99,9 @@ class Reply:
 class FedAvg(FlowerFedAvg):
     """Federated averaging. Takes Flower's own constructor arguments, and the fields of ``Params`` by name.
 
+    ``state_dict()`` is what outlives a round beside the global model; after ``load_state_dict`` the next ``start`` goes
+    on from there. A subclass names in ``lasting`` the attributes it adds.
+
     Args:
         *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
         parts: the split of the model's state (``split_state(model)``); made from the names of the initial arrays
@@ -117,6 +123,7 @@ class FedAvg(FlowerFedAvg):
         "momentum": make_momentum,
         "share-bn": make_share_bn,
     }
+    lasting: ClassVar[tuple[str, ...]] = ("momentum", "local_hashes", "volatile", "started", "gathered", "shared_bn")
 
     def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
         fields = {field.name for field in dataclasses.fields(self.Params)}
@@ -138,12 +145,18 @@ class FedAvg(FlowerFedAvg):
         self.num_rounds: int | None = None
         self.reports: list[RoundReport] = []
         self.local_hashes: dict[str, str] = {}
+        self.volatile: list[str] = []  # clients that keep something in memory alone
+        self.continuity: Continuity | None = None  # what clients are told of the run, for their state folders
+        self._saved: tuple[int, Mapping[str, Any]] | None = None
+        self._owed: Mapping[str, str] | None = None
+        self._met: set[str] = set()
         self._timeout = 3600.0
         self._asked: list[Node] = []
         self.momentum: dict[str, Any] = {}
         self.num_able = 0  # nodes with training data, N of the papers
         self.gathered: dict[str, Any] = {}  # running statistics for the model after this round
         self.latest_bn = LatestBN()
+        self.arrays = ArrayRecord()  # the global model, as training goes on with it; tests may complete it
         self._roster = Roster(self.params.seed, self._timeout)
 
     # --- what a method overrides -------------------------------------------------------------------------------------
@@ -233,22 +246,73 @@ class FedAvg(FlowerFedAvg):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds: Flower's own loop, with a prompt grid. ``timeout`` also bounds the wait for nodes.
+        """Run the rounds as Flower's own loop does, with a prompt grid. ``timeout`` also bounds the wait for nodes.
+
+        After ``load_state_dict`` the rounds go on where it says, and ``initial_arrays`` are the global model of then.
 
         Raises:
             EngineError: not enough nodes within the timeout.
             ConfigError: settings that do not fit this run.
         """
-        self.num_rounds, self._timeout, self.reports, self.local_hashes = num_rounds, timeout, [], {}
+        self.num_rounds, self._timeout, self.reports = num_rounds, timeout, []
+        self.local_hashes, self.volatile = {}, []
         self._roster = Roster(self.params.seed, timeout)
         self._know(initial_arrays)
         self.begin()
-        tested = None if evaluate_fn is None else lambda number, arrays: evaluate_fn(number, self._tested(arrays))
-        result = super().start(prompt(grid), initial_arrays, num_rounds, timeout, train_config, evaluate_config, tested)
+        after = self._restore()
+
+        def tested(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            self.arrays = arrays
+            return evaluate_fn(server_round, self._tested(arrays)) if evaluate_fn else None
+
+        result = run_rounds(
+            self,
+            prompt(grid),
+            initial_arrays,
+            after,
+            num_rounds,
+            timeout,
+            train_config,
+            evaluate_config,
+            tested,
+        )
         if not result.arrays:  # no round had enough usable replies: the previous global model is the initial one
             result.arrays = initial_arrays
         result.arrays = self._tested(_over(result.arrays, self.completion(SHARED_BN)))
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what outlives a round beside the global model, by attribute: JSON values and arrays, in trees."""
+        return {name: getattr(self, name) for name in self._lasting()}
+
+    def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
+        """Let the next ``start`` go on after ``server_round`` with what ``state_dict`` returned then.
+
+        Raises:
+            ConfigError: it is the state of another method.
+        """
+        if set(state) != set(self._lasting()):
+            found, wanted = ", ".join(sorted(state)), ", ".join(sorted(self._lasting()))
+            raise ConfigError(f"the state of a strategy {self.name!r} holds {wanted}; this one holds {found}")
+        self._saved = server_round, dict(state)
+
+    @property
+    def started(self) -> list[str]:
+        """The clients that have had the common start, by label."""
+        return self._roster.started_labels
+
+    @started.setter
+    def started(self, labels: Sequence[str]) -> None:
+        self._roster.expect_started(labels)
+
+    @property
+    def shared_bn(self) -> list[Any]:
+        """What clients shared of their BN for tests, as a tree."""
+        return self.latest_bn.tree
+
+    @shared_bn.setter
+    def shared_bn(self, tree: Sequence[Any]) -> None:
+        self.latest_bn = LatestBN(tree)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -282,6 +346,7 @@ class FedAvg(FlowerFedAvg):
         usable: list[Reply] = []
         contents: list[RecordDict] = []
         for node, message in self._in_order(replies, report):
+            self._note_kept(node, message)
             try:
                 reply, sizes = self._read(server_round, node, message)
             except ReplyError as error:
@@ -293,8 +358,6 @@ class FedAvg(FlowerFedAvg):
             contents.append(message.content)
             self.latest_bn.take(node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
             self._roster.started.add(node.node_id)
-            if (properties := message.content.config_records.get("properties")) and "local-sha256" in properties:
-                self.local_hashes[node.label] = str(properties["local-sha256"])
             for size in sizes:
                 report.train.count_up(size)
         report.participants = [reply.node.partition_id for reply in usable]
@@ -410,6 +473,25 @@ class FedAvg(FlowerFedAvg):
             )
         return self.parts
 
+    def _lasting(self) -> list[str]:
+        return [name for kind in reversed(type(self).__mro__) for name in vars(kind).get("lasting", ())]
+
+    def _restore(self) -> int:
+        """Take over what ``load_state_dict`` was given; return the round to go on after."""
+        (after, state), self._saved = self._saved or (0, {}), None
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._owed, self._met = (dict(self.local_hashes) if state else None), set()
+        return after
+
+    def _note_kept(self, node: Node, message: Message) -> None:
+        """Note the hash of what the client keeps now, whether its reply is used or not, and whether it is durable."""
+        properties = message.content.config_records.get("properties") if message.has_content() else None
+        if properties and "local-sha256" in properties:
+            self.local_hashes[node.label] = str(properties["local-sha256"])
+            if (properties.get("local-home") != "folder") != (node.label in self.volatile):
+                self.volatile = sorted({*self.volatile} ^ {node.label})
+
     def _know(self, arrays: ArrayRecord) -> None:
         if self.parts is None:
             self.parts = split_state(arrays)
@@ -419,7 +501,14 @@ class FedAvg(FlowerFedAvg):
             )
 
     def _common(self) -> dict[str, Any]:
-        return {"local-parts": ",".join(sorted(self.local))} if self.local else {}
+        local = {"local-parts": ",".join(sorted(self.local))} if self.local else {}
+        return {**(self.continuity.told() if self.continuity else {}), **local}
+
+    def _told(self, node: Node, config: ConfigRecord) -> ConfigRecord:
+        """Return the config with the hash a client shall go on from, until it has answered once after a resume."""
+        if self._owed is None or node.label in self._met:
+            return config
+        return ConfigRecord({**config, "local-sha256": self._owed.get(node.label, "")})
 
     def _shared(self, arrays: ArrayRecord) -> ArrayRecord:
         part_of = self._known_parts.part_of
@@ -442,11 +531,13 @@ class FedAvg(FlowerFedAvg):
             traffic.count_down(num_bytes(shared if had_start else arrays))
         for extra in extras.values():
             traffic.count_down(num_bytes(extra))
-        records = {
-            had_start: RecordDict({self.arrayrecord_key: record, **extras, self.configrecord_key: config})
-            for had_start, record in ((False, arrays), (True, shared))
-        }
-        return [Message(records[had_start], node_id, message_type) for node_id, had_start in started.items()]
+        messages = []
+        for node in nodes:
+            model = shared if started[node.node_id] else arrays
+            content = RecordDict({self.arrayrecord_key: model, **extras})
+            content[self.configrecord_key] = self._told(node, config)
+            messages.append(Message(content, node.node_id, message_type))
+        return messages
 
     def _tested_nothing(self, message: Message) -> bool:
         """Tell whether a client without test data answered an evaluation: nothing to average, nothing wrong."""
@@ -493,6 +584,7 @@ class FedAvg(FlowerFedAvg):
         """Return the replies by partition id; note the nodes that were asked and did not answer."""
         pairs = [(self._roster.of(message.metadata.src_node_id), message) for message in replies]
         answered = {node.node_id for node, _ in pairs}
+        self._met |= {node.label for node, message in pairs if message.has_content() or _reached_client(message)}
         for node in self._asked:
             if node.node_id not in answered and node.node_id not in report.rejected:
                 report.reject(node.node_id, f"{node}: no reply within {self._timeout:g} s")
@@ -510,6 +602,10 @@ def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 def _over(arrays: ArrayRecord, entries: State) -> ArrayRecord:
     """Return the record with some entries replaced; itself where there are none to replace."""
     return ArrayRecord({**arrays, **to_record(entries)}) if entries else arrays
+
+
+def _reached_client(error_reply: Message) -> bool:
+    return error_reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
 def _share(fraction: float, count: int) -> int:

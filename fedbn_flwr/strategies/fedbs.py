@@ -68,14 +68,15 @@ class FedBS(FedProx):
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
     Params = FedBSParams
+    lasting = ("switched_after", "agreed")
 
     switched_after: int | None = None
-    _agreed = 0
+    agreed = 0
 
     def begin(self) -> None:
         """Start in phase 1."""
         super().begin()
-        self.switched_after, self._agreed = None, 0
+        self.switched_after, self.agreed = None, 0
 
     def phase(self, server_round: int) -> str:
         """Return "loss-weighted" or "proximal"."""
@@ -104,10 +105,8 @@ class FedBS(FedProx):
         state = super().combine(server_round, replies, before)
         if self.switched_after is None and len(replies) >= 2:
             spread = float(np.std([reply.metrics[_LOSS] for reply in replies]))
-            self._agreed = self._agreed + 1 if spread <= self.params.fedbs_eps else 0
-            if self._agreed >= self.params.fedbs_rounds:
+            self.agreed = self.agreed + 1 if spread <= self.params.fedbs_eps else 0
+            if self.agreed >= self.params.fedbs_rounds:
                 self.switched_after = server_round
-                log(
-                    INFO, "FedBS: the losses agreed in %d rounds; FedProx from round %d", self._agreed, server_round + 1
-                )
+                log(INFO, "FedBS: the losses agreed in %d rounds; FedProx from round %d", self.agreed, server_round + 1)
         return state

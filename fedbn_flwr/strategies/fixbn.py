@@ -166,6 +166,7 @@ class Freezing(FedAvg):
 
     needs_batchnorm = True
     rules = {"freeze-bn": _freeze, "report-drift": _drift}
+    lasting = ("frozen_after", "deltas")
 
     frozen_after: int | None = None
     deltas: list[float]

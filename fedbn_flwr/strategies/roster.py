@@ -7,7 +7,7 @@ clients' random streams use these.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 
@@ -69,6 +69,16 @@ class Roster:
         self._timeout = timeout
         self._nodes: dict[int, Node] = {}
         self.started: set[int] = set()
+        self._expected: set[str] = set()
+
+    @property
+    def started_labels(self) -> list[str]:
+        """The labels of the nodes that have had the common start."""
+        return sorted({self.of(node_id).label for node_id in self.started} | self._expected)
+
+    def expect_started(self, labels: Iterable[str]) -> None:
+        """Take the nodes of these labels for ones that have had the start, each when it is first seen: ids change."""
+        self._expected = set(labels)
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes by partition id, asking new ones for it; wait until there are ``at_least``.
@@ -80,6 +90,8 @@ class Roster:
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
         if new:
             self._nodes.update(self._distinct(self._ask(grid, new), set(node_ids)))
+            self.started |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
+            self._expected -= {self.of(i).label for i in self.started}
         known = (self._nodes[node_id] for node_id in node_ids if node_id in self._nodes)
         return sorted(known, key=lambda node: node.order)
 

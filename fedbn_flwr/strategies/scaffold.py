@@ -128,6 +128,7 @@ class Scaffold(FedAvg):
     source = "Karimireddy 2020, arXiv:1910.06378"
     Params = ScaffoldParams
     rules = {"variates": _variates}
+    lasting = ("variates",)
 
     variates: dict[str, Any]
 

@@ -12,7 +12,7 @@ cost       the floats of the local BN parts up per client
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,15 +50,26 @@ def make_share_bn(config: Mapping[str, Any]) -> Rule:
 
 
 class LatestBN:
-    """Server half: what each client shared last, and its number of examples."""
+    """Server half: what each client shared last, and its number of examples.
 
-    def __init__(self) -> None:
-        self._latest: dict[tuple[bool, int, int], tuple[State, float]] = {}
+    Args:
+        tree: what ``tree`` was before.
+    """
+
+    def __init__(self, tree: Sequence[Any] = ()) -> None:
+        # By partition id, or by node id where there is none: node ids change when a node or a run begins again.
+        self._latest: dict[tuple[bool, int], tuple[State, float]] = {(a, b): (state, n) for a, b, state, n in tree}
+
+    @property
+    def tree(self) -> list[list[Any]]:
+        """All of it, as lists, mappings and arrays."""
+        return [[*key, *self._latest[key]] for key in sorted(self._latest)]
 
     def take(self, order: tuple[bool, int, int], shared: State, num_examples: float) -> None:
         """Keep what the client of this sorting key shared, where it shared something."""
         if shared:
-            self._latest[order] = shared, num_examples
+            silent, partition_id, node_id = order
+            self._latest[silent, node_id if silent else partition_id] = shared, num_examples
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
         """Return the p-weighted average over all clients that ever shared; empty before the first."""

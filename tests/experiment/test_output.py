@@ -13,7 +13,8 @@ from safetensors import safe_open
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions, write_atomically
+from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
+from fedbn_flwr.sealed import write_atomically
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 

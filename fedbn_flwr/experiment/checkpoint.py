@@ -1,0 +1,201 @@
+"""Checkpoints of the server: the last two in ``OUT/checkpoint``, each with all that an exact resume needs.
+
+That is the global model, the strategy's ``state_dict()``, and the name of the run, by which clients with a state folder
+find what they kept then. Every random draw has a stream of its own by seed, purpose, round and partition, so no
+generator needs saving; the history and the ledger stand in ``metrics.jsonl``, which a resume cuts back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from flwr.common import log
+
+from fedbn_flwr.averaging import State
+from fedbn_flwr.errors import ConfigError, EngineError, StateError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import versions
+from fedbn_flwr.records import from_record
+from fedbn_flwr.sealed import read_sealed, remove_leftovers, write_sealed
+from fedbn_flwr.state_folder import Continuity
+from fedbn_flwr.strategies import FedAvg
+
+__all__ = ["Checkpoint", "Checkpoints", "Keeper"]
+
+_VERSION, _KEPT = 1, 2
+_FILE = re.compile(r"round-(\d+)\.safetensors")
+# Where things lie, how long to wait and how often to save may change; anything else would make another run.
+_FREE = frozenset(
+    (
+        *("num-server-rounds", "out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
+        *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after a round.
+
+    Attributes:
+        server_round: the last round that is done; 0 before the first.
+        state: the global model.
+        strategy: ``state_dict()`` of the strategy.
+        run: names the run and its resumptions; see ``Continuity``.
+        resumed_after: the rounds after which the run was resumed so far.
+    """
+
+    server_round: int
+    state: State
+    strategy: Mapping[str, Any]
+    run: str
+    resumed_after: list[int] = field(default_factory=list)
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder.
+
+    Args:
+        out: the run's folder.
+        config: the resolved config; a checkpoint of a run with another one is refused.
+        fingerprint: of the model, by names, layer types and shapes.
+    """
+
+    def __init__(self, out: Path, config: Config, fingerprint: str) -> None:
+        self.folder = out / "checkpoint"
+        self._config = config
+        self._owner = {"kind": "server", "version": _VERSION, "fingerprint": fingerprint}
+
+    @property
+    def rounds(self) -> list[int]:
+        """The rounds of the checkpoints that stand, oldest first."""
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint; remove all but the last two.
+
+        Raises:
+            EngineError: the folder cannot be written; the checkpoints before stay.
+        """
+        about = {**self._owner, "config": self._config.to_mapping(), "versions": versions()}
+        try:
+            self.folder.mkdir(exist_ok=True, mode=0o700)
+            remove_leftovers(self.folder)
+            write_sealed(self._path(checkpoint.server_round), {**about, **_shallow(checkpoint)})
+            for old in self.rounds[:-_KEPT]:
+                self._path(old).unlink()
+        except OSError as error:
+            stand = ", ".join(map(str, self.rounds)) or "none"
+            raise EngineError(
+                f"the checkpoint of round {checkpoint.server_round} cannot be written to {self.folder}: {error}. "
+                f"Checkpoints that stand: round {stand}. Make room and go on with --resume (resume=true)."
+            ) from error
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest good checkpoint, None where there is none at all.
+
+        A file that is damaged or of another run is named in the log with the reason, and the one before it is taken.
+
+        Raises:
+            ConfigError: there are checkpoints, and none can be used: every reason.
+        """
+        reasons: list[str] = []
+        for server_round in reversed(self.rounds):
+            try:
+                found = self._read(server_round)
+            except (StateError, ConfigError) as error:
+                log(WARNING, "checkpoint of round %d refused: %s", server_round, error)
+                reasons.append(str(error))
+                continue
+            return found
+        if reasons:
+            raise ConfigError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
+        return None
+
+    def _read(self, server_round: int) -> Checkpoint:
+        path = self._path(server_round)
+        content = read_sealed(path)
+        if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
+            raise StateError(f"{path} is no checkpoint of version {_VERSION}")
+        saved, now = content["config"], self._config.to_mapping()
+        changed = [key for key in sorted({*saved, *now} - _FREE) if saved.get(key) != now.get(key)]
+        if changed:
+            listed = "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
+            raise ConfigError(
+                f"{path} belongs to a run with other settings: {listed}. A resume may change "
+                f"{', '.join(sorted(_FREE - {'out', 'resume'}))} alone; for other settings choose another folder."
+            )
+        if content["fingerprint"] != self._owner["fingerprint"]:
+            raise StateError(f"{path} belongs to another model: its names, layer types or shapes changed")
+        if content["server_round"] != server_round:
+            raise StateError(f"{path} holds round {content['server_round']}")
+        if server_round > self._config.num_server_rounds:
+            raise ConfigError(f"{path} is past num-server-rounds={self._config.num_server_rounds}")
+        here = versions()
+        if other := [f"{k} {v}, now {here.get(k)}" for k, v in content["versions"].items() if here.get(k) != v]:
+            log(WARNING, "the checkpoint was written with %s: the last bits may differ", "; ".join(other))
+        return Checkpoint(**{key: content[key] for key in Checkpoint.__dataclass_fields__})
+
+    def _path(self, server_round: int) -> Path:
+        return self.folder / f"round-{server_round:06d}.safetensors"
+
+
+class Keeper:
+    """Saves a run while it goes, and tells its clients by what name to keep their part.
+
+    Args:
+        checkpoints: where to.
+        config: the resolved config.
+        strategy: whose state is saved.
+        saved: the checkpoint the run goes on from.
+
+    Raises:
+        ConfigError: clients kept something in memory alone, which is gone.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, config: Config, strategy: FedAvg, saved: Checkpoint | None) -> None:
+        self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
+        self._warned = False
+        self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
+        if saved and (volatile := saved.strategy["volatile"]):
+            raise ConfigError(
+                f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory alone, and it is gone. Give "
+                "runs of this strategy a state folder (state-dir) from the start."
+            )
+        if saved:
+            log(INFO, "resumed after round %d from %s", saved.server_round, checkpoints.folder)
+            strategy.load_state_dict(saved.strategy, saved.server_round)
+        self._run = saved.run if saved else uuid4().hex[:16]
+        self._tell()
+
+    def after_round(self, server_round: int) -> None:
+        """Save where it is due: before the first round, every ``checkpoint-every`` rounds, and after the last."""
+        every = self._config.checkpoint_every
+        if not every or (server_round % every and server_round != self._config.num_server_rounds):
+            return
+        state, strategy = from_record(self._strategy.arrays), self._strategy.state_dict()
+        self._checkpoints.save(Checkpoint(server_round, state, strategy, self._run, self.resumed_after))
+        self._tell()
+        if self._strategy.volatile and not self._warned:
+            self._warned = True
+            log(
+                WARNING,
+                "client(s) %s keep their part in memory alone: this run cannot be resumed. Set state-dir, in the "
+                "run's config or in each node's.",
+                ", ".join(self._strategy.volatile),
+            )
+
+    def _tell(self) -> None:
+        committed = tuple(self._checkpoints.rounds)
+        self._strategy.continuity = Continuity(self._config.series or self._run, self._run, committed)
+
+
+def _shallow(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {name: getattr(checkpoint, name) for name in Checkpoint.__dataclass_fields__}
