@@ -1,0 +1,154 @@
+"""Kill runs by SIGKILL at random moments, resume them, and compare the final SHA-256 with the uninterrupted run's.
+
+    python benchmarks/kill_and_resume.py                          # in process: 20 kills of each of the four methods
+    python benchmarks/kill_and_resume.py --engine simulation      # in Flower's Ray simulation
+
+Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does,
+after a time drawn from the seed; then the run is resumed, and killed again, until the kills are used up and the last
+run has ended. After every kill its folder is read as a user would: whole JSON lines, checkpoints and client files whose
+SHA-256 fits, and nothing half written under a name that is read. The table is printed as Markdown; the exit code is 1
+where a hash differs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+from safetensors import safe_open
+
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.sealed import read_sealed
+
+METHODS = ("fedtan", "scaffold", "fedbn", "fixbn")
+MARK = "KILL_AND_RESUME"  # in the environment of what a run starts: how its processes are found
+SETTINGS = {"num-clients": 3, "local-steps": 2, "batch-size": 16, "learning-rate": 0.2, "eval-every": 10}
+Engine = Literal["in-process", "simulation"]
+
+
+def work(settings: dict[str, Any], out: Path, engine: Engine) -> None:
+    """One command, in a process of its own: begin the run, or go on with it."""
+    os.environ |= {MARK: out.name, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    run(Config.make({**settings, "resume": True}), out, engine)
+
+
+def begin(settings: dict[str, Any], out: Path, engine: Engine) -> BaseProcess:
+    context = multiprocessing.get_context("forkserver")  # imports torch and Flower once, not for every command
+    context.set_forkserver_preload(["fedbn_flwr.experiment.launch", "fedbn_flwr.experiment.curves"])
+    process = context.Process(target=work, args=(settings, out, engine))
+    process.start()
+    return process
+
+
+def marked(name: str) -> list[int]:
+    """What a run has started, by the mark in the environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{MARK}={name}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+    return found
+
+
+def kill(process: BaseProcess, name: str) -> None:
+    """End all processes of a run, until there are none."""
+    process.kill()
+    while alive := marked(name):
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+    process.join()
+
+
+def check_folder(out: Path) -> None:
+    """Read everything that has the name of a result: what is half written raises."""
+    for path in out.glob("*.json"):
+        json.loads(path.read_text())
+    for path in out.glob("*.yaml"):
+        Config.make(yaml.safe_load(path.read_text()))
+    for path in out.glob("model.safetensors"):
+        with safe_open(path, "numpy") as file:
+            file.get_tensor(next(iter(file.keys())))
+    for path in (out / "checkpoint").rglob("*.safetensors"):
+        read_sealed(path)
+        if path.stat().st_mode & 0o777 != 0o600:
+            raise RuntimeError(f"{path} is not for its owner alone")
+
+
+def finish(process: BaseProcess, out: Path) -> dict[str, Any]:
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{out.name} ended with {process.exitcode}")
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def torment(settings: dict[str, Any], folder: Path, engine: Engine, kills: int, draw: random.Random) -> bool:
+    """Kill and resume runs until ``kills`` are used up; print the row; return whether every hash was the same."""
+    method, start = settings["strategy"], time.monotonic()
+    expected = finish(begin(settings, folder / method, engine), folder / method)["sha256"]
+    total = time.monotonic() - start
+    done, again, resumed, hashes = 0, 0, 0, list[str]()
+    while done < kills or not hashes:
+        out = folder / f"{method}-{len(hashes)}"
+        ended = False
+        while not ended:
+            process = begin(settings, out, engine)
+            process.join(draw.uniform(0, 0.7 * total) if done < kills else None)
+            ended = process.exitcode is not None
+            if not ended:
+                kill(process, out.name)
+                done += 1
+                stand = [int(path.stem.split("-")[1]) for path in (out / "checkpoint").glob("round-*.safetensors")]
+                again += len(read_metrics(out / "metrics.jsonl")) - max(stand, default=0)
+            check_folder(out)
+        summary = finish(process, out)
+        hashes.append(summary["sha256"])
+        resumed += len(summary.get("resumed-after", []))
+    same = set(hashes) == {expected}
+    cells = (method, engine, done, resumed, len(hashes), again, "yes" if same else "NO", expected[:16])
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    return same
+
+
+def main(
+    engine: Annotated[str, typer.Option(help="in-process or simulation")] = "in-process",
+    methods: Annotated[str, typer.Option(help="comma list")] = ",".join(METHODS),
+    kills: Annotated[int, typer.Option(help="per method")] = 20,
+    rounds: Annotated[int, typer.Option(help="of a run")] = 40,
+    every: Annotated[int, typer.Option(help="checkpoint-every")] = 4,
+    seed: Annotated[int, typer.Option(help="of the moments")] = 0,
+) -> None:
+    chosen: Engine = "simulation" if engine == "simulation" else "in-process"
+    print("| method | engine | kills | resumed from a checkpoint | runs ended | rounds done again | same | SHA-256 |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    common = {**SETTINGS, "num-server-rounds": rounds, "checkpoint-every": every}
+    with tempfile.TemporaryDirectory(prefix="kill-", dir="/tmp") as folder:  # short: Ray's sockets lie below
+        same = [
+            torment({**common, "strategy": m}, Path(folder), chosen, kills, random.Random(f"{seed} {m}"))
+            for m in methods.split(",")
+        ]
+    raise typer.Exit(0 if all(same) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
