@@ -119,6 +119,11 @@ class Checkpoints:
             raise ConfigError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
         return None
 
+    def go_on(self, server_round: int) -> None:
+        """Set aside what lies past the round a run goes on after: it was refused, and would count as one of the two."""
+        for later in (r for r in self.rounds if r > server_round):
+            self._path(later).rename(self._path(later).with_suffix(".refused"))
+
     def _read(self, server_round: int) -> Checkpoint:
         path = self._path(server_round)
         content = read_sealed(path)
@@ -172,6 +177,7 @@ class Keeper:
         if saved:
             log(INFO, "resumed after round %d from %s", saved.server_round, checkpoints.folder)
             strategy.load_state_dict(saved.strategy, saved.server_round)
+            checkpoints.go_on(saved.server_round)
         self._run = saved.run if saved else uuid4().hex[:16]
         self._tell()
 
