@@ -112,6 +112,7 @@ def torment(settings: dict[str, Any], folder: Path, engine: Engine, kills: int, 
         out = folder / f"{method}-{len(hashes)}"
         ended = False
         while not ended:
+            resumed += any((out / "checkpoint").glob("round-*.safetensors"))
             process = begin(settings, out, engine)
             process.join(draw.uniform(0, 0.7 * total) if done < kills else None)
             ended = process.exitcode is not None
@@ -121,9 +122,7 @@ def torment(settings: dict[str, Any], folder: Path, engine: Engine, kills: int, 
                 stand = [int(path.stem.split("-")[1]) for path in (out / "checkpoint").glob("round-*.safetensors")]
                 again += len(read_metrics(out / "metrics.jsonl")) - max(stand, default=0)
             check_folder(out)
-        summary = finish(process, out)
-        hashes.append(summary["sha256"])
-        resumed += len(summary.get("resumed-after", []))
+        hashes.append(finish(process, out)["sha256"])
     same = set(hashes) == {expected}
     cells = (method, engine, done, resumed, len(hashes), again, "yes" if same else "NO", expected[:16])
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)

@@ -80,6 +80,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
     saved = checkpoints.latest() if begun else None
+    if begun and saved is None and read_metrics(out / "metrics.jsonl"):
+        raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to go on from (checkpoint-every=0?).")
     initial = to_record(saved.state if saved else model.state_dict())
     model.to(pick_device(config.device))
     strategy = make_strategy(config, model, config.num_clients)

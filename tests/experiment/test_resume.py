@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import RecordDict
 from safetensors.numpy import load_file
 
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.app import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.launch import run
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.run import OnRound
+from fedbn_flwr.experiment.output import alone, read_metrics
+from fedbn_flwr.experiment.run import OnRound, serve
+from fedbn_flwr.sealed import read_sealed
 from fedbn_flwr.strategies import STRATEGIES
 
 ROUNDS = 6
@@ -49,9 +54,6 @@ def cut_after(last: int) -> OnRound:
     return on_round
 
 
-Start = Callable[..., dict[str, Any]]
-
-
 def start(out: Path, *, cut: int = 0, resume: bool = False, **settings: Any) -> dict[str, Any]:
     config = Config.make({**BASE, **settings, "resume": resume})
     return run(config, out, on_round=cut_after(cut) if cut else None)
@@ -81,3 +83,126 @@ def test_a_cut_run_ends_in_the_bits_of_the_whole_one(case: str, tmp_path: Path) 
     summary = start(tmp_path / "cut", resume=True, **CASES[case])
     assert summary["resumed-after"] == [2, 4]
     same(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_every_strategy_is_resumed_above() -> None:
+    assert {settings["strategy"] for settings in CASES.values()} == set(STRATEGIES)
+
+
+def test_a_finished_run_is_carried_on_to_more_rounds(tmp_path: Path) -> None:
+    start(tmp_path / "whole", strategy="fedbn")
+    start(tmp_path / "short", strategy="fedbn", **{"num-server-rounds": 3})
+    start(tmp_path / "short", strategy="fedbn", resume=True)
+    same(tmp_path / "short", tmp_path / "whole")
+    start(tmp_path / "short", strategy="fedbn", resume=True)  # nothing left to do
+    same(tmp_path / "short", tmp_path / "whole")
+
+
+def test_a_resume_of_nothing_begins(tmp_path: Path) -> None:
+    """Also where the run was killed before its first checkpoint, or its first file."""
+    start(tmp_path / "whole")
+    for name, files in {"absent": None, "torn": [".config.yaml.9.tmp"], "early": ["config.yaml", "flower.log"]}.items():
+        if files is not None:
+            (tmp_path / name).mkdir()
+            for file in files:
+                (tmp_path / name / file).write_text("")
+        summary = start(tmp_path / name, resume=True)
+        assert "resumed-after" not in summary
+        same(tmp_path / name, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 1}, "seed=0, now 1"),
+        ({"strategy": "fedprox", "proximal-mu": 0.5}, "proximal-mu=0.01, now 0.5; strategy='fedavg', now 'fedprox'"),
+        ({"series": "b"}, "series='', now 'b'"),
+        ({"num-server-rounds": 3}, "is past num-server-rounds=3"),
+    ],
+)
+def test_another_run_is_not_resumed(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    start(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path, resume=True, **settings)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_without_checkpoints_is_not_resumed(tmp_path: Path) -> None:
+    start(tmp_path / "run", **{"checkpoint-every": 0})
+    assert not (tmp_path / "run/checkpoint").exists()
+    with pytest.raises(ConfigError, match=r"run'? .*no checkpoint"):
+        start(tmp_path / "run", resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is in use"):
+        start(tmp_path / "other", resume=True)
+    with pytest.raises(ConfigError, match="strategy=centralized writes no checkpoints"):
+        start(tmp_path / "new", resume=True, strategy=CENTRALIZED)
+
+
+def test_a_history_that_was_cut_by_hand_is_not_taken(tmp_path: Path) -> None:
+    start(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(ConfigError, match="lacks rounds of 1 to 6"):
+        start(tmp_path, resume=True)
+
+
+def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
+    with pytest.raises(Cut):
+        start(tmp_path, cut=3)
+    with alone(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
+        start(tmp_path, resume=True)
+    start(tmp_path, resume=True)
+
+
+def test_parts_kept_in_memory_alone_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:
+    """As under ``flwr run`` without a state-dir: said at the first checkpoint, and refused before anything is done."""
+    config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
+    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+        serve(grid, config, tmp_path)
+    assert caplog.text.count("client(s) 0, 1, 2 keep their part in memory alone: this run cannot be resumed") == 1
+    with pytest.raises(ConfigError, match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory alone"):
+        start(tmp_path, strategy="scaffold", resume=True)
+
+
+def test_a_restarted_node_goes_on_with_its_part(tmp_path: Path) -> None:
+    """Its context is lost, its folder is not; SCAFFOLD's variate would start at zero again without a word."""
+    whole = start(tmp_path / "whole", strategy="scaffold")
+    config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path / "run")})
+    for folder, expected in ((str(tmp_path / "clients"), True), ("", False)):
+        node = [{"state-dir": folder}, {}, {}]
+        out = tmp_path / f"run-{expected}"
+        with InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=node) as grid:
+
+            def restart(line: Mapping[str, Any], grid: InProcessGrid = grid) -> None:
+                if line["round"] == 3:
+                    grid.context(0).state = RecordDict()
+
+            assert (serve(grid, config, out, restart)["sha256"] == whole["sha256"]) == expected
+
+
+def test_a_new_run_of_a_series_goes_on_with_the_clients_parts(tmp_path: Path) -> None:
+    own = {"strategy": "fedbn", "state-dir": str(tmp_path / "clients"), "num-server-rounds": 2}
+    for series, expected in (("hospitals", 4), ("hospitals", 8), ("", 4), ("others", 4)):
+        out = tmp_path / f"{series}-{expected}"
+        start(out, series=series, **own)
+        folder = max((tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime)
+        newest = max((folder / "partition-0").iterdir())
+        kept = read_sealed(newest)["kept"]["fedbn-flwr.local"]
+        assert [int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")] == [expected], series
+
+
+def test_a_client_that_cannot_write_is_refused_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path / "run"), "num-server-rounds": 2})
+    node = [{}, {"state-dir": str(tmp_path / "file")}, {}]
+    with InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=node) as grid:
+        serve(grid, config, tmp_path / "run")
+    for line in read_metrics(tmp_path / "run/metrics.jsonl"):
+        assert line["participants"] == [0, 2]
+        (reason,) = [why for why in line["rejected"] if "evaluation" not in why]
+        assert "(partition 1): error 2" in reason
+        assert f"state folder {tmp_path}/file/" in reason
+        assert "cannot be written: [Errno 20] Not a directory" in reason

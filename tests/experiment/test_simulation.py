@@ -96,6 +96,18 @@ def test_the_simulation_engine_with_two_actors_too(in_process: dict[str, Any], t
     assert "Starting FedBN strategy" in (out / "flower.log").read_text()
 
 
+def test_a_run_begun_in_process_goes_on_in_simulation(in_process: dict[str, Any], tmp_path: Path) -> None:
+    """Checkpoints and the clients' files do not depend on the engine."""
+    out = tmp_path / "out"
+    run(Config.make({**SETTINGS, "num-server-rounds": 1}), out)
+    seen: list[Any] = []
+    summary = run(Config.make({**SETTINGS, "resume": True}), out, "simulation", seen.append)
+    check_same(summary, in_process)
+    assert summary["resumed-after"] == [1]
+    assert [line["round"] for line in seen] == [1, 2]
+    assert "Going on after round 1" in (out / "flower.log").read_text()
+
+
 def check_same(summary: dict[str, Any], in_process: dict[str, Any]) -> None:
     for key in ("sha256", "final", "best", "ledger", "rejected"):
         assert summary[key] == in_process[key], key

@@ -100,6 +100,33 @@ def test_a_sweep_goes_on_where_it_was_cut(study: Study, tmp_path: Path) -> None:
     check_tables(study, out)
 
 
+def test_a_run_with_checkpoints_goes_on_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
+    class Cut(Exception):
+        pass
+
+    def cut(cell, index: int, total: int):
+        def on_round(line):
+            if index == 0 and line["round"] == 2:
+                raise Cut
+
+        return on_round
+
+    text = "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4, checkpoint-every: 1, num-server-rounds: 3}"
+    study = Study.load(written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}"))
+    for changed in (False, True):
+        out = tmp_path / f"out-{changed}"
+        with pytest.raises(Cut):
+            sweep(study, out, on_cell=cut)
+        then = Study.load(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
+        sweep(then, out)
+        (folder,) = (cell.folder(out) for cell in then.cells())
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary.get("resumed-after") == (None if changed else [1])
+        assert folder.with_name("seed-0.unfinished-1").exists() == changed
+    assert "begins anew: no checkpoint can be used" in caplog.text
+    assert "learning-rate=0.1, now 0.3" in caplog.text
+
+
 def check_tables(study: Study, out: Path) -> None:
     """Mean, sample standard deviation and the paper's number, from the summaries."""
     with (out / "table.csv").open() as file:

@@ -1,0 +1,145 @@
+"""The server's checkpoints: two of them, 0600; what is damaged is refused with a message; a full disk loses nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.experiment import checkpoint as module
+from fedbn_flwr.experiment.checkpoint import Checkpoints
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.sealed import read_sealed, write_sealed
+
+SETTINGS = {"num-clients": 2, "num-server-rounds": 5, "local-steps": 1, "batch-size": 4, "checkpoint-every": 2}
+
+
+def start(out: Path, resume: bool = False, **settings: object) -> dict[str, object]:
+    return run(Config.make({**SETTINGS, **settings, "resume": resume}), out)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> str:
+    return str(start(tmp_path_factory.mktemp("whole") / "run", strategy="fedbn")["sha256"])
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A run with checkpoints of rounds 4 and 5."""
+    start(tmp_path / "run", strategy="fedbn")
+    return tmp_path / "run"
+
+
+def checkpoints(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoint").iterdir() if path.is_file())
+
+
+def test_the_last_two_for_their_owner_alone(out: Path) -> None:
+    assert checkpoints(out) == ["round-000004.safetensors", "round-000005.safetensors"]
+    files = [path for path in (out / "checkpoint").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    folders = sorted(path.name for path in (out / "checkpoint/clients").rglob("partition-*"))
+    assert folders == ["partition-0", "partition-1"]
+    found = read_sealed(out / "checkpoint/round-000004.safetensors")
+    assert (found["server_round"], found["config"]["strategy"], found["strategy"]["started"]) == (
+        4,
+        "fedbn",
+        ["0", "1"],
+    )
+
+
+@pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "version", "model", "settings"])
+def test_what_cannot_be_used_is_named_and_the_one_before_is_taken(out: Path, harm: str, caplog, whole: str) -> None:
+    newest = out / "checkpoint/round-000005.safetensors"
+    if harm == "cut":
+        newest.write_bytes(newest.read_bytes()[:-100])
+        reason = "cannot be read"
+    elif harm == "edited":
+        data = bytearray(newest.read_bytes())
+        data[-5] ^= 1
+        newest.write_bytes(data)
+        reason = "SHA-256 does not fit"
+    elif harm == "renamed":
+        newest.write_bytes((out / "checkpoint/round-000004.safetensors").read_bytes())
+        reason = "holds round 4"
+    else:
+        content = read_sealed(newest)
+        if harm == "version":
+            content, reason = {**content, "version": 2}, "no checkpoint of version 1"
+        elif harm == "model":
+            content, reason = {**content, "fingerprint": "f"}, "another model"
+        else:
+            content["config"]["seed"], reason = 3, "other settings: seed=3, now 0"
+        write_sealed(newest, content)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        summary = start(out, resume=True, strategy="fedbn")
+    assert "checkpoint of round 5 refused" in caplog.text
+    assert reason in caplog.text
+    assert summary["resumed-after"] == [4]
+    assert summary["sha256"] == whole
+    assert checkpoints(out) == ["round-000004.safetensors", "round-000005.refused", "round-000005.safetensors"]
+
+
+def test_where_none_can_be_used_every_reason_is_told(out: Path) -> None:
+    for path in (out / "checkpoint").glob("round-*"):
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError) as caught:
+        start(out, resume=True, strategy="fedbn")
+    first, *reasons = str(caught.value).splitlines()
+    assert first == "no checkpoint can be used:"
+    assert [reason.split(" cannot be read")[0][-24:] for reason in reasons] == checkpoints(out)[::-1]
+    assert len(json.loads((out / "summary.json").read_text())) > 5, "the results are as they were"
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch, whole: str) -> None:
+    real = module.write_sealed
+
+    def full(path: Path, content: dict[str, object]) -> None:
+        if content["server_round"] == 4:
+            raise OSError(28, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(module, "write_sealed", full)
+    with pytest.raises(EngineError) as caught:
+        start(tmp_path / "run", strategy="fedbn")
+    assert str(caught.value) == (
+        f"the checkpoint of round 4 cannot be written to {tmp_path}/run/checkpoint: [Errno 28] No space left on "
+        "device. Checkpoints that stand: round 0, 2. Make room and go on with --resume (resume=true)."
+    )
+    monkeypatch.undo()
+    assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole
+
+
+def test_a_limit_on_file_sizes_is_told_and_the_run_goes_on_later(tmp_path: Path, whole: str) -> None:
+    """The real thing: the kernel refuses to write past 20 kB; the model needs more."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
+        "from fedbn_flwr.cli import main; main()"
+    )
+    settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-c", code, "run", "--set", "strategy=fedbn", *settings, "--out", str(tmp_path / "run")]
+    env = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert ended.returncode == 1, ended.stderr
+    assert "the checkpoint of round 0 cannot be written to" in ended.stderr
+    assert "File too large" in ended.stderr
+    assert list((tmp_path / "run").rglob("*.tmp")) == []
+    assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole
+
+
+def test_another_version_of_torch_is_told(out: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(module, "versions", lambda: {"torch": "9.9"})
+    with caplog.at_level(logging.WARNING, "flwr"):
+        assert Checkpoints(out, Config.load(out / "config.yaml"), fingerprint_of(out)).latest() is not None
+    assert "the last bits may differ" in caplog.text
+
+
+def fingerprint_of(out: Path) -> str:
+    return str(read_sealed(out / "checkpoint/round-000005.safetensors")["fingerprint"])
