@@ -51,7 +51,9 @@ def test_what_outlives_a_round_is_named_once(name: str) -> None:
 
 def test_the_state_of_another_method_is_refused() -> None:
     saved = FedAvg().state_dict()
-    with pytest.raises(ConfigError, match=r"the state of a strategy 'scaffold' holds .*variates, volatile; this one holds"):
+    with pytest.raises(
+        ConfigError, match=r"the state of a strategy 'scaffold' holds .*variates, volatile; this one holds"
+    ):
         Scaffold().load_state_dict(saved, 3)
 
 
