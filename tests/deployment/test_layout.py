@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,7 +141,13 @@ def test_a_layout_is_found_again(layout: Layout, tmp_path: Path) -> None:
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
-PARENT = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+STUBBORN = "trap '' INT TERM; while true; do sleep 0.05; done"
+PARENT = f"""
+import subprocess, time
+child = subprocess.Popen(["sh", "-c", {STUBBORN!r}])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.mark.parametrize("how", ["end", "kill"])
@@ -153,9 +160,9 @@ def test_a_process_ends_with_what_it_started(how: str, tmp_path: Path) -> None:
     assert running(child)
     getattr(process, how)()
     assert not running(process.pid)
-    for _ in range(100):
-        if not running(child):
-            break
+    deadline = time.monotonic() + 5
+    while running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not running(child)
 
 
