@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.output import read_metrics
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
 NODES = 3
-ROUNDS = 4
+ROUNDS = 3
 
 
 class Run:
@@ -73,16 +73,18 @@ def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
         run._thread.join()
 
 
-def client_of(federation: Federation, number: int, seconds: float = 120) -> int:
-    """Return the process id of the ClientApp that a node's SuperExec has started, once there is one."""
+def next_client_of(federation: Federation, number: int) -> int:
+    """Return the process id of the next ClientApp that a node's SuperExec starts, once there is one."""
     parent = federation.process(f"superexec-clientapp-{number}").pid
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            if running(int(child)):
-                return int(child)
+
+    def children() -> set[int]:
+        return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+
+    before, deadline = children(), time.monotonic() + 300
+    while not (new := [child for child in children() - before if running(child)]):
+        assert time.monotonic() < deadline, f"node {number} starts no ClientApp"
         time.sleep(0.02)
-    raise AssertionError(f"node {number} starts no ClientApp")
+    return new[0]
 
 
 def test_a_superlink_that_is_killed_and_back_within_ten_seconds(federation, begin, in_process) -> None:
@@ -101,7 +103,7 @@ def test_a_client_app_that_is_killed(federation, begin) -> None:
     """Its node misses the round and is there again in the next."""
     run = begin(strategy="fedavg")
     run.wait_for_round(1)
-    os.kill(client_of(federation, 2), signal.SIGKILL)
+    os.kill(next_client_of(federation, 2), signal.SIGKILL)
     run.end()
     missed = [line for line in run.lines() if line["participants"] != [0, 1, 2]]
     assert [line["participants"] for line in missed] == [[0, 2]]
@@ -113,7 +115,7 @@ def test_a_client_app_that_is_killed(federation, begin) -> None:
 def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
     run = begin(strategy="fedavg", round_timeout=45.0)
     run.wait_for_round(1)
-    pids = [client_of(federation, 3), federation.process("superexec-clientapp-3").pid]
+    pids = [next_client_of(federation, 3), federation.process("superexec-clientapp-3").pid]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     run.wait_for_round(2)
@@ -132,7 +134,7 @@ def test_a_node_that_is_killed_in_mid_round_and_never_back(exchange: str, federa
     """Under FedTAN: the others redo the step without it."""
     run = begin(strategy="fedtan", fedtan_exchange=exchange, fedtan_timeout=60.0)
     run.wait_for_round(1)
-    client_of(federation, 3)
+    next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):
         federation.kill(name)
     try:
