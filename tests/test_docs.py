@@ -119,8 +119,8 @@ def test_shell(block: Block, folder: Path, env: dict[str, str]) -> None:
 def test_the_tables_are_those_of_the_registries() -> None:
     page = (ROOT / "README.md").read_text()
     assert page == fill_tables(page), "run: python -m fedbn_flwr.experiment.reference README.md"
-    for name in STRATEGIES:
-        assert f"[`{name}`](fedbn_flwr/strategies/{name}.py)" in page
+    for name, strategy in STRATEGIES.items():
+        assert f"[`{name}`]({strategy.__module__.replace('.', '/')}.py)" in page
     for name in NORMS:
         assert f"| `{name}` |" in page
 

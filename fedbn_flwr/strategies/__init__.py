@@ -7,9 +7,11 @@ from typing import Any
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.strategies.fedavg import FedAvg
+from fedbn_flwr.strategies.fedavgm import FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN
 from fedbn_flwr.strategies.fedbs import FedBS
 from fedbn_flwr.strategies.feddna import FedDNA
+from fedbn_flwr.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedbn_flwr.strategies.fedprox import FedProx
 from fedbn_flwr.strategies.fedtan import FedTAN
 from fedbn_flwr.strategies.fedtan2 import FedTAN2
@@ -25,7 +27,10 @@ from fedbn_flwr.training import Rule
 __all__ = [
     "MTFL",
     "STRATEGIES",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
     "FedBN",
     "FedBS",
     "FedDNA",
@@ -33,6 +38,7 @@ __all__ = [
     "FedTAN",
     "FedTAN2",
     "FedWon",
+    "FedYogi",
     "FixBN",
     "Scaffold",
     "SiloBN",
@@ -45,6 +51,7 @@ STRATEGIES: Mapping[str, type[FedAvg]] = {
     strategy.name: strategy
     for strategy in (
         *(FedAvg, FedProx, Scaffold),
+        *(FedAvgM, FedAdam, FedYogi, FedAdagrad),
         *(FedBN, SiloBN, MTFL),
         *(StaticBN, FixBN, FedTAN, FedTAN2, FedDNA),
         *(FedBS, FedWon, Standalone),

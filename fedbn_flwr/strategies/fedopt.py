@@ -1,0 +1,189 @@
+"""FedOpt: an optimizer on the server; its adaptive family FedAdagrad, FedYogi and FedAdam, safe for BatchNorm.
+
+Reddi et al. 2021, "Adaptive Federated Optimization", arXiv:2003.00295, Algorithms 1 and 2.
+
+=========  ======================================================================
+sent down  the whole state
+sent up    the whole state
+kept       nothing; the server keeps m and v, one number each per entry it steps
+cost       F floats down, F up per client, as FedAvg
+=========  ======================================================================
+
+Delta_t -> the average of the replies minus the state before; eta, beta_1, beta_2, tau -> the parameters so called.
+m = beta_1 m + (1 - beta_1) Delta; v by the member's rule from Delta^2; x += eta m / (sqrt(v) + tau), all in float64.
+
+Differs from the paper, which has no BatchNorm: gamma, beta and other floating entries are stepped, running statistics
+and counters are averaged as by FedAvg. An optimizer that steps a running variance drives it below zero, and the model
+to NaN (``benchmarks/server_optimizers.py`` shows it). As in Flower: Delta is weighted by the number of examples, v
+starts at 0 (the paper: at least tau^2), Adam's step is corrected for the start, with exponent t + 1. Law: on a model
+without BN the same numbers as Flower's own strategies, to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedbn_flwr.averaging import Array, State
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.state import split_state
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply
+
+__all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOpt", "FedYogi", "FedYogiParams"]
+
+
+class FedOpt(FedAvg):
+    """Algorithm 1: the server takes the clients' mean change for a gradient. A method writes ``step``.
+
+    Give a subclass the ``local`` parts of another method (``local = FedBN.local``) and those stay with the clients,
+    untouched by the optimizer.
+    """
+
+    def step(self, server_round: int, name: str, delta: Array) -> Array:
+        """Return what to add to entry ``name``, given its Delta_t in float64."""
+        raise NotImplementedError
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Average; then step every floating entry but running statistics from where it was."""
+        state = super().combine(server_round, replies, before)
+        # By name too: InstanceNorm's statistics are no part of BatchNorm, and variances all the same.
+        averaged = {*self._known_parts.statistics, *split_state(before).statistics}
+        for name, mean in state.items():
+            if name not in averaged and np.issubdtype(mean.dtype, np.floating):
+                x = before[name].astype(np.float64)
+                state[name] = (x + self.step(server_round, name, mean.astype(np.float64) - x)).astype(mean.dtype)
+        return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAdagradParams(FedAvgParams):
+    """Parameters of FedAdagrad.
+
+    Attributes:
+        eta: the server's learning rate > 0.
+        tau: degree of adaptivity > 0.
+    """
+
+    eta: float = 0.1
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        for key in ("eta", "tau"):
+            if not (math.isfinite(getattr(self, key)) and getattr(self, key) > 0):
+                raise ConfigError(f"{key}={getattr(self, key)} must be a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveParams(FedAdagradParams):
+    """Parameters of FedAdam.
+
+    Attributes:
+        beta_1: decay of m, in [0, 1).
+        beta_2: decay of v, in [0, 1).
+    """
+
+    beta_1: float = 0.9
+    beta_2: float = 0.99
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        for key in ("beta_1", "beta_2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)} must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedYogiParams(AdaptiveParams):
+    """Parameters of FedYogi: FedAdam's, with Flower's own default of eta."""
+
+    eta: float = 0.01
+
+
+class FedAdagrad(FedOpt):
+    """Adaptive server step whose second moment only grows: v += Delta^2.
+
+    Args:
+        *args: as ``FedAvg``.
+        eta_l: the clients' learning rate, taken because Flower's strategies take it; the clients' own settings decide,
+            there and here.
+        **kwargs: as ``FedAvg``.
+    """
+
+    name = "fedadagrad"
+    summary_line = "FedAvg with Adagrad on the server; BN statistics averaged"
+    source = "Reddi 2021, arXiv:2003.00295"
+    Params = FedAdagradParams
+
+    beta_1 = 0.0
+    m: dict[str, Array]
+    v: dict[str, Array]
+
+    def __init__(self, *args: Any, eta_l: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def begin(self) -> None:
+        """Start with m = v = 0."""
+        super().begin()
+        self.m, self.v = {}, {}
+
+    def step(self, server_round: int, name: str, delta: Array) -> Array:
+        """Return eta_t m / (sqrt(v) + tau)."""
+        zero = np.zeros_like(delta)
+        self.m[name] = self.beta_1 * self.m.get(name, zero) + (1 - self.beta_1) * delta
+        self.v[name] = self.second_moment(self.v.get(name, zero), delta**2)
+        return np.asarray(self.rate(server_round) * self.m[name] / (np.sqrt(self.v[name]) + self.params.tau))
+
+    def second_moment(self, v: Array, square: Array) -> Array:
+        """Return the new v from the old one and Delta^2."""
+        return v + square
+
+    def rate(self, server_round: int) -> float:
+        """Return eta_t."""
+        return float(self.params.eta)
+
+
+class FedAdam(FedAdagrad):
+    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
+
+    name = "fedadam"
+    summary_line = "FedAvg with Adam on the server; BN statistics averaged"
+    Params = AdaptiveParams
+
+    def begin(self) -> None:
+        """Start with m = v = 0."""
+        super().begin()
+        self.beta_1 = self.params.beta_1
+
+    def second_moment(self, v: Array, square: Array) -> Array:
+        """Return beta_2 v + (1 - beta_2) Delta^2."""
+        beta_2: float = self.params.beta_2
+        return beta_2 * v + (1 - beta_2) * square
+
+    def rate(self, server_round: int) -> float:
+        """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1)), with Flower's exponent."""
+        t = server_round + 1
+        return float(self.params.eta * math.sqrt(1 - self.params.beta_2**t) / (1 - self.params.beta_1**t))
+
+
+class FedYogi(FedAdam):
+    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, whatever the distance."""
+
+    name = "fedyogi"
+    summary_line = "FedAvg with Yogi on the server; BN statistics averaged"
+    Params = FedYogiParams
+
+    def second_moment(self, v: Array, square: Array) -> Array:
+        """Return v - (1 - beta_2) Delta^2 sign(v - Delta^2)."""
+        beta_2: float = self.params.beta_2
+        return np.asarray(v - (1 - beta_2) * square * np.sign(v - square))
+
+    def rate(self, server_round: int) -> float:
+        """Return eta."""
+        return float(self.params.eta)
