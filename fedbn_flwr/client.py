@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -23,7 +22,7 @@ from fedbn_flwr.evaluation import evaluate
 from fedbn_flwr.gathering import gather_statistics
 from fedbn_flwr.journal import ANSWERS, forget, recall
 from fedbn_flwr.local_state import LocalState
-from fedbn_flwr.records import decode, tensors, to_state
+from fedbn_flwr.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import Part, split_state
 from fedbn_flwr.state_folder import Continuity
@@ -32,11 +31,9 @@ from fedbn_flwr.strategies.recalibration import to_entries
 from fedbn_flwr.strategies.roster import UNUSABLE
 from fedbn_flwr.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training import Batches, LocalTraining, train
+from fedbn_flwr.wire import ARRAY_NAMES, Config, describe, open_message, reply_to_evaluate, reply_to_fit
 
 __all__ = ["ARRAY_NAMES", "TorchClient", "client_app"]
-
-Config = dict[str, Any]
-ARRAY_NAMES = "array-names"
 
 
 class TorchClient(NumPyClient):
@@ -253,59 +250,42 @@ def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
     partition id (from ``get_properties`` or the node's config) and the number of training examples, and
-    ``query.statistics`` with the ``statistics`` of a ``TorchClient``. Array names
-    travel in ``config["array-names"]`` (a JSON list); entries of further ArrayRecords follow the model's in the list,
-    named ``record/entry``. A client that returns other arrays than it received names them in its metrics likewise.
+    ``query.statistics`` with the ``statistics`` of a ``TorchClient``. How arrays and their names travel:
+    ``fedbn_flwr.wire``.
 
     Args:
         client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
     """
     app = ClientApp()
 
-    def answer(message: Message, work: Callable[..., tuple[list[Array], int, Config]]) -> Message:
-        names, arrays, config = _open(message)
-        result, num_examples, metrics = work(arrays, config)
-        names = json.loads(str(metrics.pop(ARRAY_NAMES))) if ARRAY_NAMES in metrics else names
-        if len(names) != len(result):
-            raise StateError(
-                f"{work.__name__} returned {len(result)} arrays for {len(names)} names; where they differ from "
-                f"those received, return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
-            )
-        content = _seal(message, dict(zip(names, result, strict=True)))
-        _report(content, num_examples, metrics)
-        return Message(content, reply_to=message)
-
     @app.train()
     def train_message(message: Message, context: Context) -> Message:
-        return answer(message, _client(client_fn, context).fit)
+        return reply_to_fit(message, *_client(client_fn, context).fit(*open_message(message)))
 
     @app.query("statistics")
     def statistics_message(message: Message, context: Context) -> Message:
         client = _client(client_fn, context)
         if not isinstance(client, TorchClient):
             raise TypeError(f"{type(client).__name__} gathers no BN statistics; fedbn_flwr.TorchClient does")
-        return answer(message, client.statistics)
+        return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
 
     @app.evaluate()
     def evaluate_message(message: Message, context: Context) -> Message:
-        _, arrays, config = _open(message)
-        loss, num_examples, metrics = _client(client_fn, context).evaluate(arrays, config)
-        content = RecordDict()
-        _report(content, num_examples, {"loss": loss, **metrics})
-        return Message(content, reply_to=message)
+        return reply_to_evaluate(message, *_client(client_fn, context).evaluate(*open_message(message)))
 
     @app.query()
     def query_message(message: Message, context: Context) -> Message:
-        content = RecordDict()
+        unusable = ""
         try:
             properties = _client(client_fn, context).get_properties({})
         except DataError as error:  # an answer, not a failure: the server goes on with the others, and says why
-            properties = {"num-examples": 0}
-            content["properties"] = ConfigRecord({UNUSABLE: str(error)})
+            properties, unusable = {"num-examples": 0}, str(error)
         if "partition-id" in context.node_config:
             properties = {"partition-id": int(context.node_config["partition-id"]), **properties}
-        content["metrics"] = MetricRecord({k: v for k, v in properties.items() if isinstance(v, (int, float))})
-        return Message(content, reply_to=message)
+        reply = describe(message, properties)
+        if unusable:
+            reply.content["properties"] = ConfigRecord({UNUSABLE: unusable})
+        return reply
 
     return app
 
@@ -316,36 +296,3 @@ def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClien
     if not isinstance(client, NumPyClient):
         raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
     return client
-
-
-def _open(message: Message) -> tuple[list[str], list[Array], Config]:
-    """Return names, arrays and config of a message; the first ArrayRecord is the model's."""
-    names: list[str] = []
-    arrays: list[Array] = []
-    for index, (key, record) in enumerate(message.content.array_records.items()):
-        names += [name if index == 0 else f"{key}/{name}" for name in record]
-        arrays += [decode(array) for array in record.values()]
-    config: Config = {}
-    for told in message.content.config_records.values():
-        config.update(told)
-    config[ARRAY_NAMES] = json.dumps(names)
-    return names, arrays, config
-
-
-def _seal(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
-    """Return the arrays in records called as those of the message."""
-    keys: Sequence[str] = list(message.content.array_records)
-    first, others = keys[0], keys[1:]
-    records: dict[str, dict[str, FlowerArray]] = {key: {} for key in keys}
-    for name, array in arrays.items():
-        key = next((k for k in others if name.startswith(f"{k}/")), first)
-        records[key][name.removeprefix(f"{key}/") if key in others else name] = FlowerArray(np.asarray(array))
-    return RecordDict({key: ArrayRecord(record) for key, record in records.items()})
-
-
-def _report(content: RecordDict, num_examples: int, metrics: Config) -> None:
-    """Add the metrics: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
-    numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
-    content["metrics"] = MetricRecord({"num-examples": num_examples, **numbers})
-    if any(isinstance(value, (str, bytes)) for value in metrics.values()):
-        content["properties"] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})

@@ -254,12 +254,7 @@ class FedAvg(FlowerFedAvg):
             EngineError: not enough nodes within the timeout.
             ConfigError: settings that do not fit this run.
         """
-        self.num_rounds, self._timeout, self.reports = num_rounds, timeout, []
-        self.local_hashes, self.volatile = {}, []
-        self._roster = Roster(self.params.seed, timeout)
-        self._know(initial_arrays)
-        self.begin()
-        after = self._restore()
+        after = self.prepare(initial_arrays, num_rounds, timeout)
 
         def tested(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self.arrays = arrays
@@ -313,6 +308,27 @@ class FedAvg(FlowerFedAvg):
     @shared_bn.setter
     def shared_bn(self, tree: Sequence[Any]) -> None:
         self.latest_bn = LatestBN(tree)
+
+    def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
+        """Forget an earlier run and get ready for this one; ``start`` does this first.
+
+        Args:
+            initial_arrays: the common start.
+            num_rounds: rounds of the run; None where a loop of Flower's keeps it to itself.
+            timeout: seconds to wait for nodes and for replies.
+
+        Returns:
+            The round to go on after: 0, or the one given to ``load_state_dict``.
+
+        Raises:
+            ConfigError: settings that do not fit this run.
+        """
+        self.num_rounds, self._timeout, self.reports = num_rounds, timeout, []
+        self.local_hashes, self.volatile = {}, []
+        self._roster = Roster(self.params.seed, timeout)
+        self._know(initial_arrays)
+        self.begin()
+        return self._restore()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -464,6 +480,16 @@ class FedAvg(FlowerFedAvg):
             log(WARNING, "round %d: no statistics gathered from %d usable replies", server_round, len(found))
 
     # --- the mechanism -----------------------------------------------------------------------------------------------
+
+    @property
+    def total_rounds(self) -> int:
+        """The number of rounds of the run; ConfigError where the loop that runs them keeps it to itself."""
+        if self.num_rounds is None:
+            raise ConfigError(
+                f"strategy {self.name!r} needs the number of rounds, which Flower's legacy loop does not tell: pass "
+                "num_rounds= to to_legacy, or fixed rounds to the strategy."
+            )
+        return self.num_rounds
 
     @property
     def _known_parts(self) -> Parts:

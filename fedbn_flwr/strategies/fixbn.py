@@ -178,7 +178,8 @@ class Freezing(FedAvg):
     def begin(self) -> None:
         """Fix the round where it is known; check the window against the number of rounds."""
         super().begin()
-        rounds, settings = self.num_rounds or 0, self.freeze_settings()
+        settings = self.freeze_settings()
+        rounds = 0 if isinstance(settings.at, int) else self.total_rounds  # a round that is named needs no total
         self.deltas = []
         self.frozen_after = freeze_round(settings.at, rounds)
         if self.frozen_after is None and settings.window >= rounds:
