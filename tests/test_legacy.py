@@ -196,7 +196,7 @@ class Stock(NumPyClient):
         return (
             list(to_state(self.model.state_dict()).values()),
             len(self.data),
-            {"extra": config.get("told", "nothing")},
+            {"heard": config.get("told", 0)},
         )
 
     def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -215,7 +215,7 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
         mlp,
         stock_fn(mlp, datasets),
         len(datasets),
-        on_fit_config_fn=lambda r: {"told": f"round {r}"},
+        on_fit_config_fn=lambda r: {"told": 10 * r},
         on_evaluate_config_fn=lambda r: {"told": r},
     )
     state = to_state(mlp().state_dict())
@@ -232,6 +232,7 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
             state[name] = after[j]
     assert int(run.history[-1][list(state).index("1.num_batches_tracked")]) == ROUNDS
     assert [metrics["told"] for _, metrics in run.flower] == [1, 2, 3, 4]
+    assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30, 40]
 
 
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:

@@ -59,6 +59,7 @@ class FedAvgM(FedOpt):
     summary_line = "FedAvg with momentum on the server; BN statistics averaged"
     source = "Hsu 2019, arXiv:1909.06335"
     Params = FedAvgMParams
+    lasting = ("velocity",)
 
     velocity: dict[str, Array]
 

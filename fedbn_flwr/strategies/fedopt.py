@@ -120,6 +120,7 @@ class FedAdagrad(FedOpt):
     summary_line = "FedAvg with Adagrad on the server; BN statistics averaged"
     source = "Reddi 2021, arXiv:2003.00295"
     Params = FedAdagradParams
+    lasting = ("m", "v")
 
     beta_1 = 0.0
     m: dict[str, Array]

@@ -1,0 +1,1 @@
+"""A project of Flower's older kind, with its own model, data and training loop."""
