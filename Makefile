@@ -4,8 +4,10 @@ BIN := .venv/bin
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test check slow network clean certs federation-up federation-run federation-down
+.PHONY: demo test check slow network docs dist clean certs federation-up federation-run federation-down
+
 NODES ?= 3
 HOSTS ?=
 RUN_CONFIG ?=
@@ -43,6 +45,14 @@ check: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
+
+dist: .venv/installed-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
@@ -53,5 +63,9 @@ check: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
 clean:
-	rm -rf .venv dist runs
+	rm -rf .venv dist runs site

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import fedbn_flwr
 from fedbn_flwr.experiment.reference import fill_tables
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
@@ -139,6 +141,17 @@ def test_what_is_named_exists(page: Path) -> None:
             assert (ROOT / name).exists(), name
     for target in re.findall(r"^make (\w+)", page.read_text(), re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+def test_the_site_has_every_page_and_the_api_every_strategy() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES:
+        if page.is_relative_to(ROOT / "docs"):
+            assert f"{page.relative_to(ROOT / 'docs')}\n" in site, "a page that is not in the site's nav"
+    shown = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    assert {strategy.__module__ for strategy in STRATEGIES.values()} <= shown
+    assert {getattr(fedbn_flwr, name).__module__ for name in fedbn_flwr.__all__} <= shown
+    assert all(importlib.util.find_spec(name) for name in shown)
 
 
 def test_no_path_of_one_machine() -> None:

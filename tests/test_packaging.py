@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,8 @@ def test_what_else_is_in_them(unpacked: dict[str, Path]) -> None:
     (info,) = unpacked["wheel"].glob("*.dist-info")
     assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert "fedbn-flwr = fedbn_flwr.cli:app" in (info / "entry_points.txt").read_text()
-    assert "Provides-Extra: dev" in (info / "METADATA").read_text()
+    for extra in ("dev", "docs"):
+        assert f"Provides-Extra: {extra}" in (info / "METADATA").read_text()
     bundle = {path.name for path in unpacked["bundle"].iterdir()}
     assert bundle == {"fedbn_flwr", "apps", "pyproject.toml", "README.md", "LICENSE", ".info"}, "what nodes need"
     for name in ("pyproject.toml", "README.md", "LICENSE", "apps/main/server_app.py", "apps/main/recipes/demo.yaml"):
@@ -114,6 +117,46 @@ def test_each_imports_from_a_folder_with_nothing_else(unpacked: dict[str, Path],
         assert found["strategies"] is False, "a module of that name would shadow, or be shadowed by, the user's own"
 
 
+WITHOUT = """
+import importlib, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"{name} is an optional extra", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import fedbn_flwr
+names = [m.name for m in pkgutil.walk_packages(fedbn_flwr.__path__, "fedbn_flwr.")]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_every_module_imports_without_the_optional_extras(tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {re.split(r"[\[<>=]", d)[0] for extra in project["optional-dependencies"].values() for d in extra}
+    assert {"pytest", "timm", "twine", "mkdocs-material"} <= extras
+    modules = {
+        module
+        for module, packages in packages_distributions().items()
+        if {p.lower() for p in packages} & {e.lower() for e in extras}
+    }
+    assert {"pytest", "timm", "hypothesis"} <= modules
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *sorted(modules)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FLWR_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 50
+
+
 def test_strategies_is_a_relative_link() -> None:
     link = ROOT / "strategies"
     assert link.is_symlink()
@@ -132,4 +175,5 @@ def test_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
-    assert all("<" in dependency for dependency in project["dependencies"]), "upper bounds"
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    assert all("<" in dependency for dependencies in lists for dependency in dependencies), "upper bounds"
