@@ -138,12 +138,22 @@ def test_the_same_bits_as_by_messages(name: str, federate, run_legacy, datasets,
 
 
 def test_every_strategy_is_carried_or_refused(mlp) -> None:
+    """Each is run above, is FedAvg but for its clients (fedwon), differs in its server step alone, or is refused."""
+    refused = {}
     for name, strategy in STRATEGIES.items():
-        if strategy.exchange_cost("2L+1") != (0, 0):
-            with pytest.raises(ConfigError, match=f"^strategy '{name}' exchanges statistics .* inside a local step, "):
-                to_legacy(strategy(), to_record(mlp().state_dict()), num_rounds=3)
-    refused = {name for name, strategy in STRATEGIES.items() if strategy.exchange_cost("2L+1") != (0, 0)}
-    assert refused == {"fedtan", "fedtan2", "feddna"}
+        try:
+            to_legacy(strategy(), to_record(mlp(norm=name != "fedwon").state_dict()), num_rounds=300)
+        except ConfigError as error:
+            refused[name] = str(error)
+    assert refused.keys() == {"fedtan", "fedtan2", "feddna", "staticbn"}
+    for name in ("fedtan", "fedtan2", "feddna"):
+        assert f"strategy '{name}' exchanges statistics with its clients inside a local step, and" in refused[name]
+    assert "strategy 'staticbn' gathers BN statistics from its clients before tests, and" in refused["staticbn"]
+    assert {make().name for make in CARRIED.values()} | refused.keys() | {"fedwon", "fedyogi", "fedadagrad"} == set(
+        STRATEGIES
+    )
+    with pytest.raises(ConfigError, match="'fedbs' gathers BN statistics"):
+        to_legacy(FedBS(recalibrate=True), to_record(mlp().state_dict()))
 
 
 def test_messages_of_its_own_are_refused_when_they_are_sent(mlp, datasets, run_legacy) -> None:
