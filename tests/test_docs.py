@@ -139,7 +139,7 @@ def test_what_is_named_exists(page: Path) -> None:
     for name in re.findall(r"`((?:fedbn_flwr|tests|apps|docs)/[\w./]+)`", page.read_text()):
         if "NAME" not in name:
             assert (ROOT / name).exists(), name
-    for target in re.findall(r"^make (\w+)", page.read_text(), re.MULTILINE):
+    for target in re.findall(r"^make ([\w-]+)", page.read_text(), re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
 
 
