@@ -74,17 +74,30 @@ def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
 
 
 def next_client_of(federation: Federation, number: int) -> int:
-    """Return the process id of the next ClientApp that a node's SuperExec starts, once there is one."""
+    """Return the process id of the next ClientApp that a node's SuperExec starts, once it is at work.
+
+    At work is what has used 1.5 s of CPU time: one that is killed earlier may not yet have taken its message, and is
+    started again without anybody noticing.
+    """
     parent = federation.process(f"superexec-clientapp-{number}").pid
 
     def children() -> set[int]:
         return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
 
     before, deadline = children(), time.monotonic() + 300
-    while not (new := [child for child in children() - before if running(child)]):
+    while not (new := [child for child in children() - before if running(child) and cpu_seconds(child) > 1.5]):
         assert time.monotonic() < deadline, f"node {number} starts no ClientApp"
         time.sleep(0.02)
     return new[0]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time a process has used; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_superlink_that_is_killed_and_back_within_ten_seconds(federation, begin, in_process) -> None:
