@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.output import read_metrics
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
 NODES = 3
-ROUNDS = 3
+ROUNDS = 4
 
 
 class Run:
