@@ -3,9 +3,9 @@
     python benchmarks/kill_and_resume.py                          # in process: 20 kills of each of the four methods
     python benchmarks/kill_and_resume.py --engine simulation      # in Flower's Ray simulation
 
-Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does,
-after a time drawn from the seed; then the run is resumed, and killed again, until the kills are used up and the last
-run has ended. After every kill its folder is read as a user would: whole JSON lines, checkpoints and client files whose
+Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does, at
+a moment drawn from the seed: one in eight while it starts, the others in the first half of its rounds' time; then the
+run is resumed, and killed again, until the kills are used up and the last run has ended. After every kill its folder is read as a user would: whole JSON lines, checkpoints and client files whose
 SHA-256 fits, and nothing half written under a name that is read. The table is printed as Markdown; the exit code is 1
 where a hash differs.
 """
@@ -94,6 +94,21 @@ def check_folder(out: Path) -> None:
             raise RuntimeError(f"{path} is not for its owner alone")
 
 
+def wait(process: BaseProcess, out: Path, draw: random.Random, seconds: float) -> None:
+    """Wait for the moment to kill a run whose rounds take ``seconds``; less where it ends before."""
+    before = changed(out / "config.yaml")
+    if draw.random() < 1 / 8:
+        process.join(draw.uniform(0, 2))
+        return
+    while process.exitcode is None and changed(out / "config.yaml") == before:
+        process.join(0.002)
+    process.join(draw.uniform(0, seconds / 2))
+
+
+def changed(path: Path) -> float:
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
 def finish(process: BaseProcess, out: Path) -> dict[str, Any]:
     process.join()
     if process.exitcode:
@@ -104,9 +119,10 @@ def finish(process: BaseProcess, out: Path) -> dict[str, Any]:
 
 def torment(settings: dict[str, Any], folder: Path, engine: Engine, kills: int, draw: random.Random) -> bool:
     """Kill and resume runs until ``kills`` are used up; print the row; return whether every hash was the same."""
-    method, start = settings["strategy"], time.monotonic()
-    expected = finish(begin(settings, folder / method, engine), folder / method)["sha256"]
-    total = time.monotonic() - start
+    method = settings["strategy"]
+    whole = folder / method
+    expected = finish(begin(settings, whole, engine), whole)["sha256"]
+    seconds = changed(whole / "metrics.jsonl") - changed(whole / "config.yaml")
     done, again, resumed, hashes = 0, 0, 0, list[str]()
     while done < kills or not hashes:
         out = folder / f"{method}-{len(hashes)}"
@@ -114,7 +130,10 @@ def torment(settings: dict[str, Any], folder: Path, engine: Engine, kills: int, 
         while not ended:
             resumed += any((out / "checkpoint").glob("round-*.safetensors"))
             process = begin(settings, out, engine)
-            process.join(draw.uniform(0, 0.7 * total) if done < kills else None)
+            if done < kills:
+                wait(process, out, draw, seconds)
+            else:
+                process.join()
             ended = process.exitcode is not None
             if not ended:
                 kill(process, out.name)
