@@ -32,6 +32,7 @@ from fedbn_flwr.strategies.roster import UNUSABLE
 from fedbn_flwr.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training import Batches, LocalTraining, train
 from fedbn_flwr.wire import ARRAY_NAMES, Config, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.wrappers import unwrap, wrapper_prefix
 
 __all__ = ["ARRAY_NAMES", "TorchClient", "client_app"]
 
@@ -40,7 +41,8 @@ class TorchClient(NumPyClient):
     """Trains and evaluates a torch model for any strategy of this package, in any engine.
 
     Args:
-        model: the model, on the device it shall run on. It is trained in place.
+        model: the model, on the device it shall run on. It is trained in place. It may be compiled or in DDP: what
+            travels and what is kept has the names of the module inside, or those received.
         train_data: the client's training data; may be empty for a client that only evaluates.
         test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
         settings: steps, batch size, optimizer.
@@ -73,7 +75,8 @@ class TorchClient(NumPyClient):
         self.train_data = train_data
         self.test_data = test_data if isinstance(test_data, Mapping) else {"": test_data}
         self.settings = settings
-        self.parts = split_state(model)
+        self.plain = unwrap(model)
+        self.parts = split_state(self.plain)
         self.context = context
         if partition_id is None and context is not None and "partition-id" in context.node_config:
             partition_id = int(context.node_config["partition-id"])
@@ -112,7 +115,7 @@ class TorchClient(NumPyClient):
         if "fedtan-attempt" in config:
             parameters, config = recall(self.context, parameters, config)
         rules = client_rules({**config, "local-names": self.parts.select(local)})
-        extras = self._load(parameters, config, store)
+        extras, prefix = self._load(parameters, config, store)
         for rule in rules:
             rule.receive(extras, tensors(store.remembered(type(rule).__name__)))
         try:
@@ -143,11 +146,13 @@ class TorchClient(NumPyClient):
         }
         store.remember({type(rule).__name__: to_state(rule.keep()) for rule in rules}, server_round)
         store.save(server_round)
+        if rules:
+            metrics["rules-applied"] = config["rules"]
         if kept := store.sha256():
             metrics |= {"local-sha256": kept, "local-home": store.home}
-        returned = {name: state[name] for name in shared}
+        returned = {prefix + name: state[name] for name in shared}
         for record, entries in ((r, e) for rule in rules for r, e in rule.reply().items()):
-            returned |= {f"{record}/{name}": array for name, array in to_state(entries).items()}
+            returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
         if ARRAY_NAMES in config or len(returned) != len(self.parts.names):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
@@ -180,15 +185,16 @@ class TorchClient(NumPyClient):
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
             names in ``array-names``. See ``gathering.gather_statistics``; nothing is kept.
         """
-        self._load(parameters, config, self._store(config))
+        _, prefix = self._load(parameters, config, self._store(config))
         seed = self._stream(int(config.get("server-round", 1)), "statistics").initial_seed()
-        found = gather_statistics(self.model, self.train_data, batch_size=self.settings.batch_size, seed=seed)
-        entries = to_state(to_entries(found, self.model.state_dict()))
-        return list(entries.values()), len(self.train_data), {ARRAY_NAMES: json.dumps(list(entries))}
+        found = gather_statistics(self.plain, self.train_data, batch_size=self.settings.batch_size, seed=seed)
+        entries = to_state(to_entries(found, self.plain.state_dict()))
+        names = json.dumps([prefix + name for name in entries])
+        return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
 
     def _state(self) -> dict[str, Array]:
         """Return a copy of the model's state: what was handed out does not change with later training."""
-        return {name: array.copy() for name, array in to_state(self.model.state_dict()).items()}
+        return {name: array.copy() for name, array in to_state(self.plain.state_dict()).items()}
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
         key = -1 if self.partition_id is None else self.partition_id
@@ -196,7 +202,7 @@ class TorchClient(NumPyClient):
 
     def _store(self, config: Config) -> LocalState:
         """Return what is kept with this client, brought to where the server wants to go on."""
-        store, continuity = LocalState(self.context, self.parts, self.model), Continuity.of(config)
+        store, continuity = LocalState(self.context, self.parts, self.plain.state_dict()), Continuity.of(config)
         if self.state_dir is not None and continuity is not None:
             if self.partition_id is None:
                 raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
@@ -207,11 +213,14 @@ class TorchClient(NumPyClient):
     def _local_parts(self, config: Config) -> frozenset[Part]:
         return frozenset(Part(name) for name in str(config.get("local-parts", "")).split(",") if name)
 
-    def _load(self, parameters: list[Array], config: Config, store: LocalState) -> dict[str, dict[str, torch.Tensor]]:
+    def _load(
+        self, parameters: list[Array], config: Config, store: LocalState
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
         """Fill the model: kept entries where there are some, received ones elsewhere, none left over or missing.
 
         Returns:
-            What was sent beside the model, called ``record/entry``, by record.
+            What was sent beside the model, called ``record/entry``, by record; and the prefix of a wrapper in the
+            received names.
         """
         names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(self.parts.names)
         if len(names) != len(parameters):
@@ -219,12 +228,14 @@ class TorchClient(NumPyClient):
                 f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(self.parts.names)}"
             )
         received = dict(zip(names, parameters, strict=True))
-        own = self.model.state_dict()
+        own = self.plain.state_dict()
         extras: dict[str, dict[str, torch.Tensor]] = {}
         for name in [name for name in received if name not in own and "/" in name]:
             record, _, entry = name.partition("/")
             extras.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
-        state = {**received, **store.load(self._local_parts(config))}
+        prefix = wrapper_prefix(received, own)
+        received = {name.removeprefix(prefix): array for name, array in received.items()}
+        state = {**received, **store.load(self.parts.select(self._local_parts(config)))}
         if missing := [name for name in own if name not in state]:
             raise StateError(
                 f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
@@ -232,8 +243,9 @@ class TorchClient(NumPyClient):
             )
         if extra := [name for name in state if name not in own]:
             raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
-        self.model.load_state_dict({name: _fit(name, state[name], own[name]) for name in own})
-        return extras
+        self.plain.load_state_dict({name: _fit(name, state[name], own[name]) for name in own})
+        plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}
+        return plain, prefix
 
 
 def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:

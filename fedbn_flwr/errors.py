@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ClientPartError",
     "ConfigError",
     "DataError",
     "EngineError",
@@ -39,6 +40,10 @@ class StateError(FedBNError, ValueError):
 
 class ReplyError(FedBNError, ValueError):
     """A client's reply cannot be used; the round goes on without it."""
+
+
+class ClientPartError(ReplyError):
+    """A reply shows that the client's app lacks the method's client part; where all do, the run ends with this."""
 
 
 class EngineError(FedBNError, RuntimeError):

@@ -7,19 +7,21 @@ app failed, puts it back.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr.averaging import Array
-from fedbn_flwr.carriers import Replay
+from fedbn_flwr.carriers import Pending, Replay
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.records import from_record, tensors, to_record
 
-__all__ = ["ANSWERS", "forget", "recall"]
+__all__ = ["ANSWERS", "forget", "note_sent", "recall", "seat"]
 
 ANSWERS = "fedtan"  # the ArrayRecord of an exchange: one entry, named by its tag
 _MODEL, _GIVEN, _ABOUT = "fedbn-flwr.step.model", "fedbn-flwr.step.answers", "fedbn-flwr.step"
+_SENT = "fedbn-flwr.step.sent"
 _NAMES = "array-names"
 
 
@@ -46,19 +48,33 @@ def recall(
     about = dict(state.config_records.get(_ABOUT, {}))
     if model:
         state[_MODEL], state[_GIVEN] = to_record(model), ArrayRecord()
+        state.pop(_SENT, None)
     elif about.get("server-round") != server_round:
         raise StateError(f"the model of round {server_round} was sent to this client in an earlier message, now lost")
     elif about.get("attempt") != attempt:
         state[_GIVEN] = ArrayRecord()
+        state.pop(_SENT, None)
     state[_ABOUT] = ConfigRecord({"server-round": server_round, "attempt": attempt})
     state.array_records[_GIVEN].update(to_record(answers))
     kept = from_record(state.array_records[_MODEL])
-    seat = Replay(tensors(from_record(state.array_records[_GIVEN])), int(config["fedtan-union"]))
-    return list(kept.values()), {**config, _NAMES: json.dumps(list(kept)), "fedtan-seat": seat}
+    return list(kept.values()), {**config, _NAMES: json.dumps(list(kept)), "fedtan-seat": seat(context, config)}
+
+
+def seat(context: Context, config: Mapping[str, Any]) -> Replay:
+    """Return the seat that answers from the journal."""
+    records = context.state.array_records
+    sent = tensors(from_record(records[_SENT])) if _SENT in records else None
+    return Replay(tensors(from_record(records[_GIVEN])), int(config["fedtan-union"]), sent)
+
+
+def note_sent(context: Context, exchange: Pending) -> None:
+    """Write down what was sent, for a training that is not known to repeat itself."""
+    before = context.state.array_records.get(_SENT, ArrayRecord())
+    context.state[_SENT] = ArrayRecord({**before, **to_record({exchange.tag: exchange.tensor})})
 
 
 def forget(context: Context | None) -> None:
     """Drop the journal: the round is done."""
-    for key in (_MODEL, _GIVEN, _ABOUT):
+    for key in (_MODEL, _GIVEN, _SENT, _ABOUT):
         if context is not None and key in context.state:
             del context.state[key]

@@ -5,23 +5,22 @@ A context lives as long as its node's process and its run; a ``StateFolder`` hol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
-from torch import nn
 
 from fedbn_flwr.averaging import Array, State
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.records import from_record, state_sha256, to_record
-from fedbn_flwr.state import Part, Parts
+from fedbn_flwr.state import Parts
 from fedbn_flwr.state_folder import Continuity, StateFolder
 
-__all__ = ["LocalState"]
+__all__ = ["KEPT", "LocalState"]
 
-_ARRAYS, _RULES, _ABOUT, _VERSION = "fedbn-flwr.local", "fedbn-flwr.rules", "fedbn-flwr.local.about", 1
+KEPT, _RULES, _ABOUT, _VERSION = "fedbn-flwr.local", "fedbn-flwr.rules", "fedbn-flwr.local.about", 1
 
 
 class LocalState:
@@ -30,14 +29,14 @@ class LocalState:
     Args:
         context: Flower's context of the node; None for a client that may not keep anything.
         parts: the split of the model's state.
-        model: to know the shapes the kept entries must fit.
+        state: the model's state, tensors or arrays, of which only the shapes are looked at: kept entries must fit them.
     """
 
-    def __init__(self, context: Context | None, parts: Parts, model: nn.Module) -> None:
+    def __init__(self, context: Context | None, parts: Parts, state: Mapping[str, Any]) -> None:
         self._context = context
         self._parts = parts
         self._folder: StateFolder | None = None
-        self._fingerprint = parts.fingerprint({name: tuple(t.shape) for name, t in model.state_dict().items()})
+        self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
 
     def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
         """Keep copies in the state folder ``root`` from now on; see ``StateFolder``."""
@@ -64,7 +63,7 @@ class LocalState:
         if told and found is None:
             raise StateError(self._lost(told, f"no good file with it in {self._folder.path}"))
         if self._context is not None:
-            for key in (_ARRAYS, _RULES, _ABOUT):
+            for key in (KEPT, _RULES, _ABOUT):
                 if key in self._context.state:
                     del self._context.state[key]
             for key, record in (found or {}).get("kept", {}).items():
@@ -79,7 +78,7 @@ class LocalState:
             StateError: it could not be written.
         """
         if self._folder is not None and (sha256 := self.sha256()):
-            kept: dict[str, Any] = {key: dict(self._read(key)) for key in (_ARRAYS, _RULES)}
+            kept: dict[str, Any] = {key: dict(self._read(key)) for key in (KEPT, _RULES)}
             self._folder.write({"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}, server_round)
 
     @property
@@ -87,14 +86,13 @@ class LocalState:
         """Where what is kept lies: "folder", or "memory" alone."""
         return "memory" if self._folder is None else "folder"
 
-    def load(self, local: Iterable[Part]) -> Mapping[str, Array]:
-        """Return the kept entries of the parts ``local``; empty before the first round.
+    def load(self, names: Collection[str]) -> Mapping[str, Array]:
+        """Return those of the entries ``names`` that are kept; empty before the first round.
 
         Raises:
             StateError: the entries were kept by another version or for another model.
         """
-        names = self._parts.select(local)
-        kept = self._read(_ARRAYS) if names else {}
+        kept = self._read(KEPT) if names else {}
         return {name: kept[name] for name in names if name in kept}
 
     def keep(self, entries: State, server_round: int) -> None:
@@ -103,7 +101,7 @@ class LocalState:
         Raises:
             StateError: there is no context to keep them in, or an entry is not finite.
         """
-        self._write(_ARRAYS, entries, server_round)
+        self._write(KEPT, entries, server_round)
 
     def remembered(self, rule: str) -> Mapping[str, Array]:
         """Return what a client rule kept in the client's last round; empty before. Raises as ``load``."""
@@ -118,7 +116,7 @@ class LocalState:
 
     def sha256(self) -> str:
         """Return the SHA-256 of what is kept, "" for nothing: what a client may tell of it."""
-        kept = {f"{key}/{name}": array for key in (_ARRAYS, _RULES) for name, array in self._read(key).items()}
+        kept = {f"{key}/{name}": array for key in (KEPT, _RULES) for name, array in self._read(key).items()}
         return state_sha256(kept) if kept else ""
 
     def _read(self, key: str) -> Mapping[str, Array]:

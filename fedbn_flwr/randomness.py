@@ -7,17 +7,20 @@ called from this thread draws from a generator of its own, and the default gener
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["private_randomness"]
+__all__ = ["default_generators", "private_randomness", "set_default_generators"]
 
 _NAMES: Mapping[Any, tuple[str, ...]] = {
     F: (
@@ -144,3 +147,25 @@ def private_randomness(seed: int, device: torch.device) -> Iterator[torch.Genera
     generator = torch.Generator(device).manual_seed(seed)
     with _PrivateStream(generator):
         yield generator
+
+
+def default_generators() -> dict[str, bytes | str]:
+    """Return the state of the process's default generators: torch's (CPU, and CUDA once in use), NumPy's, Python's."""
+    state: dict[str, bytes | str] = {"torch": torch.get_rng_state().numpy().tobytes()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state["numpy"] = json.dumps([kind, np.asarray(keys).tolist(), *rest])
+    state["python"] = json.dumps(random.getstate())
+    return state
+
+
+def set_default_generators(state: Mapping[str, Any]) -> None:
+    """Put the default generators where ``default_generators`` found them."""
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
+    kind, keys, *rest = json.loads(state["numpy"])
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    version, values, gauss = json.loads(state["python"])
+    random.setstate((version, tuple(values), gauss))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
 
 from fedbn_flwr.averaging import Array, State
 from fedbn_flwr.errors import StateError
 
-__all__ = ["decode", "from_record", "num_bytes", "state_sha256", "tensors", "to_record", "to_state"]
+__all__ = ["decode", "from_record", "merged_config", "num_bytes", "state_sha256", "tensors", "to_record", "to_state"]
 
 # Version 1.0 of NumPy's file format, an array in C order; the header ends in a line feed.
 _NPY = re.compile(
@@ -65,6 +66,11 @@ def decode(array: FlowerArray) -> Array:
     shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
     flat = np.frombuffer(array.data, dtype=header["dtype"].decode(), offset=header.end())
     return flat.reshape(shape).copy()
+
+
+def merged_config(message: Message) -> dict[str, Any]:
+    """Return all that the message's ConfigRecords say."""
+    return {key: value for record in message.content.config_records.values() for key, value in record.items()}
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.randomness import private_randomness
 from fedbn_flwr.tasks import CLASSIFICATION, LossFn, Task
+from fedbn_flwr.wrappers import unwrap
 
 __all__ = [
     "Batches",
@@ -162,6 +163,10 @@ class Rule:
         """
         return compute()
 
+    def around(self, step: int, model: nn.Module, batch_size: int) -> AbstractContextManager[object]:
+        """Return what is entered around the forward and backward pass of a step in a loop that is not ours."""
+        return nullcontext()
+
     def end(self, model: nn.Module) -> dict[str, float]:
         """Undo what ``begin`` changed in the model's settings; return metrics for the reply."""
         return {}
@@ -227,13 +232,14 @@ def train(
     device = next(model.parameters()).device
     dtype = next(model.parameters()).dtype
     model.train()
+    bare = unwrap(model)  # rules see the names that travel; the passes go through the wrapper
     for rule in rules:
-        rule.begin(model)
+        rule.begin(bare)
     optimizer = optimizer or sgd(model, settings)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     for rule in rules:
-        rule.start(model, optimizer)
+        rule.start(bare, optimizer)
     augment = stream("augment")
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted; read once at the end
     processed = steps = dropped = 0
@@ -249,17 +255,17 @@ def train(
                     continue
             compute = _step(model, inputs, targets, optimizer, rules, task.loss, settings.amp, random)
             for rule in rules:
-                compute = functools.partial(rule.run_step, step, model, len(positions), compute)
+                compute = functools.partial(rule.run_step, step, bare, len(positions), compute)
             loss, outputs = compute()
             for rule in rules:
-                rule.gradients(model)
+                rule.gradients(bare)
             optimizer.step()
             totals[0] += loss.double() * len(positions)
             totals[1] += (outputs.argmax(1) == targets).sum()
             totals[2] += task.counted(targets)
             processed += len(positions)
             steps += 1
-    metrics = {key: value for rule in rules for key, value in rule.end(model).items()}
+    metrics = {key: value for rule in rules for key, value in rule.end(bare).items()}
     if not steps:
         raise DataError(
             f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance. Use a "
@@ -289,7 +295,7 @@ def _step(
             loss = loss_fn(outputs, targets)
         total = loss
         for rule in rules:
-            if (penalty := rule.penalty(model)) is not None:
+            if (penalty := rule.penalty(unwrap(model))) is not None:
                 total = total + penalty
         optimizer.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]

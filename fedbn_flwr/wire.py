@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedbn_flwr.averaging import Array
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.records import decode
+from fedbn_flwr.records import decode, merged_config
 
 __all__ = ["ARRAY_NAMES", "Config", "describe", "open_message", "reply_to_evaluate", "reply_to_fit"]
 
@@ -27,11 +27,7 @@ ARRAY_NAMES = "array-names"
 def open_message(message: Message) -> tuple[list[Array], Config]:
     """Return arrays and config of a message, as a NumPyClient takes them; the first ArrayRecord is the model's."""
     arrays = [decode(array) for record in message.content.array_records.values() for array in record.values()]
-    config: Config = {}
-    for told in message.content.config_records.values():
-        config.update(told)
-    config[ARRAY_NAMES] = json.dumps(_names(message))
-    return arrays, config
+    return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
 
 def reply_to_fit(

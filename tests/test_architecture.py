@@ -10,12 +10,12 @@ import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 TORCH_ONLY = ("averaging", "data", "errors", "evaluation", "models", "norms", "randomness", "seeds", "state", "syncbn")
-TORCH_ONLY += ("agc", "tasks", "training")
+TORCH_ONLY += ("agc", "tasks", "training", "wrappers")
 EDGE = ("records", "wire", "local_state", "exchange")  # know Flower's records, and nothing of strategies or clients
 FORBIDDEN = {
     **dict.fromkeys(TORCH_ONLY + EDGE, ("client", "engines", "exchange", "experiment", "cli", "app", "strategies")),
     "strategies": ("client", "engines", "experiment", "cli", "app"),
-    "client": ("engines", "experiment", "cli", "app"),
+    **dict.fromkeys(("client", "mods", "rules"), ("engines", "experiment", "cli", "app")),
     "legacy": ("client", "engines", "experiment", "cli", "app"),
     "engines": ("strategies", "client", "experiment", "cli", "app", "deployment"),
     "deployment": ("strategies", "client", "experiment", "cli", "app"),

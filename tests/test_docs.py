@@ -83,7 +83,7 @@ def env() -> dict[str, str]:
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
-    assert {block.language for block in BLOCKS} <= {"sh", "python", "yaml", "toml", "text"}
+    assert {block.language for block in BLOCKS} <= {"sh", "python", "yaml", "toml", "text", "diff"}
     assert {(block.page, block.reason) for block in BLOCKS if block.reason} == NOT_RUN
     assert to_run("python")
     assert to_run("sh")
@@ -116,6 +116,12 @@ def test_shell(block: Block, folder: Path, env: dict[str, str]) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_diffs_are_those_that_are_tested() -> None:
+    """Each is applied and run in ``tests/apps/test_projects.py``."""
+    shown = [block.text for block in BLOCKS if block.language == "diff"]
+    assert sorted(shown) == sorted(path.read_text() for path in (ROOT / "apps").rglob("*.diff"))
 
 
 def test_the_tables_are_those_of_the_registries() -> None:

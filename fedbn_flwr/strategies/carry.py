@@ -21,7 +21,7 @@ from fedbn_flwr.strategies.gather import Enough, gather
 from fedbn_flwr.strategies.report import Traffic
 from fedbn_flwr.syncbn import combine
 
-__all__ = ["Carried", "carry_by_channel", "carry_by_meeting", "carry_by_messages"]
+__all__ = ["Carried", "carry_by_channel", "carry_by_meeting", "carry_by_messages", "with_config"]
 
 ENDED = "ended its work before the step was done"
 
@@ -58,7 +58,9 @@ def carry_by_meeting(
     meeting_id = str(uuid4())
     grid.open_meeting(meeting_id, meeting)
     try:
-        return _meet(grid, [_with(message, {"fedtan-meeting": meeting_id}) for message in messages], meeting, wait)
+        return _meet(
+            grid, [with_config(message, {"fedtan-meeting": meeting_id}) for message in messages], meeting, wait
+        )
     finally:
         grid.close_meeting(meeting_id)
 
@@ -77,7 +79,7 @@ def carry_by_channel(
     tokens = channel.admit(meeting)
     told = {"fedtan-address": channel.address, "fedtan-ca": channel.certificate, "fedtan-timeout": timeout}
     try:
-        own = [_with(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages]
+        own = [with_config(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages]
         return _meet(grid, own, meeting, wait)
     finally:
         channel.dismiss(meeting)
@@ -150,7 +152,7 @@ def _patience(timeout: float, wait: float) -> Enough:
     return enough
 
 
-def _with(message: Message, told: Mapping[str, Any]) -> Message:
+def with_config(message: Message, told: Mapping[str, Any]) -> Message:
     """Return the message with further entries in its config."""
     content = RecordDict(dict(message.content))
     for key, record in message.content.config_records.items():
@@ -160,7 +162,7 @@ def _with(message: Message, told: Mapping[str, Any]) -> Message:
 
 def _exchange(first: Message, answer: ArrayRecord, told: Mapping[str, Any], begun: bool) -> Message:
     """Return the message of one exchange: the model only in the first of the round."""
-    message = _with(first, told)
+    message = with_config(first, told)
     if begun:
         for key in message.content.array_records:
             message.content[key] = ArrayRecord()

@@ -18,6 +18,7 @@ replies arrive, and with one client it is that client's state.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedbn_flwr.averaging import State, Variance, average, check_finite, check_state
-from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError, unknown_name
+from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError, ReplyError, unknown_name
 from fedbn_flwr.exchange import prompt
 from fedbn_flwr.records import from_record, num_bytes, to_record
 from fedbn_flwr.state import Part, Parts, split_state
@@ -43,12 +44,12 @@ from fedbn_flwr.strategies.metrics import average_metrics
 from fedbn_flwr.strategies.momentum import MOMENTUM, MomentumScope, average_buffers, make_momentum
 from fedbn_flwr.strategies.recalibration import QUERY, from_entries, pooled
 from fedbn_flwr.strategies.report import RoundReport, Traffic
-from fedbn_flwr.strategies.roster import Node, Roster
+from fedbn_flwr.strategies.roster import PROPERTIES, Node, Roster
 from fedbn_flwr.strategies.rounds import run_rounds
 from fedbn_flwr.strategies.shared_bn import SHARED_BN, LatestBN, make_share_bn
 from fedbn_flwr.training import Rule
 
-__all__ = ["FedAvg", "FedAvgParams", "Reply", "joined"]
+__all__ = ["FedAvg", "FedAvgParams", "Reply", "acknowledged", "joined"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,8 @@ class FedAvg(FlowerFedAvg):
     summary_line: ClassVar[str] = "weighted average of everything, BN counters kept exact"
     source: ClassVar[str] = "McMahan 2017"
     local: ClassVar[frozenset[Part]] = frozenset()
+    # Client rules whose word is not needed: what they do shows in the reply, or a client may leave it.
+    proved: ClassVar[frozenset[str]] = frozenset({"share-bn"})
     needs_batchnorm: ClassVar[bool] = False
     gathers: ClassVar[bool] = False  # whether the method itself tests with gathered statistics
     Params: ClassVar[type[FedAvgParams]] = FedAvgParams
@@ -152,6 +155,8 @@ class FedAvg(FlowerFedAvg):
         self._met: set[str] = set()
         self._timeout = 3600.0
         self._asked: list[Node] = []
+        self._rules_told: frozenset[str] = frozenset()
+        self._begun = False
         self.momentum: dict[str, Any] = {}
         self.num_able = 0  # nodes with training data, N of the papers
         self.gathered: dict[str, Any] = {}  # running statistics for the model after this round
@@ -327,7 +332,7 @@ class FedAvg(FlowerFedAvg):
         self.local_hashes, self.volatile = {}, []
         self._roster = Roster(self.params.seed, timeout)
         self._know(initial_arrays)
-        self.begin()
+        self._begin()
         return self._restore()
 
     def configure_train(
@@ -335,6 +340,8 @@ class FedAvg(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Sample nodes with data and address a message to each; see ``flwr.serverapp.strategy.Strategy``."""
         self._know(arrays)
+        if not self._begun:  # a start() of the user's own, which calls this method
+            self._begin()
         self._before, self.gathered = from_record(arrays), {}
         self.reports.append(RoundReport(server_round, self.phase(server_round)))
         if self.fraction_train == 0.0:
@@ -348,9 +355,9 @@ class FedAvg(FlowerFedAvg):
         count = max(_share(self.fraction_train, len(able)), self.min_train_nodes)
         nodes = self._roster.sample(able, count, "train", server_round)
         log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
-        told = ConfigRecord(
-            {**config, "server-round": server_round, **self._common(), **self.client_config(server_round)}
-        )
+        method = self.client_config(server_round)
+        self._rules_told = _names(method.get("rules"))
+        told = ConfigRecord({**config, "server-round": server_round, **self._common(), **method})
         extras = {key: to_record(state) for key, state in self.extras(server_round).items()}
         return self._address(nodes, MessageType.TRAIN, arrays, told, self.reports[-1].train, extras)
 
@@ -360,6 +367,7 @@ class FedAvg(FlowerFedAvg):
         """Refuse bad replies by name, average the rest; below ``min_replies`` keep the previous model."""
         report = self.reports[-1]
         usable: list[Reply] = []
+        lacking: list[ClientPartError] = []
         contents: list[RecordDict] = []
         for node, message in self._in_order(replies, report):
             self._note_kept(node, message)
@@ -369,6 +377,7 @@ class FedAvg(FlowerFedAvg):
                 report.reject(node.node_id, f"{node}: {error}")
                 self._roster.started.discard(node.node_id)
                 log(WARNING, "round %d: reply of %s refused: %s", server_round, node, error)
+                lacking += [error] if isinstance(error, ClientPartError) else []
                 continue
             usable.append(reply)
             contents.append(message.content)
@@ -378,6 +387,8 @@ class FedAvg(FlowerFedAvg):
                 report.train.count_up(size)
         report.participants = [reply.node.partition_id for reply in usable]
         report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
+        if lacking and not usable:  # every further round would end like this one
+            raise lacking[0]
         if len(usable) < self.params.min_replies:
             report.kept_previous = True
             log(
@@ -486,8 +497,8 @@ class FedAvg(FlowerFedAvg):
         """The number of rounds of the run; ConfigError where the loop that runs them keeps it to itself."""
         if self.num_rounds is None:
             raise ConfigError(
-                f"strategy {self.name!r} needs the number of rounds, which Flower's legacy loop does not tell: pass "
-                "num_rounds= to to_legacy, or fixed rounds to the strategy."
+                f"strategy {self.name!r} needs the number of rounds, which is not known where its own start() is not "
+                "called: give it rounds (int), not fractions; in Flower's legacy loop pass num_rounds= to to_legacy."
             )
         return self.num_rounds
 
@@ -512,7 +523,7 @@ class FedAvg(FlowerFedAvg):
 
     def _note_kept(self, node: Node, message: Message) -> None:
         """Note the hash of what the client keeps now, whether its reply is used or not, and whether it is durable."""
-        properties = message.content.config_records.get("properties") if message.has_content() else None
+        properties = message.content.config_records.get(PROPERTIES) if message.has_content() else None
         if properties and "local-sha256" in properties:
             self.local_hashes[node.label] = str(properties["local-sha256"])
             if (properties.get("local-home") != "folder") != (node.label in self.volatile):
@@ -525,6 +536,10 @@ class FedAvg(FlowerFedAvg):
             raise ConfigError(
                 f"parts= does not know {len(unknown)} of the arrays ({unknown[0]}, ...): it was made from another model"
             )
+
+    def _begin(self) -> None:
+        self._begun = True
+        self.begin()
 
     def _common(self) -> dict[str, Any]:
         local = {"local-parts": ",".join(sorted(self.local))} if self.local else {}
@@ -557,11 +572,14 @@ class FedAvg(FlowerFedAvg):
             traffic.count_down(num_bytes(shared if had_start else arrays))
         for extra in extras.values():
             traffic.count_down(num_bytes(extra))
+        # By name, and with the start alone: a client that sees arrays and no model cannot tell the parts apart.
+        local = self._known_parts.select(self.local)
+        first = ConfigRecord({**config, "local-entries": json.dumps(local)}) if local else config
         messages = []
         for node in nodes:
-            model = shared if started[node.node_id] else arrays
+            model, told = (shared, config) if started[node.node_id] else (arrays, first)
             content = RecordDict({self.arrayrecord_key: model, **extras})
-            content[self.configrecord_key] = self._told(node, config)
+            content[self.configrecord_key] = self._told(node, told)
             messages.append(Message(content, node.node_id, message_type))
         return messages
 
@@ -595,6 +613,7 @@ class FedAvg(FlowerFedAvg):
     def _read(self, server_round: int, node: Node, message: Message) -> tuple[Reply, list[tuple[int, int]]]:
         metrics = self._metrics(message)
         state, states, sizes = self._unpack(message)
+        self._refuse_missing_part(state, message)
         expected = {n: a for n, a in self._before.items() if self._known_parts.part_of[n] not in self.local}
         check_state(state, expected, self._known_parts)
         for key, extra in states.items():
@@ -606,9 +625,24 @@ class FedAvg(FlowerFedAvg):
         self.check(server_round, reply, self._before)
         return reply, sizes
 
+    def _refuse_missing_part(self, state: State, message: Message) -> None:
+        """Refuse a reply from an app that lacks what the method needs at the client, by what is missing."""
+        part_of = self._known_parts.part_of
+        if kept := [name for name in state if part_of.get(name) in self.local]:
+            raise ClientPartError(
+                f"the reply holds {len(kept)} entries that stay with the client under strategy '{self.name}' "
+                f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
+            )
+        if missing := sorted(self._rules_told - acknowledged(message) - self.proved):
+            raise ClientPartError(
+                f"the client did not apply the rule '{missing[0]}' of strategy '{self.name}'. Its training must run "
+                "inside `with bn_rules(model, msg, context) as rules:` (what to call there: docs/flower-projects.md), "
+                "and its app be `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
+            )
+
     def _in_order(self, replies: Iterable[Message], report: RoundReport) -> list[tuple[Node, Message]]:
         """Return the replies by partition id; note the nodes that were asked and did not answer."""
-        pairs = [(self._roster.of(message.metadata.src_node_id), message) for message in replies]
+        pairs = [(self._roster.met(message), message) for message in replies]
         answered = {node.node_id for node, _ in pairs}
         self._met |= {node.label for node, message in pairs if message.has_content() or _reached_client(message)}
         for node in self._asked:
@@ -617,6 +651,12 @@ class FedAvg(FlowerFedAvg):
                 log(WARNING, "round %d: no reply from %s within %g s", report.server_round, node, self._timeout)
         self._asked = []
         return sorted(pairs, key=lambda pair: pair[0].order)
+
+
+def acknowledged(message: Message) -> frozenset[str]:
+    """Return the rules that the client says it applied."""
+    properties: Mapping[str, Any] = message.content.config_records.get(PROPERTIES, {})
+    return _names(properties.get("rules-applied"))
 
 
 def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -632,6 +672,10 @@ def _over(arrays: ArrayRecord, entries: State) -> ArrayRecord:
 
 def _reached_client(error_reply: Message) -> bool:
     return error_reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+
+
+def _names(listed: object) -> frozenset[str]:
+    return frozenset(filter(None, str(listed or "").split(",")))
 
 
 def _share(fraction: float, count: int) -> int:

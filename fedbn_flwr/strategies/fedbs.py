@@ -10,9 +10,9 @@ kept       nothing
 cost       F floats down, F up per client, as FedAvg
 =========  ======================================================================
 
-F_k -> the reply's ``train-loss``; eps -> ``fedbs_eps``; r -> ``fedbs_rounds``; mu -> ``proximal_mu``. Phase 1: weights
-F_k / sum F, for everything including BN. When the population standard deviation of the round's F is at most eps in r
-consecutive rounds (rounds with fewer than two replies do not count): phase 2 for good, FedProx with equal weights.
+F_k -> the reply's metric ``loss_key``; eps -> ``fedbs_eps``; r -> ``fedbs_rounds``; mu -> ``proximal_mu``. Phase 1:
+weights F_k / sum F, for everything including BN. When the population standard deviation of the round's F is at most eps
+in r consecutive rounds (rounds with fewer than two replies do not count): phase 2 for good, FedProx with equal weights.
 
 Differs from the paper, whose Algorithm 1 and text disagree: F_k is the mean over all examples of the round of the batch
 losses before each step, without the proximal term; mu = 0.01 is ours; all F zero gives equal weights. Law: equal losses
@@ -37,8 +37,6 @@ from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
 
 __all__ = ["FedBS", "FedBSParams"]
 
-_LOSS = "train-loss"
-
 
 @dataclass(frozen=True, kw_only=True)
 class FedBSParams(FedProxParams):
@@ -62,7 +60,13 @@ class FedBSParams(FedProxParams):
 
 
 class FedBS(FedProx):
-    """Loss-weighted averaging until the losses agree, FedProx with equal weights after (``switched_after``)."""
+    """Loss-weighted averaging until the losses agree, FedProx with equal weights after (``switched_after``).
+
+    Args:
+        *args: as ``FedAvg``.
+        loss_key: the metric of the clients' replies that is F_k.
+        **kwargs: as ``FedAvg``.
+    """
 
     name = "fedbs"
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
@@ -72,6 +76,10 @@ class FedBS(FedProx):
 
     switched_after: int | None = None
     agreed = 0
+
+    def __init__(self, *args: Any, loss_key: str = "train-loss", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_key = loss_key
 
     def begin(self) -> None:
         """Start in phase 1."""
@@ -91,20 +99,22 @@ class FedBS(FedProx):
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply without a usable loss."""
         super().check(server_round, reply, before)
-        loss = reply.metrics.get(_LOSS)
+        loss = reply.metrics.get(self.loss_key)
         if loss is None or not math.isfinite(loss) or loss < 0:
-            raise ReplyError(f"metric '{_LOSS}' is {loss}; FedBS weighs by it and needs a finite number >= 0")
+            raise ReplyError(
+                f"metric '{self.loss_key}' is {loss}; FedBS weighs by it (loss_key) and needs a finite number >= 0"
+            )
 
     def weights(self, replies: Sequence[Reply]) -> list[float]:
         """Return the losses in phase 1, equal weights in phase 2 or where all losses are zero."""
-        losses = [reply.metrics[_LOSS] for reply in replies]
+        losses = [reply.metrics[self.loss_key] for reply in replies]
         return losses if self.switched_after is None and any(losses) else [1.0] * len(replies)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; in phase 1 count the rounds in which the losses agreed."""
         state = super().combine(server_round, replies, before)
         if self.switched_after is None and len(replies) >= 2:
-            spread = float(np.std([reply.metrics[_LOSS] for reply in replies]))
+            spread = float(np.std([reply.metrics[self.loss_key] for reply in replies]))
             self.agreed = self.agreed + 1 if spread <= self.params.fedbs_eps else 0
             if self.agreed >= self.params.fedbs_rounds:
                 self.switched_after = server_round

@@ -22,7 +22,8 @@ and plain SGD the averaged model equals one centralized step on sum p_i mean_i(l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
@@ -36,10 +37,10 @@ from torch import nn
 from fedbn_flwr.carriers import Redo, Seat, seat_here
 from fedbn_flwr.carriers.channel import ChannelSeat, ChannelServer
 from fedbn_flwr.carriers.meeting import Member
-from fedbn_flwr.errors import ConfigError, NormLayerError, unknown_name
+from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, unknown_name
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.strategies.carry import Carried, carry_by_channel, carry_by_meeting, carry_by_messages
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.strategies.carry import Carried, carry_by_channel, carry_by_meeting, carry_by_messages, with_config
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, acknowledged, joined
 from fedbn_flwr.syncbn import Backward, Exchanges, synchronised
 from fedbn_flwr.training import Compute, Rule, StepResult
 
@@ -81,10 +82,14 @@ CARRIERS = ("messages", "channel")
 
 
 class SynchroniseFirstStep(Rule):
-    """Client half: the first step's BN layers reduce through ``seat``; a lost client makes it begin again."""
+    """Client half: the first step's BN layers reduce through ``seat``; a lost client makes it begin again.
 
-    def __init__(self, seat: Seat, exchanges: Exchanges, backward: Backward) -> None:
+    ``batch_size`` is what this client said its first batch would hold; the others count on it.
+    """
+
+    def __init__(self, seat: Seat, exchanges: Exchanges, backward: Backward, batch_size: int | None = None) -> None:
         self._seat = seat
+        self._batch_size = batch_size
         self._exchanges: Exchanges = exchanges
         self._backward: Backward = backward
 
@@ -96,29 +101,48 @@ class SynchroniseFirstStep(Rule):
         """Run the first step synchronised, from the same state and batch until it comes through."""
         if step > 0:
             return compute()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        while True:
+            try:
+                with self.around(step, model, batch_size):
+                    return compute()
+            except Redo:
+                model.load_state_dict(before)
+
+    @contextmanager
+    def around(self, step: int, model: nn.Module, batch_size: int) -> Iterator[None]:
+        """Synchronise the first step.
+
+        Raises:
+            Redo: a client was lost: the caller begins the step again, from the same state and with the same batch.
+            Pending: the step is carried by messages, and the answer to its next exchange is not there yet.
+            NormLayerError: a layer cannot be synchronised.
+            DataError: the batch has another size than the server was told.
+        """
+        if step > 0:
+            yield
+            return
+        if self._batch_size not in (None, batch_size):
+            raise DataError(
+                f"the first batch has {batch_size} examples; this client's answer to the query said batch-size "
+                f"{self._batch_size}, which the other clients count on"
+            )
         if layers := [path for path, layer in model.named_modules() if isinstance(layer, BatchRenorm)]:
             raise NormLayerError(
                 f"layer '{layers[0]}' is batch-renorm, whose correction comes from local statistics: it cannot be "
                 "synchronised. Use norm=batch."
             )
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        while True:
-            union = self._seat.begin()
-            try:
-                with synchronised(
-                    model,
-                    self._seat.reduce,
-                    batch_size=batch_size,
-                    union_batch_size=union,
-                    exchanges=self._exchanges,
-                    backward=self._backward,
-                ):
-                    result = compute()
-            except Redo:
-                model.load_state_dict(before)
-                continue
-            self._seat.close()
-            return result
+        union = self._seat.begin()
+        with synchronised(
+            model,
+            self._seat.reduce,
+            batch_size=batch_size,
+            union_batch_size=union,
+            exchanges=self._exchanges,
+            backward=self._backward,
+        ):
+            yield
+        self._seat.close()
 
 
 def _synchronise(config: Mapping[str, Any]) -> Rule:
@@ -130,7 +154,8 @@ def _synchronise(config: Mapping[str, Any]) -> Rule:
         seat = ChannelSeat(address, token, bytes(config["fedtan-ca"]), float(config["fedtan-timeout"]))
     else:
         seat = seat_here(str(config["fedtan-meeting"]))
-    return SynchroniseFirstStep(seat, config["fedtan-exchanges"], config["fedtan-backward"])
+    size = int(config["fedtan-batch-size"]) if "fedtan-batch-size" in config else None
+    return SynchroniseFirstStep(seat, config["fedtan-exchanges"], config["fedtan-backward"], size)
 
 
 class FedTAN(FedAvg):
@@ -187,6 +212,8 @@ class FedTAN(FedAvg):
         if not messages or not self.synchronises(server_round):
             return messages
         members = {message.metadata.dst_node_id: self._member(message) for message in messages}
+        sizes = {node_id: member.batch_size for node_id, member in members.items()}
+        messages = [with_config(m, {"fedtan-batch-size": sizes[m.metadata.dst_node_id]}) for m in messages]
         params: FedTANParams = self.params
         limits = params.fedtan_timeout, max(params.fedtan_timeout, self._timeout), params.min_replies
         if callable(getattr(grid, "open_meeting", None)):
@@ -213,8 +240,13 @@ class FedTAN(FedAvg):
                 node = self._roster.of(node_id)
                 report.reject(node_id, f"{node}: {reason}")
                 log(WARNING, "round %d: %s %s; the step was redone without it", server_round, node, reason)
-            # A client that was dropped has no part in the round, whatever it trained on its own.
-            replies = [r for r in self._carried.replies if r.has_error() or r.metadata.src_node_id not in dropped]
+            # A client that was dropped has no part in the round, whatever it trained on its own. One that never took
+            # its seat goes on to be refused by what its app lacks.
+            replies = [
+                r
+                for r in self._carried.replies
+                if r.has_error() or r.metadata.src_node_id not in dropped or not acknowledged(r)
+            ]
         return super().aggregate_train(server_round, replies)
 
     def _member(self, message: Message) -> Member:
@@ -223,6 +255,7 @@ class FedTAN(FedAvg):
             raise ConfigError(
                 f"strategy {self.name!r} needs to know the training examples and the first batch's size of {node} "
                 "before the round: answer the query with num-examples and batch-size (fedbn_flwr.client_app around a "
-                "TorchClient does)."
+                "TorchClient does; in an app of your own register `@app.query()` and return answer_query(msg, context, "
+                "loader))."
             )
         return Member(node.num_examples, node.batch_size, str(node))

@@ -25,6 +25,7 @@ to |D_i|, a round is one centralized step with frozen BN.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.averaging import State, normalise
-from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply, joined
 from fedbn_flwr.training import Rule
 
@@ -100,27 +101,40 @@ def freeze_round(freeze_at: int | float | str, num_rounds: int) -> int | None:
 
 
 class FreezeBN(Rule):
-    """Client half after T*: BatchNorm in eval mode while the rest trains, gamma and beta learning or not."""
+    """Client half after T*: BatchNorm in eval mode while the rest trains, gamma and beta learning or not.
+
+    The layers stay in eval mode when the training calls ``model.train()``.
+    """
 
     def __init__(self, affine: bool) -> None:
         self.affine = affine
+        self._modes: dict[nn.Module, bool] = {}
         self._learning: list[nn.Parameter] = []
 
     def begin(self, model: nn.Module) -> None:
         """Put the BN layers in eval mode; with ``affine`` also stop their parameters from learning."""
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._modes = {layer: layer.training for layer in layers}
         for layer in layers:
             layer.eval()
+            layer.train = functools.partial(_stay, layer)  # type: ignore[method-assign, assignment]
         if self.affine:
             self._learning = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
             for parameter in self._learning:
                 parameter.requires_grad_(False)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Let gamma and beta learn again."""
+        """Give the layers their modes back, and let gamma and beta learn again."""
+        for layer, mode in self._modes.items():
+            del layer.train  # the instance's; the class's is there again
+            layer.train(mode)
         for parameter in self._learning:
             parameter.requires_grad_(True)
         return {}
+
+
+def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+    return layer
 
 
 class ReportDrift(Rule):
@@ -168,6 +182,8 @@ class Freezing(FedAvg):
     rules = {"freeze-bn": _freeze, "report-drift": _drift}
     lasting = ("frozen_after", "deltas")
 
+    proved = FedAvg.proved | {"freeze-bn"}  # by the frozen entries of the reply
+
     frozen_after: int | None = None
     deltas: list[float]
 
@@ -179,9 +195,9 @@ class Freezing(FedAvg):
         """Fix the round where it is known; check the window against the number of rounds."""
         super().begin()
         settings = self.freeze_settings()
-        rounds = 0 if isinstance(settings.at, int) else self.total_rounds  # a round that is named needs no total
+        rounds = self.total_rounds if isinstance(settings.at, float) else self.num_rounds or math.inf
         self.deltas = []
-        self.frozen_after = freeze_round(settings.at, rounds)
+        self.frozen_after = freeze_round(settings.at, self.num_rounds or 0)
         if self.frozen_after is None and settings.window >= rounds:
             raise ConfigError(
                 f"freeze_window={settings.window} must be below the number of rounds, {rounds}, where the round to "
@@ -217,9 +233,10 @@ class Freezing(FedAvg):
         if self.frozen(server_round):
             for name in self._frozen_names():
                 if not np.array_equal(reply.state[name], before[name]):
-                    raise ReplyError(
+                    raise ClientPartError(
                         f"entry '{name}' changed after round {self.frozen_after}, when it was frozen: the client "
-                        "trained with BN in train mode. Its training must apply the rule 'freeze-bn'."
+                        "trained with BN in train mode. Its training must run inside "
+                        '`with bn_rules(model, msg.content["config"]):`.'
                     )
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
+from typing import Any
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
@@ -18,8 +19,9 @@ from flwr.serverapp import Grid
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.seeds import numpy_generator
 
-__all__ = ["UNUSABLE", "Node", "Roster"]
+__all__ = ["PROPERTIES", "UNUSABLE", "Node", "Roster"]
 
+PROPERTIES = "properties"  # the ConfigRecord of a reply in which the client part speaks for itself
 UNUSABLE = "unusable"  # in the answer of a node that has no usable data: why
 
 
@@ -106,6 +108,20 @@ class Roster:
         """Return the node, bare where it was never asked."""
         return self._nodes.get(node_id, Node(node_id))
 
+    def met(self, message: Message) -> Node:
+        """Return the node that sent a reply; a silent node may have said in it which partition it is."""
+        node = self.of(message.metadata.src_node_id)
+        said: Mapping[str, Any] = message.content.config_records.get(PROPERTIES, {}) if message.has_content() else {}
+        taken = {known.partition_id for known in self._nodes.values()}
+        if (
+            node.partition_id is None
+            and isinstance(own := said.get("partition-id"), int)
+            and own not in taken
+            and own >= 0
+        ):
+            node = self._nodes[node.node_id] = replace(node, partition_id=own)
+        return node
+
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
         deadline = time.monotonic() + self._timeout
         told = False
@@ -156,9 +172,10 @@ class Roster:
         if silent:
             log(
                 WARNING,
-                "%d of %d nodes did not answer the query for their partition id (wrap the app with "
-                "fedbn_flwr.client_app, or register @app.query()): falling back to the order of node ids, which "
-                "change from run to run. Results are then not repeatable bit for bit.",
+                "%d of %d nodes did not answer the query for their partition id: until they tell it in a reply "
+                "(ClientApp(mods=[local_bn])) their order is that of node ids, which change from run to run, and what "
+                "is sampled or summed is not repeatable. To answer, wrap the app with fedbn_flwr.client_app, or "
+                "register @app.query() and return answer_query(msg, context, loader).",
                 len(silent),
                 len(found),
             )
@@ -169,7 +186,7 @@ def _describe(node: Node, reply: Message) -> Node:
     said: dict[str, int] = {}
     for metrics in reply.content.metric_records.values():
         said |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
-    properties = reply.content.config_records.get("properties")
+    properties = reply.content.config_records.get(PROPERTIES)
     return replace(
         node,
         partition_id=said.get("partition-id"),

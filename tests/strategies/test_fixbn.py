@@ -241,7 +241,8 @@ def test_a_client_that_changes_what_is_frozen_is_refused_by_name(federate, datas
     node_id = run.grid.get_node_ids()[1]
     assert run.strategy.reports[1].rejected == {
         node_id: f"node {node_id} (partition 1): entry '1.running_mean' changed after round 1, when it was frozen: the "
-        "client trained with BN in train mode. Its training must apply the rule 'freeze-bn'."
+        "client trained with BN in train mode. Its training must run inside `with bn_rules(model, "
+        'msg.content["config"]):`.'
     }
     assert run.strategy.reports[1].participants == [0, 2]
 

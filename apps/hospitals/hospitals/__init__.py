@@ -1,0 +1,1 @@
+"""Several hospitals, one model."""

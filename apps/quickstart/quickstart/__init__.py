@@ -1,0 +1,1 @@
+"""A PyTorch project on Flower."""

@@ -1,0 +1,184 @@
+"""The client part of the strategies for apps on Flower's Message API: a mod, and one call inside training.
+
+::
+
+    app = ClientApp(mods=[local_bn])
+
+``local_bn`` works on the arrays of the messages alone: it keeps with the client what a method keeps there, tells the
+server which partition this is and which rules the training applied (``bn_rules``), and carries FedTAN's exchanges.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+
+from fedbn_flwr.carriers import Pending, Redo
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.journal import ANSWERS, forget, note_sent, recall
+from fedbn_flwr.local_state import KEPT, LocalState
+from fedbn_flwr.randomness import default_generators, set_default_generators
+from fedbn_flwr.records import from_record, merged_config, to_record
+from fedbn_flwr.rules import OUTBOX, Rules, bn_rules
+from fedbn_flwr.state import split_state
+
+__all__ = ["Rules", "answer_query", "bn_rules", "local_bn"]
+
+CallNext = Callable[[Message, Context], Message]
+_PROPERTIES, _WHOLE, _RANDOM = "properties", "fedbn-flwr.whole", "fedbn-flwr.step.generators"
+
+
+def local_bn(message: Message, context: Context, call_next: CallNext) -> Message:
+    """A Flower mod: the client part of every strategy of this package that works on messages.
+
+    The app's functions see the whole model, in the order of the server's first message, and reply with the whole
+    model. Entries that stay with the client are put in before and taken out after; they lie in ``Context.state``,
+    checked against names, layer types and shapes. Where the strategy asks for nothing, messages pass as they are.
+
+    Raises:
+        StateError: entries are missing that were neither sent nor kept here; what is kept belongs to another model or
+            is not finite; or the app's reply is not the whole model.
+    """
+    kind = message.metadata.message_type.partition(".")[0]
+    if kind == MessageType.QUERY or not message.content.array_records:
+        return _signed(call_next(message, context), context)
+    told = merged_config(message)
+    if "fedtan-attempt" in told:
+        _reopen(message, context, told)
+    key, received = next(iter(message.content.array_records.items()))
+    whole, local = _completed(received, context, told)
+    if local:
+        config = next(iter(message.content.config_records.values()))
+        config["local-entries"] = json.dumps(local)
+    context.state.pop(OUTBOX, None)
+    try:
+        reply = _call(call_next, message, context, key, whole)
+    except Pending as exchange:
+        note_sent(context, exchange)
+        records = {key: ArrayRecord(), ANSWERS: to_record({exchange.tag: exchange.tensor})}
+        return Message(RecordDict({**records, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+    if kind == MessageType.TRAIN:
+        forget(context)
+        context.state.pop(_RANDOM, None)
+        _take_out(reply, key, whole, local, context, int(told.get("server-round", 1)))
+    return _signed(reply, context)
+
+
+def answer_query(message: Message, context: Context, loader: Any) -> Message:
+    """Answer the strategies' ``query``: partition id, number of training examples, size of the first batch.
+
+    ::
+
+        @app.query()
+        def query(msg: Message, context: Context) -> Message:
+            return answer_query(msg, context, trainloader(context))
+
+    FedTAN needs it before its first round; the others sample repeatably, and leave out clients without data.
+
+    Args:
+        message: the query.
+        context: Flower's context.
+        loader: the training data, a ``DataLoader`` or anything with ``dataset`` and ``batch_size``.
+    """
+    size = len(loader.dataset)
+    answer = {"num-examples": size, "batch-size": min(loader.batch_size or size, size)}
+    if "partition-id" in context.node_config:
+        answer["partition-id"] = int(context.node_config["partition-id"])
+    return Message(RecordDict({"metrics": MetricRecord(answer)}), reply_to=message)
+
+
+def _call(call_next: CallNext, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:
+    """Call the app, again where a client was lost in the synchronised step."""
+    while True:
+        message.content[key] = ArrayRecord(dict(whole))
+        try:
+            return call_next(message, context)
+        except Redo:
+            continue
+
+
+def _completed(received: ArrayRecord, context: Context, told: Mapping[str, Any]) -> tuple[ArrayRecord, list[str]]:
+    """Return the whole model in the server's order, and the names of the entries that stay here."""
+    if "local-parts" not in told:
+        return received, []
+    state = context.state
+    if "local-entries" in told:  # the start, whole
+        state[_WHOLE] = ConfigRecord({"names": json.dumps(list(received)), "local": told["local-entries"]})
+    about = state.config_records.get(_WHOLE)
+    if about is None:
+        raise StateError(_LOST)
+    names, local = json.loads(str(about["names"])), json.loads(str(about["local"]))
+    kept = state.array_records.get(KEPT, ArrayRecord())
+    entries = {**received, **{name: kept[name] for name in local if name in kept}}
+    if missing := [name for name in names if name not in entries]:
+        raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
+    if extra := [name for name in received if name not in set(names)]:
+        raise StateError(f"received '{extra[0]}', which the model of this run did not have at its start")
+    whole = ArrayRecord({name: entries[name] for name in names})
+    store = _store(context, whole)
+    store.settle(told.get("local-sha256"))
+    store.load(local)  # checked against the model
+    return whole, local
+
+
+_LOST = "entries were neither sent nor kept by this client; the server will send the common start again"
+
+
+def _store(context: Context, whole: ArrayRecord) -> LocalState:
+    return LocalState(context, split_state(whole), whole)
+
+
+def _take_out(
+    reply: Message, key: str, whole: ArrayRecord, local: list[str], context: Context, server_round: int
+) -> None:
+    """Keep what stays here, and leave the rest in the reply; add what the training's rules left to be sent."""
+    if not reply.has_content():
+        return
+    if local:
+        state = reply.content.array_records.get(key, ArrayRecord())
+        if missing := [name for name in local if name not in state]:
+            raise StateError(
+                f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its ArrayRecord '{key}'. Reply with "
+                "the whole state dict, under the names received: the mod takes out what stays."
+            )
+        store = _store(context, whole)
+        store.keep(from_record(ArrayRecord({name: state[name] for name in local})), server_round)
+        reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
+        _say(reply, {"local-sha256": store.sha256(), "local-home": store.home})
+    report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
+    numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
+    for metrics in reply.content.metric_records.values():
+        metrics.update(numbers)
+    _say(reply, {name: value for name, value in report.items() if isinstance(value, str)})
+    for name in [name for name in context.state.array_records if name.startswith(f"{OUTBOX}/")]:
+        reply.content[name.removeprefix(f"{OUTBOX}/")] = context.state.pop(name)
+
+
+def _signed(reply: Message, context: Context) -> Message:
+    """Return the reply with this client's partition id."""
+    if reply.has_content() and "partition-id" in context.node_config:
+        _say(reply, {"partition-id": int(context.node_config["partition-id"])})
+    return reply
+
+
+def _say(reply: Message, said: Mapping[str, Any]) -> None:
+    """Add to the record in which the client part speaks for itself."""
+    known: Mapping[str, Any] = reply.content.config_records.get(_PROPERTIES, {})
+    if said:
+        reply.content[_PROPERTIES] = ConfigRecord({**known, **said})
+
+
+def _reopen(message: Message, context: Context, told: dict[str, Any]) -> None:
+    """Put the round's model into a message of FedTAN's exchange, and the random generators where they were."""
+    first, *_ = records = list(message.content.array_records)
+    names = [name if i == 0 else f"{key}/{name}" for i, key in enumerate(records) for name in message.content[key]]
+    arrays = [array for key in records for array in from_record(message.content.array_records[key]).values()]
+    if message.content.array_records[first]:
+        context.state[_RANDOM] = ConfigRecord(default_generators())  # type: ignore[arg-type]
+    else:
+        set_default_generators(context.state.config_records[_RANDOM])
+    model, config = recall(context, arrays, {**told, "array-names": json.dumps(names)})
+    message.content[first] = to_record(dict(zip(json.loads(config["array-names"]), model, strict=True)))

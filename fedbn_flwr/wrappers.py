@@ -1,0 +1,72 @@
+"""Models inside wrappers that put a prefix before every name of the state: ``torch.compile``, DDP, averaged models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from fedbn_flwr.errors import StateError
+
+__all__ = ["unwrap", "view_with_names", "wrapper_prefix"]
+
+_INSIDE = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model, what it wraps, what that wraps, ...: a wrapper's state is one module's, with a prefix."""
+    yield model
+    children = dict(model.named_children())
+    if len(children) == 1 and (name := next(iter(children))) in _INSIDE and not list(model.parameters(recurse=False)):
+        yield from _layers(children[name])
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile`` (``_orig_mod.``), DDP and the like (``module.``), at any depth.
+
+    Its parameters are the wrapper's: train the wrapper, send ``unwrap(model).state_dict()``.
+    """
+    *_, innermost = _layers(model)
+    return innermost
+
+
+def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Return the module, among ``model`` and what it wraps, whose state dict has exactly these names.
+
+    Raises:
+        StateError: none has; with the remedy where only a wrapper's prefix is between them.
+    """
+    wanted = frozenset(names)
+    for view in _layers(model):
+        own = frozenset(view.state_dict(keep_vars=True))
+        if own == wanted:
+            return view
+    bare = {_without_prefixes(name) for name in wanted}
+    missing, extra = sorted(own - wanted), sorted(wanted - own)
+    message = f"the arrays do not fit the model: {len(missing)} entries are missing and {len(extra)} unknown"
+    if bare == own:
+        message += (
+            f": they come from a wrapped model ('{extra[0]}'), and this one is not wrapped. Build the initial arrays "
+            "from fedbn_flwr.unwrap(model).state_dict()"
+        )
+    elif missing or extra:
+        message += f" (first: '{(missing or extra)[0]}')"
+    raise StateError(message + ".")
+
+
+def wrapper_prefix(names: Collection[str], own: Collection[str]) -> str:
+    """Return what wrappers put before every one of ``names``, "" where they are among the model's ``own`` already."""
+    prefix = ""
+    while names and not all(name.removeprefix(prefix) in own for name in names):
+        step = next(iter(names)).removeprefix(prefix).partition(".")[0]
+        if step not in _INSIDE or not all(name.startswith(f"{prefix}{step}.") for name in names):
+            return ""
+        prefix += f"{step}."
+    return prefix
+
+
+def _without_prefixes(name: str) -> str:
+    parts = name.split(".")
+    while parts[0] in _INSIDE:
+        parts = parts[1:] or [name]
+    return ".".join(parts)

@@ -1,0 +1,171 @@
+"""The apps in ``apps/`` that are written as other people's projects are, and the lines that change one."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.engines.flower_run import flower_run
+from fedbn_flwr.records import from_record
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
+from fedbn_flwr.training import LocalTraining
+
+APPS = Path(__file__).parents[2] / "apps"
+NODES = 3
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``project(name, diff=None, **run_config)``: a copy of an app, changed by a diff, run in process."""
+
+    def run(name: str, diff: str | None = None, **run_config: Any) -> SimpleNamespace:
+        folder = tmp_path / name
+        shutil.copytree(APPS / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        if diff:
+            subprocess.run(["git", "apply", str(APPS / name / f"{diff}.diff")], cwd=folder, check=True)
+        monkeypatch.syspath_prepend(folder)
+        parts = ("client_app", "server_app", "task")
+        client, server, task = (importlib.import_module(f"{name}.{part}") for part in parts)
+        declared = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+        config = {**declared, **{key.replace("_", "-"): value for key, value in run_config.items()}}
+        assert config.keys() == declared.keys()
+        seen = SimpleNamespace(task=task, strategy=None, result=None)
+        start = FedAvg.start
+
+        def watch(self: FedAvg, *args: Any, **kwargs: Any) -> Any:
+            seen.strategy, seen.result = self, start(self, *args, **kwargs)
+            return seen.result
+
+        monkeypatch.setattr(FedAvg, "start", watch)
+        with InProcessGrid(client.app, NODES, run_config=config) as grid:
+            server.app(grid, Context(1, 0, {}, RecordDict(), config))
+        return seen
+
+    before = set(sys.modules)
+    yield run
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("quickstart", "hospitals"):
+            del sys.modules[name]
+
+
+def test_the_quickstart_is_flowers_before_any_change(project, capsys) -> None:
+    project("quickstart", num_server_rounds=1)
+    assert capsys.readouterr().out.startswith("round 1: accuracy 0.")
+    for path in (APPS / "quickstart/quickstart").glob("*.py"):
+        assert "fedbn_flwr" not in path.read_text()
+
+
+class AsLoader(LocalTraining):
+    """The order of the project's DataLoader."""
+
+    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+        numbered = TensorDataset(torch.arange(num_examples))
+        loader = DataLoader(numbered, self.batch_size, shuffle=True, generator=generator)
+        for _ in range(self.local_epochs):
+            for (positions,) in loader:
+                yield positions
+
+
+class OurClient(TorchClient):
+    """Our client with the project's settings and seeds."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = AsLoader(learning_rate=self.settings.learning_rate, batch_size=32, sgd_momentum=0.9)
+
+    def _stream(self, server_round: int, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * server_round + int(self.partition_id or 0))
+
+
+@pytest.mark.parametrize("method", [FedBN, FixBN, FedTAN])
+def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
+    project, federate, points, same_bits, method: Any
+) -> None:
+    theirs = project("quickstart", method.name, num_server_rounds=2)
+    assert isinstance(theirs.strategy, method)
+    assert [report.rejected for report in theirs.strategy.reports] == [{}, {}]
+    datasets = []
+    for i in range(NODES):
+        subset = theirs.task.load_data(i, NODES, 32, 0)[0].dataset
+        data = points(1)
+        data.inputs, data.targets = (torch.stack(values) for values in zip(*subset, strict=True))
+        datasets.append(data)
+
+    def model() -> torch.nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return theirs.task.Net()
+
+    options = {"max_workers": NODES}
+    ours = federate(method(), model, datasets, rounds=2, rate=0.01, client=OurClient, grid_options=options)
+    same_bits(from_record(theirs.result.arrays), ours.state)
+    assert theirs.strategy.phase(2) == {"fedbn": "train", "fixbn": "frozen", "fedtan": "synchronised"}[method.name]
+    assert theirs.strategy.local_hashes.keys() == ours.strategy.local_hashes.keys()
+
+
+@pytest.mark.parametrize(("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 13)])
+def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
+    """Lines of the result that are new or different; blank ones and docstrings are not counted."""
+    text = (APPS / f"quickstart/{diff}.diff").read_text().splitlines()
+    new = [line[1:].strip() for line in text if line.startswith("+") and not line.startswith("+++")]
+    assert len([line for line in new if line and not line.startswith('"""')]) == lines
+
+
+WORKING = ["fedavg", "fedprox", "scaffold", "fedbn", "silobn", "mtfl", "fixbn", "fedtan", "fedtan2", "feddna", "fedbs"]
+
+
+@pytest.mark.parametrize("strategy", [*WORKING, "standalone"])
+def test_one_hospital_app_for_every_strategy(project, strategy: str, capsys, caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        run = project("hospitals", strategy=strategy, num_server_rounds=2, local_epochs=1)
+    assert [report.rejected for report in run.strategy.reports] == [{}, {}]
+    assert [report.participants for report in run.strategy.reports] == [[0, 1, 2]] * 2
+    assert not caplog.messages
+    assert float(capsys.readouterr().out.split()[-1]) > 0.5
+
+
+def test_the_hospitals_differ() -> None:
+    sys.path.insert(0, str(APPS / "hospitals"))
+    try:
+        task = importlib.import_module("hospitals.task")
+        sets = [task.hospital_data(i, NODES, 0) for i in range(NODES)]
+    finally:
+        sys.path.remove(str(APPS / "hospitals"))
+        for name in [name for name in sys.modules if name.split(".")[0] == "hospitals"]:
+            del sys.modules[name]
+    means = [torch.stack([x for x, _ in train]).mean(0) for train, _ in sets]
+    assert float((means[0] - means[1]).abs().max()) > 0.5
+    malignant = [np.mean([int(y) == 0 for _, y in train]) for train, _ in sets]
+    assert malignant[1] < 0.6 * malignant[0]
+    again = [task.hospital_data(i, NODES, 0) for i in range(NODES)]
+    assert all(torch.equal(a[0][5][0], b[0][5][0]) for a, b in zip(sets, again, strict=True)), "seeded"
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("app", ["hospitals"])
+def test_through_flwr_run(app: str) -> None:
+    lines: list[str] = []
+    flower_run(
+        APPS / app,
+        run_config={"num-server-rounds": 2, "strategy": "silobn"},
+        federation_config={"num-supernodes": 2, "client-resources-num-cpus": 1},
+        on_line=lines.append,
+    )
+    assert any("round 2: accuracy" in line for line in lines)
+    assert not [line for line in lines if "refused" in line]
