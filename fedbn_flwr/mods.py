@@ -14,18 +14,23 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from torch import Tensor, nn
 
 from fedbn_flwr.carriers import Pending, Redo
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.gathering import gather_statistics
 from fedbn_flwr.journal import ANSWERS, forget, note_sent, recall
 from fedbn_flwr.local_state import KEPT, LocalState
 from fedbn_flwr.randomness import default_generators, set_default_generators
-from fedbn_flwr.records import from_record, merged_config, to_record
+from fedbn_flwr.records import from_record, merged_config, tensors, to_record, to_state
 from fedbn_flwr.rules import OUTBOX, Rules, bn_rules
 from fedbn_flwr.state import split_state
+from fedbn_flwr.strategies.recalibration import to_entries
+from fedbn_flwr.wrappers import unwrap, view_with_names, wrapper_prefix
 
-__all__ = ["Rules", "answer_query", "bn_rules", "local_bn"]
+__all__ = ["Rules", "answer_query", "answer_statistics", "bn_rules", "local_bn"]
 
 CallNext = Callable[[Message, Context], Message]
 _PROPERTIES, _WHOLE, _RANDOM = "properties", "fedbn-flwr.whole", "fedbn-flwr.step.generators"
@@ -43,7 +48,7 @@ def local_bn(message: Message, context: Context, call_next: CallNext) -> Message
             is not finite; or the app's reply is not the whole model.
     """
     kind = message.metadata.message_type.partition(".")[0]
-    if kind == MessageType.QUERY or not message.content.array_records:
+    if not message.content.array_records:
         return _signed(call_next(message, context), context)
     told = merged_config(message)
     if "fedtan-attempt" in told:
@@ -182,3 +187,48 @@ def _reopen(message: Message, context: Context, told: dict[str, Any]) -> None:
         set_default_generators(context.state.config_records[_RANDOM])
     model, config = recall(context, arrays, {**told, "array-names": json.dumps(names)})
     message.content[first] = to_record(dict(zip(json.loads(config["array-names"]), model, strict=True)))
+
+
+def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:
+    """Answer ``query.statistics``: gather BN statistics under the received weights in one pass over the training data.
+
+    ::
+
+        @app.query("statistics")
+        def statistics(msg: Message, context: Context) -> Message:
+            return answer_statistics(msg, context, Net(), trainloader(context))
+
+    ``StaticBN``, ``recalibrate=True`` and ``eval_on="recalibrated"`` ask for it.
+
+    Args:
+        message: the query, with the model.
+        context: Flower's context.
+        model: takes the received state; on its device.
+        loader: a ``DataLoader`` whose batches are (inputs, targets); it is read in the order of its data set.
+
+    Raises:
+        StateError: the received entries do not fit the model.
+    """
+    received = next(iter(message.content.array_records.values()))
+    view_with_names(model, received).load_state_dict(tensors(from_record(received)))
+    data = _Loaded(loader)
+    found = gather_statistics(unwrap(model), data, batch_size=loader.batch_size or len(data))
+    prefix = wrapper_prefix(received, unwrap(model).state_dict())
+    entries = {prefix + name: entry for name, entry in to_entries(found, unwrap(model).state_dict()).items()}
+    key = next(iter(message.content.array_records))
+    metrics = MetricRecord({"num-examples": len(data)})
+    return Message(RecordDict({key: to_record(to_state(entries)), "metrics": metrics}), reply_to=message)
+
+
+class _Loaded:
+    """A loader's data set as ``Batches``."""
+
+    def __init__(self, loader: Any) -> None:
+        self._data, self._collate = loader.dataset, loader.collate_fn
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._collate([self._data[int(i)] for i in positions])
+        return inputs, targets

@@ -14,11 +14,12 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.exchange import PromptGrid
-from fedbn_flwr.mods import answer_query, bn_rules, local_bn
+from fedbn_flwr.mods import answer_query, answer_statistics, bn_rules, local_bn
 from fedbn_flwr.records import from_record, to_record
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import split_state
@@ -36,6 +37,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
     Standalone,
+    StaticBN,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 
@@ -125,6 +127,12 @@ def app(mlp, datasets) -> Make:
             return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
         if query:
+
+            @made.query("statistics")
+            def statistics(msg: Message, context: Context) -> Message:
+                data = datasets[int(context.node_config["partition-id"])]
+                loader = DataLoader(TensorDataset(data.inputs, data.targets), BATCH, shuffle=True)
+                return answer_statistics(msg, context, model(), loader)
 
             @made.query()
             def answer(msg: Message, context: Context) -> Message:
@@ -241,6 +249,14 @@ def test_fedtan_in_the_users_loop(federate, drive, app, datasets, mlp, same_bits
     assert not [key for i in range(3) for key in theirs.grid.context(i).state if "step" in key], "no journal is left"
 
 
+@pytest.mark.parametrize("make", [StaticBN, functools.partial(SiloBN, recalibrate=True)], ids=["staticbn", "silobn"])
+def test_statistics_gathered_from_a_loader(federate, drive, app, datasets, mlp, same_bits, make: Any) -> None:
+    ours = federate(make(), mlp, datasets)
+    theirs = drive(make(), app(ruled, query=True))
+    same_bits(theirs.state, ours.state)
+    same_reports(theirs.strategy, ours.strategy)
+
+
 def test_fedbs_weighs_by_the_users_metric(federate, drive, app, datasets, mlp) -> None:
     ours = federate(FedBS(fedbs_rounds=9), mlp, datasets, rounds=2)
     theirs = drive(FedBS(fedbs_rounds=9, loss_key="train_loss"), app(), rounds=2)
@@ -270,6 +286,7 @@ MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
         1,
         f"rule 'report-drift' of strategy 'fixbn'. {RULES}",
     ),
+    "staticbn": (StaticBN, 1, f"rule 'untracked-statistics' of strategy 'staticbn'. {RULES}"),
     "fedtan": (FedTAN, 1, f"rule 'synchronise-first-step' of strategy 'fedtan'. {RULES}"),
     "feddna": (FedDNA, 1, f"rule 'synchronise-first-step' of strategy 'feddna'. {RULES}"),
     "fedtan2": (
