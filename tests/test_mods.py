@@ -503,7 +503,7 @@ def test_a_start_of_the_users_own_begins_the_method(app, mlp) -> None:
         assert [report.phase for report in strategy.reports] == ["train", "frozen", "frozen"]
         unknown = Own(freeze_at=0.5)
         unknown.told = ConfigRecord()
-        with pytest.raises(ConfigError, match="how many there are is not known here"):
+        with pytest.raises(ConfigError, match="needs the number of rounds"):
             unknown.start(grid, to_record(mlp().state_dict()))
 
 
