@@ -286,7 +286,7 @@ MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
         1,
         f"rule 'report-drift' of strategy 'fixbn'. {RULES}",
     ),
-    "staticbn": (StaticBN, 1, f"rule 'untracked-statistics' of strategy 'staticbn'. {RULES}"),
+    "staticbn": (StaticBN, 1, "under staticbn. The client's training must run inside `with bn_rules(model, msg."),
     "fedtan": (FedTAN, 1, f"rule 'synchronise-first-step' of strategy 'fedtan'. {RULES}"),
     "feddna": (FedDNA, 1, f"rule 'synchronise-first-step' of strategy 'feddna'. {RULES}"),
     "fedtan2": (

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.averaging import State
-from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.gathering import tracking_layers
 from fedbn_flwr.strategies.fedavg import FedAvg, Reply, joined
 from fedbn_flwr.training import Rule
@@ -65,6 +65,7 @@ class StaticBN(FedAvg):
     source = "Diao 2021, arXiv:2010.01264"
     needs_batchnorm = True
     gathers = True
+    proved = FedAvg.proved | {"untracked-statistics"}  # by the statistics of the reply
     rules = {"untracked-statistics": _untracked}
 
     def client_config(self, server_round: int) -> dict[str, Any]:
@@ -76,9 +77,9 @@ class StaticBN(FedAvg):
         super().check(server_round, reply, before)
         for name in self._untracked_names():
             if not np.array_equal(reply.state[name], before[name]):
-                raise ReplyError(
-                    f"entry '{name}' changed in training, which tracks no statistics under staticbn: the client's "
-                    "training must apply the rule 'untracked-statistics'"
+                raise ClientPartError(
+                    f"entry '{name}' changed in training, which tracks no statistics under staticbn. The client's "
+                    'training must run inside `with bn_rules(model, msg.content["config"]):`.'
                 )
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
