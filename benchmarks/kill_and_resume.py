@@ -102,6 +102,9 @@ def wait(process: BaseProcess, out: Path, draw: random.Random, seconds: float) -
         return
     while process.exitcode is None and changed(out / "config.yaml") == before:
         process.join(0.002)
+    history = changed(out / "metrics.jsonl")  # cut back by now; its next line is this process's first round
+    while process.exitcode is None and changed(out / "metrics.jsonl") == history:
+        process.join(0.002)
     process.join(draw.uniform(0, seconds / 2))
 
 
@@ -122,7 +125,7 @@ def torment(settings: dict[str, Any], folder: Path, engine: Engine, kills: int, 
     method = settings["strategy"]
     whole = folder / method
     expected = finish(begin(settings, whole, engine), whole)["sha256"]
-    seconds = changed(whole / "metrics.jsonl") - changed(whole / "config.yaml")
+    seconds = sum(line["seconds"] for line in read_metrics(whole / "metrics.jsonl")[1:])
     done, again, resumed, hashes = 0, 0, 0, list[str]()
     while done < kills or not hashes:
         out = folder / f"{method}-{len(hashes)}"
