@@ -37,8 +37,10 @@ CASES = {
     "local momentum": {"strategy": "fedavg", **MOMENTUM},
     "local momentum beside local parts": {"strategy": "fedbn", **MOMENTUM},
     "global momentum": {"strategy": "silobn", **MOMENTUM, "momentum-scope": "global"},
-    "tests with averaged BN": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn"},
-    "recalibrated": {"strategy": "fedavg", "recalibrate": True},
+    "tests with averaged BN": {
+        **{"strategy": "fedbn", "eval-on": "personal-own,averaged-bn", "fraction-train": 0.34},  # one client a round
+    },
+    "recalibrated, then frozen": {"strategy": "fixbn", "recalibrate": True, "eval-every": 2},
     "half of the clients": {"strategy": "fedbn", "fraction-train": 0.5, "num-clients": 4},
     "half of the clients, scaffold": {"strategy": "scaffold", "fraction-train": 0.5, "num-clients": 4},
 }
