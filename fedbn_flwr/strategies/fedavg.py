@@ -282,7 +282,7 @@ class FedAvg(FlowerFedAvg):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what outlives a round of a begun run beside the model, by attribute: JSON values and arrays, in trees."""
+        """Return what outlives a round of a begun run beside the model: JSON values and arrays by attribute."""
         return {name: getattr(self, name) for name in self._lasting()}
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
