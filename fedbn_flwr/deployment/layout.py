@@ -95,12 +95,16 @@ class Layout:
             for k in range(1, self.num_nodes + 1):
                 service = found.get(f"{prefix}{k}{variant}") or _renumbered(first, k)
                 if prefix == "supernode-":
-                    told = self.node_configs[k - 1] if self.node_configs else ""
-                    command = [*service.command]
-                    command[-1] = told or f"partition-id={k - 1} num-partitions={self.num_nodes}"
-                    service = replace(service, command=tuple(command))
+                    *command, told = service.command
+                    told = self.node_configs[k - 1] if self.node_configs else self._share(told, k - 1)
+                    service = replace(service, command=(*command, told))
                 result[service.name] = service
         return result
+
+    def _share(self, node_config: str, partition_id: int) -> str:
+        """Return a node's config with its partition of as many as there are nodes."""
+        own = re.sub(r"(?<=partition-id=)\d+", str(partition_id), node_config)
+        return re.sub(r"(?<=num-partitions=)\d+", str(self.num_nodes), own)
 
     def prepare(self) -> None:
         """Make the folders behind volumes, and copies, with their text in place, of files mounted into them."""

@@ -100,7 +100,8 @@ def test_nodes_beyond_the_file_are_made_after_its_first(layout: Layout, tmp_path
     assert nodes == [f"supernode-{n}" for n in range(1, 6)]
     for n in range(1, 6):
         node, executor = services[f"supernode-{n}"], services[f"superexec-clientapp-{n}"]
-        assert node.command[-1] == f"partition-id={n - 1} num-partitions=5"
+        own = layout.state(node.name) / "state" / "parts"
+        assert node.command[-1] == f"partition-id={n - 1} num-partitions=5 state-dir='{own}'"
         assert f"--auth-supernode-private-key={tmp_path}/certs/node-{n}/node.key" in node.command
         assert f"--host={layout.addresses[node.name]}" in node.command
         assert f"--runtime-api-address={layout.addresses[node.name]}:9094" in executor.command
