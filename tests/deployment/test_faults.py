@@ -17,6 +17,7 @@ from fedbn_flwr.deployment import Federation
 from fedbn_flwr.deployment.federation import Outcome
 from fedbn_flwr.engines.processes import running
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.sealed import read_sealed
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -30,7 +31,14 @@ class Run:
     def __init__(self, federation: Federation, out: Path, settings: dict[str, Any]) -> None:
         self.out = out
         self._outcome: list[Outcome] = []
-        given = {"num-server-rounds": ROUNDS, "local-steps": 2, "batch-size": 16, "num-clients": NODES, **settings}
+        given: dict[str, Any] = {
+            "num-server-rounds": ROUNDS,
+            "local-steps": 2,
+            "batch-size": 16,
+            "num-clients": NODES,
+            **settings,
+        }
+        self.num_rounds = given["num-server-rounds"]
 
         def work() -> None:
             self._outcome.append(federation.run({**given, "out": str(out)}))
@@ -52,7 +60,7 @@ class Run:
         """Wait for the end, which must be a good one; return the summary."""
         self._thread.join()
         self._outcome[0].check()
-        assert len(self.lines()) == ROUNDS
+        assert len(self.lines()) == self.num_rounds
         summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
         return summary
 
@@ -158,3 +166,25 @@ def test_a_node_that_is_killed_in_mid_round_and_never_back(exchange: str, federa
     assert run.lines()[0]["participants"] == [0, 1, 2]
     assert [line["participants"] for line in run.lines()[1:]] == [[0, 1]] * (ROUNDS - 1)
     assert "(partition 2): " in run.lines()[1]["rejected"][0]
+
+
+def test_a_node_that_is_killed_and_comes_back_has_its_part(federation, begin) -> None:
+    """A new SuperNode process, with nothing in memory: its BN layers go on from the folder, as their counters tell."""
+    run = begin(strategy="fedbn", num_server_rounds=6)
+    run.wait_for_round(1)
+    next_client_of(federation, 3)
+    for name in ("superexec-clientapp-3", "supernode-3"):
+        federation.kill(name)
+    for name in ("supernode-3", "superexec-clientapp-3"):
+        federation.restart(name)
+    run.end()
+    took_part = [line["round"] for line in run.lines() if 2 in line["participants"]]
+    assert took_part[0] == 1
+    assert took_part[-1] == 6
+    assert len(took_part) < 6
+    (kept,) = federation.layout.state("supernode-3").glob("state/parts/*/partition-2/*.6.safetensors")
+    entries = [entry for record in read_sealed(kept)["kept"].values() for entry in record.items()]
+    trained = [int(value) for name, value in entries if name.endswith("num_batches_tracked")]
+    # A step whose reply came too late for its round may count too.
+    assert all(2 * len(took_part) <= count <= 12 for count in trained)
+    assert trained
