@@ -22,7 +22,7 @@ from fedbn_flwr.evaluation import evaluate
 from fedbn_flwr.gathering import gather_statistics
 from fedbn_flwr.journal import ANSWERS, forget, recall
 from fedbn_flwr.local_state import LocalState
-from fedbn_flwr.records import tensors, to_state
+from fedbn_flwr.records import listed, tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import Part, split_state
 from fedbn_flwr.state_folder import Continuity
@@ -31,7 +31,16 @@ from fedbn_flwr.strategies.recalibration import to_entries
 from fedbn_flwr.strategies.roster import UNUSABLE
 from fedbn_flwr.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training import Batches, LocalTraining, train
-from fedbn_flwr.wire import ARRAY_NAMES, Config, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.wire import (
+    APPLIED,
+    ARRAY_NAMES,
+    PROPERTIES,
+    Config,
+    describe,
+    open_message,
+    reply_to_evaluate,
+    reply_to_fit,
+)
 from fedbn_flwr.wrappers import unwrap, wrapper_prefix
 
 __all__ = ["ARRAY_NAMES", "TorchClient", "client_app"]
@@ -147,9 +156,8 @@ class TorchClient(NumPyClient):
         store.remember({type(rule).__name__: to_state(rule.keep()) for rule in rules}, server_round)
         store.save(server_round)
         if rules:
-            metrics["rules-applied"] = config["rules"]
-        if kept := store.sha256():
-            metrics |= {"local-sha256": kept, "local-home": store.home}
+            metrics[APPLIED] = config["rules"]
+        metrics |= store.claim()
         returned = {prefix + name: state[name] for name in shared}
         for record, entries in ((r, e) for rule in rules for r, e in rule.reply().items()):
             returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
@@ -168,7 +176,7 @@ class TorchClient(NumPyClient):
         self._load(parameters, config, self._store(config))
         metrics: Config = {}
         first: tuple[float, int] | None = None
-        asked = [name for name in str(config.get("test-sets", "")).split(",") if name] or list(self.test_data)
+        asked = listed(config, "test-sets") or list(self.test_data)
         for name in asked:
             result = evaluate(self.model, self.test_data[name], task=self.task)
             prefix = f"{name}-" if name else ""
@@ -211,7 +219,7 @@ class TorchClient(NumPyClient):
         return store
 
     def _local_parts(self, config: Config) -> frozenset[Part]:
-        return frozenset(Part(name) for name in str(config.get("local-parts", "")).split(",") if name)
+        return frozenset(Part(name) for name in listed(config, "local-parts"))
 
     def _load(
         self, parameters: list[Array], config: Config, store: LocalState
@@ -296,7 +304,7 @@ def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
             properties = {"partition-id": int(context.node_config["partition-id"]), **properties}
         reply = describe(message, properties)
         if unusable:
-            reply.content["properties"] = ConfigRecord({UNUSABLE: unusable})
+            reply.content[PROPERTIES] = ConfigRecord({UNUSABLE: unusable})
         return reply
 
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from logging import WARNING
 
 from flwr.app import Message, RecordDict
@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import EngineError
 
-__all__ = ["PromptGrid", "prompt"]
+__all__ = ["PromptGrid", "prompt", "pull", "push"]
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.1
 
@@ -71,18 +71,13 @@ class PromptGrid(Grid):
         Raises:
             EngineError: the messages could not be pushed.
         """
-        batch = list(messages)
-        waiting = self._push(batch)
+        waiting = push(self, list(messages))
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[Message] = []
         pause = _FIRST_WAIT
         while waiting:
-            arrived = list(self.pull_messages(list(waiting)))
-            for reply in arrived:
-                node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if node_id is not None:
-                    reply.metadata.__dict__["_src_node_id"] = node_id
-                    replies.append(reply)
+            arrived = pull(self, waiting)
+            replies += arrived
             if not waiting:
                 break
             left = _LONGEST_WAIT if deadline is None else deadline - time.monotonic()
@@ -94,14 +89,33 @@ class PromptGrid(Grid):
             time.sleep(min(pause, left))
         return replies
 
-    def _push(self, batch: list[Message]) -> dict[str, int]:
-        """Push the messages; return message id -> node id of those that went out."""
-        node_ids = [message.metadata.dst_node_id for message in batch]
-        message_ids = list(self.push_messages(batch))
-        if len(message_ids) != len(batch):  # Flower's answer to a payload it refuses as a whole
-            raise EngineError(
-                f"only {len(message_ids)} of {len(batch)} messages could be pushed (too large? the log says why)"
-            )
-        if lost := [str(node_id) for i, node_id in zip(message_ids, node_ids, strict=True) if not i]:
-            log(WARNING, "Messages to node(s) %s could not be pushed; going on without.", ", ".join(lost))
-        return {i: node_id for i, node_id in zip(message_ids, node_ids, strict=True) if i}
+
+def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
+    """Push the messages; return message id -> node id of those that went out.
+
+    Raises:
+        EngineError: the messages could not be pushed.
+    """
+    node_ids = [message.metadata.dst_node_id for message in messages]
+    message_ids = list(grid.push_messages(messages))
+    if len(message_ids) != len(messages):  # Flower's answer to a payload it refuses as a whole
+        raise EngineError(
+            f"only {len(message_ids)} of {len(messages)} messages could be pushed (too large? the log says why)"
+        )
+    if lost := [str(node_id) for i, node_id in zip(message_ids, node_ids, strict=True) if not i]:
+        log(WARNING, "Messages to node(s) %s could not be pushed; going on without.", ", ".join(lost))
+    return {i: node_id for i, node_id in zip(message_ids, node_ids, strict=True) if i}
+
+
+def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
+    """Return the replies that are there, and take the messages they answer out of ``waiting``.
+
+    The error reply for a lost node does not carry that node's id: every reply is given that of the node asked.
+    """
+    replies = []
+    for reply in grid.pull_messages(list(waiting)):
+        node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
+        if node_id is not None:
+            reply.metadata.__dict__["_src_node_id"] = node_id
+            replies.append(reply)
+    return replies

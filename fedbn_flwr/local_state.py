@@ -115,9 +115,14 @@ class LocalState:
             self._write(_RULES, entries, server_round)
 
     def sha256(self) -> str:
-        """Return the SHA-256 of what is kept, "" for nothing: what a client may tell of it."""
+        """Return the SHA-256 of what is kept, "" for nothing."""
         kept = {f"{key}/{name}": array for key in (KEPT, _RULES) for name, array in self._read(key).items()}
         return state_sha256(kept) if kept else ""
+
+    def claim(self) -> dict[str, str]:
+        """Return what a reply tells of what is kept: its hash and its home; nothing where nothing is kept."""
+        kept = self.sha256()
+        return {"local-sha256": kept, "local-home": self.home} if kept else {}
 
     def _read(self, key: str) -> Mapping[str, Array]:
         if self._context is None or key not in self._context.state:

@@ -28,12 +28,13 @@ from fedbn_flwr.records import from_record, merged_config, tensors, to_record, t
 from fedbn_flwr.rules import OUTBOX, Rules, bn_rules
 from fedbn_flwr.state import split_state
 from fedbn_flwr.strategies.recalibration import to_entries
+from fedbn_flwr.wire import ARRAY_NAMES, PROPERTIES, open_message
 from fedbn_flwr.wrappers import unwrap, view_with_names, wrapper_prefix
 
 __all__ = ["Rules", "answer_query", "answer_statistics", "bn_rules", "local_bn"]
 
 CallNext = Callable[[Message, Context], Message]
-_PROPERTIES, _WHOLE, _RANDOM = "properties", "fedbn-flwr.whole", "fedbn-flwr.step.generators"
+_WHOLE, _RANDOM = "fedbn-flwr.whole", "fedbn-flwr.step.generators"
 
 
 def local_bn(message: Message, context: Context, call_next: CallNext) -> Message:
@@ -52,7 +53,7 @@ def local_bn(message: Message, context: Context, call_next: CallNext) -> Message
         return _signed(call_next(message, context), context)
     told = merged_config(message)
     if "fedtan-attempt" in told:
-        _reopen(message, context, told)
+        _reopen(message, context)
     key, received = next(iter(message.content.array_records.items()))
     whole, local = _completed(received, context, told)
     if local:
@@ -152,7 +153,7 @@ def _take_out(
         store = _store(context, whole)
         store.keep(from_record(ArrayRecord({name: state[name] for name in local})), server_round)
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
-        _say(reply, {"local-sha256": store.sha256(), "local-home": store.home})
+        _say(reply, store.claim())
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
     for metrics in reply.content.metric_records.values():
@@ -171,22 +172,21 @@ def _signed(reply: Message, context: Context) -> Message:
 
 def _say(reply: Message, said: Mapping[str, Any]) -> None:
     """Add to the record in which the client part speaks for itself."""
-    known: Mapping[str, Any] = reply.content.config_records.get(_PROPERTIES, {})
+    known: Mapping[str, Any] = reply.content.config_records.get(PROPERTIES, {})
     if said:
-        reply.content[_PROPERTIES] = ConfigRecord({**known, **said})
+        reply.content[PROPERTIES] = ConfigRecord({**known, **said})
 
 
-def _reopen(message: Message, context: Context, told: dict[str, Any]) -> None:
+def _reopen(message: Message, context: Context) -> None:
     """Put the round's model into a message of FedTAN's exchange, and the random generators where they were."""
-    first, *_ = records = list(message.content.array_records)
-    names = [name if i == 0 else f"{key}/{name}" for i, key in enumerate(records) for name in message.content[key]]
-    arrays = [array for key in records for array in from_record(message.content.array_records[key]).values()]
+    first = next(iter(message.content.array_records))
+    arrays, config = open_message(message)
     if message.content.array_records[first]:
         context.state[_RANDOM] = ConfigRecord(default_generators())  # type: ignore[arg-type]
     else:
         set_default_generators(context.state.config_records[_RANDOM])
-    model, config = recall(context, arrays, {**told, "array-names": json.dumps(names)})
-    message.content[first] = to_record(dict(zip(json.loads(config["array-names"]), model, strict=True)))
+    model, config = recall(context, arrays, config)
+    message.content[first] = to_record(dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True)))
 
 
 def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:

@@ -15,7 +15,17 @@ from flwr.app import ArrayRecord, Message
 from fedbn_flwr.averaging import Array, State
 from fedbn_flwr.errors import StateError
 
-__all__ = ["decode", "from_record", "merged_config", "num_bytes", "state_sha256", "tensors", "to_record", "to_state"]
+__all__ = [
+    "decode",
+    "from_record",
+    "listed",
+    "merged_config",
+    "num_bytes",
+    "state_sha256",
+    "tensors",
+    "to_record",
+    "to_state",
+]
 
 # Version 1.0 of NumPy's file format, an array in C order; the header ends in a line feed.
 _NPY = re.compile(
@@ -71,6 +81,11 @@ def decode(array: FlowerArray) -> Array:
 def merged_config(message: Message) -> dict[str, Any]:
     """Return all that the message's ConfigRecords say."""
     return {key: value for record in message.content.config_records.values() for key, value in record.items()}
+
+
+def listed(config: Mapping[str, Any], key: str) -> list[str]:
+    """Return the words of the comma list ``key``; none where it is not told."""
+    return [word for word in str(config.get(key, "")).split(",") if word]
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:

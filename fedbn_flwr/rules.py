@@ -18,15 +18,15 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.journal import ANSWERS, seat
 from fedbn_flwr.local_state import LocalState
-from fedbn_flwr.records import from_record, merged_config, tensors, to_record, to_state
+from fedbn_flwr.records import from_record, listed, merged_config, tensors, to_record, to_state
 from fedbn_flwr.state import split_state
 from fedbn_flwr.strategies import client_rules
 from fedbn_flwr.training import Rule
+from fedbn_flwr.wire import APPLIED
 from fedbn_flwr.wrappers import view_with_names
 
-__all__ = ["APPLIED", "OUTBOX", "Rules", "bn_rules"]
+__all__ = ["OUTBOX", "Rules", "bn_rules"]
 
-APPLIED = "rules-applied"  # the client's word in its reply: which of the rules it was told it applied
 OUTBOX = "fedbn-flwr.outbox"  # in Context.state, from the end of the block to the mod
 
 
@@ -144,8 +144,7 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
     if "fedtan-attempt" in config and context is not None:
         config["fedtan-seat"] = seat(context, config)
     config["local-names"] = json.loads(config.get("local-entries", "[]"))
-    names = [name for name in str(config.get("rules", "")).split(",") if name]
-    rules = dict(zip(names, client_rules(config), strict=True))
+    rules = dict(zip(listed(config, "rules"), client_rules(config), strict=True))
     needy = [name for name, rule in rules.items() if _overrides(rule, "receive", "reply", "keep", "around")]
     store: LocalState | None = None
     if message is not None and context is not None:

@@ -18,10 +18,21 @@ from fedbn_flwr.averaging import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.records import decode, merged_config
 
-__all__ = ["ARRAY_NAMES", "Config", "describe", "open_message", "reply_to_evaluate", "reply_to_fit"]
+__all__ = [
+    "APPLIED",
+    "ARRAY_NAMES",
+    "PROPERTIES",
+    "Config",
+    "describe",
+    "open_message",
+    "reply_to_evaluate",
+    "reply_to_fit",
+]
 
 Config = dict[str, Any]
 ARRAY_NAMES = "array-names"
+PROPERTIES = "properties"  # the ConfigRecord of a reply in which the client part speaks for itself
+APPLIED = "rules-applied"  # its word there: which of the rules it was told it applied
 
 
 def open_message(message: Message) -> tuple[list[Array], Config]:
@@ -84,4 +95,4 @@ def _report(content: RecordDict, num_examples: int, metrics: Config) -> None:
     numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
     content["metrics"] = MetricRecord({"num-examples": num_examples, **numbers})
     if any(isinstance(value, (str, bytes)) for value in metrics.values()):
-        content["properties"] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})
+        content[PROPERTIES] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})

@@ -18,6 +18,7 @@ from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, Dataset, View, load_d
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import HERE, Config
 from fedbn_flwr.models import build_model, input_shape
+from fedbn_flwr.records import listed
 from fedbn_flwr.state import split_state
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -250,7 +251,7 @@ def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]
     node = context.node_config
     if "data-path" in node:
         channels, size = input_shape(config.model, DATASETS[config.dataset].channels, DATASETS[config.dataset].size)
-        classes = tuple(filter(None, str(node.get("data-classes", "")).split(",")))
+        classes = tuple(listed(node, "data-classes"))
         device = str(pick_device(config.device))
         data = load_own(str(node["data-path"]), config.dataset, channels, size, classes, device)
         augment = Augment.parse(config.augment)

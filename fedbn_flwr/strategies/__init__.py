@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.errors import unknown_name
+from fedbn_flwr.records import listed
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedavgm import FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN
@@ -66,7 +67,7 @@ def client_rules(config: Mapping[str, Any]) -> list[Rule]:
         ConfigError: the message asks for a rule this version does not have.
     """
     known = {name: make for strategy in STRATEGIES.values() for name, make in strategy.rules.items()}
-    asked = [name for name in str(config.get("rules", "")).split(",") if name]
+    asked = listed(config, "rules")
     for name in asked:
         if name not in known:
             raise unknown_name("client rule", name, known)

@@ -32,8 +32,9 @@ from flwr.common import log
 
 from fedbn_flwr.averaging import State
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.strategies.fedavg import FedAvg, Reply
+from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
+from fedbn_flwr.strategies.replies import Reply
 
 __all__ = ["FedBS", "FedBSParams"]
 

@@ -31,7 +31,8 @@ import numpy as np
 from fedbn_flwr.averaging import Array, State
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.state import split_state
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.strategies.replies import Reply
 
 __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOpt", "FedYogi", "FedYogiParams"]
 

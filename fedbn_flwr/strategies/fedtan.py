@@ -40,7 +40,8 @@ from fedbn_flwr.carriers.meeting import Member
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, unknown_name
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.strategies.carry import Carried, carry_by_channel, carry_by_meeting, carry_by_messages, with_config
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, acknowledged, joined
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.strategies.replies import acknowledged
 from fedbn_flwr.syncbn import Backward, Exchanges, synchronised
 from fedbn_flwr.training import Compute, Rule, StepResult
 
@@ -215,7 +216,7 @@ class FedTAN(FedAvg):
         sizes = {node_id: member.batch_size for node_id, member in members.items()}
         messages = [with_config(m, {"fedtan-batch-size": sizes[m.metadata.dst_node_id]}) for m in messages]
         params: FedTANParams = self.params
-        limits = params.fedtan_timeout, max(params.fedtan_timeout, self._timeout), params.min_replies
+        limits = params.fedtan_timeout, max(params.fedtan_timeout, self._post.timeout), params.min_replies
         if callable(getattr(grid, "open_meeting", None)):
             self._carried = carry_by_meeting(grid, messages, members, *limits)
         elif params.fedtan_exchange == "channel":
@@ -237,7 +238,7 @@ class FedTAN(FedAvg):
             report.train.down += moved.down
             report.train.up += moved.up
             for node_id, reason in dropped.items():
-                node = self._roster.of(node_id)
+                node = self._post.roster.of(node_id)
                 report.reject(node_id, f"{node}: {reason}")
                 log(WARNING, "round %d: %s %s; the step was redone without it", server_round, node, reason)
             # A client that was dropped has no part in the round, whatever it trained on its own. One that never took
@@ -250,7 +251,7 @@ class FedTAN(FedAvg):
         return super().aggregate_train(server_round, replies)
 
     def _member(self, message: Message) -> Member:
-        node = self._roster.of(message.metadata.dst_node_id)
+        node = self._post.roster.of(message.metadata.dst_node_id)
         if node.num_examples is None or not node.batch_size:
             raise ConfigError(
                 f"strategy {self.name!r} needs to know the training examples and the first batch's size of {node} "

@@ -41,7 +41,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.averaging import State, normalise
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply, joined
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.strategies.replies import Reply
 from fedbn_flwr.training import Rule
 
 __all__ = ["FixBN", "FixBNParams", "FreezeBN", "FreezeSettings", "Freezing", "ReportDrift", "freeze_round"]

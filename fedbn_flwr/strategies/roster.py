@@ -18,10 +18,10 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.wire import PROPERTIES
 
-__all__ = ["PROPERTIES", "UNUSABLE", "Node", "Roster"]
+__all__ = ["UNUSABLE", "Node", "Roster"]
 
-PROPERTIES = "properties"  # the ConfigRecord of a reply in which the client part speaks for itself
 UNUSABLE = "unusable"  # in the answer of a node that has no usable data: why
 
 

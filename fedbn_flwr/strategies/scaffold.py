@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from fedbn_flwr.averaging import State, weighted_sum
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, Reply, joined
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.strategies.replies import Reply
 from fedbn_flwr.training import Entries, Extras, Rule
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldParams"]

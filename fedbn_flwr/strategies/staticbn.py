@@ -28,7 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.averaging import State
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.gathering import tracking_layers
-from fedbn_flwr.strategies.fedavg import FedAvg, Reply, joined
+from fedbn_flwr.strategies.fedavg import FedAvg, joined
+from fedbn_flwr.strategies.replies import Reply
 from fedbn_flwr.training import Rule
 
 __all__ = ["StaticBN", "Untracked"]

@@ -7,8 +7,8 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.strategies import FedAvg, FedProx
-from fedbn_flwr.strategies.fedavg import Reply
 from fedbn_flwr.strategies.fedbs import FedBS
+from fedbn_flwr.strategies.replies import Reply
 from fedbn_flwr.strategies.roster import Node
 
 

@@ -8,7 +8,7 @@ import pytest
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, fedavg
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, server
 
 
 def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatch) -> None:
@@ -32,7 +32,7 @@ def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatc
         assert after == 0
         return FlowerFedAvg.start(strategy, grid, arrays, *rest)
 
-    monkeypatch.setattr(fedavg, "run_rounds", flowers)
+    monkeypatch.setattr(server, "run_rounds", flowers)
     theirs, their_calls = run()
     assert calls == their_calls
     same_bits(ours.state, theirs.state)
