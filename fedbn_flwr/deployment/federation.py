@@ -23,6 +23,7 @@ from fedbn_flwr.errors import EngineError
 __all__ = ["Federation", "Outcome", "nodes_online", "run_app"]
 
 _START_SECONDS = 90.0
+_AWAY_SECONDS = 60.0  # Flower fails the run of a SuperLink that is away for longer
 _CONNECTION = "federation"  # its name in docker/flwr.toml
 
 
@@ -249,7 +250,18 @@ def run_app(
         command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
     before = {run["run-id"] for run in flower_runs(environment, _CONNECTION, prefix)}
     tail = stream(command, environment, on_line)
-    new = [run for run in flower_runs(environment, _CONNECTION, prefix) if run["run-id"] not in before]
-    if len(new) != 1:
-        raise EngineError("flwr run: refused by Flower. Its last words:\n" + "\n".join(tail))
-    return Outcome(new[0]["run-id"], new[0]["status"], tail)
+    # Flower's command ends when the SuperLink goes away, while the run goes on once it is back.
+    last_seen = time.monotonic()
+    while True:
+        try:
+            new = [run for run in flower_runs(environment, _CONNECTION, prefix) if run["run-id"] not in before]
+            last_seen = time.monotonic()
+        except EngineError:
+            if time.monotonic() > last_seen + _AWAY_SECONDS:
+                raise
+            new = [{"status": "unknown"}]
+        if len(new) != 1:
+            raise EngineError("flwr run: refused by Flower. Its last words:\n" + "\n".join(tail))
+        if new[0]["status"].startswith("finished"):
+            return Outcome(new[0]["run-id"], new[0]["status"], tail)
+        time.sleep(0.5)

@@ -145,7 +145,9 @@ def flower_runs(env: Mapping[str, str], connection: str, prefix: Sequence[str] =
         found = json.loads(answer)
     except json.JSONDecodeError as error:
         raise EngineError(f"flwr list gave no JSON: {answer[-500:]!r}") from error
-    runs: list[dict[str, str]] = found.get("runs", [])
+    if "runs" not in found:  # the SuperLink is away, say
+        raise EngineError(f"flwr list: {str(found)[-500:]}")
+    runs: list[dict[str, str]] = found["runs"]
     return runs
 
 
