@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,34 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the running processes that know the folder by argument or environment, this one left out."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                known = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+                state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:  # it ended meanwhile
+                continue
+            if str(folder).encode() in known and state != "Z":
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.fixture(scope="session")
+def await_end() -> Callable[[Path], list[str]]:
+    """``await_end(folder)``: the processes that know the folder and are still there after 15 seconds."""
+
+    def do(folder: Path) -> list[str]:
+        deadline = time.monotonic() + 15  # on a busy machine a killed process takes a moment to be gone
+        while (left := processes_of(folder)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    return do
 
 
 @dataclass

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,32 +21,14 @@ NODES = 3
 SETTINGS = {"num-server-rounds": 3, "local-steps": 3, "batch-size": 16, "num-clients": NODES}
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the running processes that know the folder by argument or environment, this one left out."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                known = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-                state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:  # it ended meanwhile
-                continue
-            if str(folder).encode() in known and state != "Z":
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found
-
-
 @pytest.fixture(scope="module")
-def scratch() -> Iterator[Path]:
+def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
     """A folder whose path is in the arguments or environment of all processes that use it; none is left at the end."""
     folder = Path(tempfile.mkdtemp(prefix="fedbn-net-", dir="/tmp"))
     home = Path(os.environ["FLWR_HOME"])
     before = sorted(home.rglob("*")) if home.is_dir() else []
     yield folder
-    deadline = time.monotonic() + 15  # on a busy machine a killed process takes a moment to be gone
-    while (left := processes_of(folder)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left == [], "nothing is left running"
+    assert await_end(folder) == [], "nothing is left running"
     assert (sorted(home.rglob("*")) if home.is_dir() else []) == before, "Flower's home is untouched"
     shutil.rmtree(folder)
 

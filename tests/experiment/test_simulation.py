@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,12 @@ def matplotlib_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def users_home(tmp_path: Path, matplotlib_cache: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def users_home(
+    tmp_path: Path,
+    matplotlib_cache: str,
+    await_end: Callable[[Path], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Path]:
     """A home that must stay empty, and a folder for temporary files by which the processes of the test are known."""
     home, scratch = tmp_path / "home", Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))  # Ray's sockets: <= 107 bytes
     home.mkdir()
@@ -45,27 +48,9 @@ def users_home(tmp_path: Path, matplotlib_cache: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tempfile.tempdir", None)  # forget what was looked up before
     yield home
     assert list(home.rglob("*")) == [], "the user's Flower home is untouched"
-    deadline = time.monotonic() + 10  # on a busy machine a killed process takes a moment to be gone
-    while (left := processes_of(scratch)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == [], "nothing is left running"
+    assert await_end(scratch) == [], "nothing is left running"
     assert [path.name for path in scratch.iterdir() if path.name.startswith("fedbn-flwr")] == []
     shutil.rmtree(scratch)
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the running processes that know the folder by argument or environment, this one left out."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                known = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-                state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:  # it ended meanwhile
-                continue
-            if str(folder).encode() in known and state != "Z":
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found
 
 
 @pytest.fixture(scope="module")
