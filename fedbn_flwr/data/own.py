@@ -20,7 +20,13 @@ __all__ = ["load_own"]
 
 @functools.lru_cache(maxsize=4)  # in Ray, and in process, a client is made for every message
 def load_own(
-    path: str, like: str, channels: int, size: int, classes: tuple[str, ...] = (), device: str = "cpu"
+    path: str,
+    like: str,
+    channels: int,
+    size: int,
+    classes: tuple[str, ...] = (),
+    device: str = "cpu",
+    num_classes: int = 0,
 ) -> Dataset:
     """Return the data at a path, in the shape a model needs.
 
@@ -28,17 +34,19 @@ def load_own(
         path: an npz file with ``x_train``, ``y_train``, ``x_test``, ``y_test`` (uint8 images (N, H, W) or (N, H, W, 3)
             and their classes), or a folder with a folder of images per class, of which every 5th, by name, is a test
             image. Absolute.
-        like: the data set of the run: number of classes, and mean and std of the pixels.
+        like: the data set of the run: mean and std of the pixels, height to width, and the number of classes.
         channels: 1 or 3.
         size: height and width in pixels.
         classes: names of the class folders in the order of their numbers; those that are absent have no images here.
             Without names the folders are called by their numbers: ``0``, ``1``, ...
         device: where the samples lie.
+        num_classes: of the model, where it has another number than the data set of the run; 0 = that one's.
 
     Raises:
         DataError: nothing there, nothing usable, or not in that form; with the path.
     """
     info, where = DATASETS[like], Path(path)
+    num_classes = num_classes or info.num_classes
     shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
     if not where.is_absolute():
         raise DataError(
@@ -46,9 +54,9 @@ def load_own(
         )
     try:
         if where.is_file():
-            train, test = read_archive(where, info.num_classes)
+            train, test = read_archive(where, num_classes)
         else:
-            files = _class_files(where, classes or tuple(map(str, range(info.num_classes))))
+            files = _class_files(where, classes or tuple(map(str, range(num_classes))))
             refuse_too_large(len(files), shape, channels)
             train, test = read_class_folders(files, shape)
     except READ_ERRORS as error:
@@ -56,9 +64,7 @@ def load_own(
     if not len(train):
         raise DataError(f"data-path={path!r} has no training images.")
     train, test = (reshaped(samples, shape).to(device) for samples in (train, test))
-    return Dataset(
-        path, train, test, info.num_classes, _per_channel(info.mean, channels), _per_channel(info.std, channels)
-    )
+    return Dataset(path, train, test, num_classes, _per_channel(info.mean, channels), _per_channel(info.std, channels))
 
 
 def _class_files(folder: Path, classes: Sequence[str]) -> Files:

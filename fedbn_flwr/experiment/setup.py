@@ -250,10 +250,14 @@ def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]
     """Return a node's training data and its test sets."""
     node = context.node_config
     if "data-path" in node:
-        channels, size = input_shape(config.model, DATASETS[config.dataset].channels, DATASETS[config.dataset].size)
-        classes = tuple(listed(node, "data-classes"))
-        device = str(pick_device(config.device))
-        data = load_own(str(node["data-path"]), config.dataset, channels, size, classes, device)
+        data = load_own(
+            str(node["data-path"]),
+            config.dataset,
+            *image_shape(config)[:2],
+            classes=tuple(listed(node, "data-classes")),
+            device=str(pick_device(config.device)),
+            num_classes=config.num_classes,
+        )
         augment = Augment.parse(config.augment)
         own = View(data.test, None, mean=data.mean, std=data.std)
         return View(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +61,14 @@ class Run:
     def lines(self) -> list[dict[str, Any]]:
         return read_metrics(self.out / "metrics.jsonl")
 
+    def outcome(self) -> Outcome:
+        """Wait for the end, good or bad."""
+        self._thread.join()
+        return self._outcome[0]
+
     def end(self) -> dict[str, Any]:
         """Wait for the end, which must be a good one; return the summary."""
-        self._thread.join()
-        self._outcome[0].check()
+        self.outcome().check()
         assert len(self.lines()) == self.num_rounds
         summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
         return summary
@@ -92,16 +98,21 @@ def bring_back(federation: Federation) -> None:
         time.sleep(2)
 
 
+def apps_of(federation: Federation, superexec: str) -> set[int]:
+    """Return the process ids of the apps that a SuperExec has started and that have not ended."""
+    parent = federation.process(superexec).pid
+    return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+
+
 def next_client_of(federation: Federation, number: int) -> int:
     """Return the process id of the next ClientApp that a node's SuperExec starts, once it is at work.
 
     At work is what has used 1.5 s of CPU time: one that is killed earlier may not yet have taken its message, and is
     started again without anybody noticing.
     """
-    parent = federation.process(f"superexec-clientapp-{number}").pid
 
     def children() -> set[int]:
-        return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+        return apps_of(federation, f"superexec-clientapp-{number}")
 
     before, deadline = children(), time.monotonic() + 300
     while not (new := [child for child in children() - before if running(child) and cpu_seconds(child) > 1.5]):
@@ -199,3 +210,77 @@ def test_a_node_that_is_killed_and_comes_back_has_its_part(federation, begin) ->
     # A step whose reply came too late for its round may count too.
     assert all(2 * len(took_part) <= count <= 12 for count in trained)
     assert trained
+
+
+def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) -> None:
+    """The run fails; resumed from its last checkpoint it ends in the bits of one without the fault."""
+    how = {"strategy": "fedbn", "checkpoint_every": 1}
+    run = begin(**how)
+    run.wait_for_round(2)
+    for app in apps_of(federation, "superexec-serverapp"):
+        os.kill(app, signal.SIGKILL)
+    assert run.outcome().status == "finished:failed"
+    assert 2 <= len(run.lines()) < ROUNDS
+    ours = begin(**how, resume=True).end()
+    theirs = in_process(**how, num_server_rounds=ROUNDS, local_steps=2)
+    assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
+
+
+@contextmanager
+def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
+    """A file where the folder should be: nobody may write there, root neither. Yield what puts it right."""
+    aside = folder.with_name("aside")
+    folder.rename(aside)
+    folder.write_text("in the way")
+
+    def heal() -> None:
+        if folder.is_file():
+            folder.unlink()
+            aside.rename(folder)
+
+    try:
+        yield heal
+    finally:
+        heal()
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[Callable[[], None]]:
+    """A file system of one full page; yield what makes room. Skips the test where mounting is not permitted."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    (folder / "filler").write_bytes(bytes(4096))
+
+    def heal() -> None:
+        subprocess.run(["mount", "-o", "remount,size=4m", str(folder)], check=True)
+
+    try:
+        yield heal
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(not_a_folder, "Not a directory"), (full, "No space left on device")], ids=["file", "full"]
+)
+def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, begin) -> None:
+    """Its node is refused by name until there is room; the others go on, and so does the node afterwards."""
+    folder = federation.layout.state("supernode-3") / "state/parts"
+    folder.mkdir(parents=True, exist_ok=True)
+    with fault(folder) as heal:
+        run = begin(strategy="fedbn")
+        run.wait_for_round(2)
+        heal()
+        run.end()
+        lines = run.lines()
+        newest = max(folder.glob("*/partition-2/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        assert read_sealed(newest)["round"] == ROUNDS
+    assert [line["participants"] for line in lines[:2]] == [[0, 1]] * 2
+    for line in lines[:2]:
+        (told,) = line["rejected"]
+        assert "(partition 2): " in told
+        assert "cannot be written" in told
+        assert reason in told
+    assert lines[-1]["participants"] == [0, 1, 2]
