@@ -11,8 +11,8 @@ from flwr.serverapp import Grid, ServerApp
 from fedbn_flwr.client import client_app as make_client_app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.run import serve
-from fedbn_flwr.experiment.setup import client_fn
 
 __all__ = ["client_app", "server_app"]
 

@@ -11,9 +11,12 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, HERE, Config
+from fedbn_flwr.experiment.federation import count_clients, federation
+from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.output import RunFolder
-from fedbn_flwr.experiment.run import OnRound, centralized, serve
-from fedbn_flwr.experiment.setup import check, client_fn, count_clients, federation
+from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.run import centralized, serve
+from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.experiment.simulation import simulate
 
 __all__ = ["ENGINES", "Engine", "preflight", "run"]

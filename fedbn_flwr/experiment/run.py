@@ -4,44 +4,29 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from logging import INFO
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.common import log
 from flwr.serverapp import Grid
-from torch import nn
 
-from fedbn_flwr.averaging import State
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
-from fedbn_flwr.evaluation import evaluate
 from fedbn_flwr.experiment.checkpoint import Checkpoints, Keeper
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.output import RunFolder, alone, read_metrics, versions
-from fedbn_flwr.experiment.setup import (
-    Federation,
-    check,
-    count_clients,
-    federation,
-    local_training,
-    make_model,
-    make_strategy,
-    pick_device,
-)
-from fedbn_flwr.records import from_record, state_sha256, tensors, to_record, to_state
+from fedbn_flwr.experiment.federation import Federation, count_clients, federation
+from fedbn_flwr.experiment.output import RunFolder, alone, read_metrics
+from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
+from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, pick_device
+from fedbn_flwr.records import from_record, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.state import Part, split_state
-from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.strategies.report import RoundReport, Traffic
+from fedbn_flwr.state import split_state
+from fedbn_flwr.strategies.report import RoundReport
 from fedbn_flwr.training import sgd, train
 
-__all__ = ["OnRound", "centralized", "serve"]
+__all__ = ["centralized", "serve"]
 
-OnRound = Callable[[Mapping[str, Any]], None]
 NODE_GRACE = 15.0  # seconds for the nodes of a federation to be counted
 
 
@@ -90,7 +75,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     if not personal:
         strategy.fraction_evaluate = 0.0
     folder = RunFolder(out, config, (saved.server_round if saved else 0) if begun else None)
-    recorder = _Recorder(folder, config, model, data, strategy, on_round)
+    recorder = Recorder(folder, config, model, data, strategy, on_round)
 
     def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = recorder.after_round(server_round, arrays)
@@ -128,7 +113,7 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     data = federation(config, count_clients(config))
     model = make_model(config).to(pick_device(config.device))
     settings = local_training(config)
-    recorder = _Recorder(RunFolder(out, config), config, model, data, None, on_round)
+    recorder = Recorder(RunFolder(out, config), config, model, data, None, on_round)
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
     try:
@@ -167,7 +152,7 @@ def _server_data(config: Config, num_nodes: int) -> Federation | None:
     try:
         return federation(config, num_nodes)
     except DataError:
-        if any(name in _PREFIX for name in config.evaluations()):
+        if any(name in GLOBAL_TESTS for name in config.evaluations()):
             raise
         return None
 
@@ -189,179 +174,3 @@ def _count_nodes(grid: Grid, config: Config) -> int:
         f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes; or set num-clients=0 to "
         "take all there are."
     )
-
-
-class _Recorder:
-    """Evaluates the global model where asked, and writes a line for each round."""
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        config: Config,
-        model: nn.Module,
-        data: Federation | None,
-        strategy: FedAvg | None,
-        on_round: OnRound | None,
-    ) -> None:
-        self._folder, self._config, self._model = folder, config, model
-        self._strategy, self._on_round = strategy, on_round
-        self._test, self._task = (data.test_view() if data else None), DATASETS[config.dataset].task
-        self._domains = data.domain_views() if data else {}
-        self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))} if data else {}
-        self._clock = time.monotonic()
-
-    def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: called with round 0 before the first and after every round."""
-        if server_round == 0 or self._strategy is None:
-            self._clock = time.monotonic()
-            return None
-        state = from_record(arrays) if self._due(server_round) else None
-        line = self.write(self._strategy.reports[-1], state)
-        return MetricRecord({"accuracy": line["test-accuracy"]}) if "test-accuracy" in line else None
-
-    def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
-        """Evaluate if it is due, add the line of the round and hand it on."""
-        line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
-        for key in ("train-loss", "train-accuracy", "statistics-delta"):
-            if key in report.metrics:
-                line[key] = report.metrics[key]
-        if self._due(report.server_round):
-            line |= self._tested(state)
-        line |= _personal(report)
-        domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
-        clients = report.clients.values() or [report.metrics]
-        line["examples"] = int(sum(client.get("examples-processed", 0) for client in clients))
-        line["dropped-batches"] = int(sum(client.get("dropped-batches", 0) for client in clients))
-        line |= {"participants": report.participants, **_ledger(report.train)}
-        if report.evaluate.exchanges:
-            line |= _ledger(report.evaluate, "evaluation-")
-        if report.evaluations:
-            line["clients"] = report.evaluations
-        if domains:
-            line["domains"] = domains
-        line["seconds"] = round(time.monotonic() - self._clock, 4)
-        line["rejected"] = list(report.rejected.values())
-        if report.kept_previous:
-            line["kept-previous"] = True
-        self._clock = time.monotonic()
-        self._folder.add_round(line)
-        shown = " ".join(f"{k} {line[k]:.4f}" for k in (*_headlines(self._config), "train-loss") if k in line)
-        log(INFO, "round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
-        if self._on_round:
-            self._on_round(line)
-        return line
-
-    def _tested(self, state: State | None) -> dict[str, Any]:
-        """Test the global model as asked, on the whole test set and on each domain's; None = the model as it is."""
-        line: dict[str, Any] = {}
-        domains: dict[str, dict[str, float]] = {}
-        if self._test is None:
-            return line
-        for name in (name for name in self._config.evaluations() if name in _PREFIX):
-            entries = self._strategy.completion(name) if self._strategy else {}
-            if name in _COMPLETED and not entries:
-                continue  # nothing was gathered or shared; the log says why
-            if state is not None:
-                self._model.load_state_dict(tensors({**state, **entries}))
-            by_batch, prefix = name == "global-batch-statistics", _PREFIX[name] + "-"
-            test = functools.partial(evaluate, self._model, task=self._task, batch_statistics=by_batch)
-            line |= test(self._test).named(prefix)
-            if self._domains:
-                metric = prefix + self._task.score
-                domains[metric] = {domain: test(v).named(prefix)[metric] for domain, v in self._domains.items()}
-        return {**line, "domains": domains} if domains else line
-
-    def finish(self, state: State, strategy: FedAvg | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
-        """Write model, curves and summary; return the summary."""
-        lines = read_metrics(self._folder.path / "metrics.jsonl")
-        headline = _headlines(self._config)[0]
-        measured = [line for line in lines if line.get(headline) is not None]
-        best = max(measured, key=lambda line: line[headline], default={})
-        last = measured[-1] if measured else {}
-        kept = ("train-", "test-", "personal-", "domains")
-        final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
-        summary: dict[str, Any] = {
-            "strategy": self._config.strategy,
-            "headline": headline,
-            "final": final,
-            "best": {"round": best.get("round"), headline: best.get(headline)},
-            "rounds": len(lines),
-            "ledger": _totals(lines),
-            "seconds": round(sum(line["seconds"] for line in lines), 3),
-            "rejected": sum(len(line["rejected"]) for line in lines),
-        }
-        frozen_after = getattr(strategy, "frozen_after", None)
-        if frozen_after is not None:
-            summary["frozen-after"] = frozen_after
-        if resumed_after:
-            summary["resumed-after"] = list(resumed_after)
-        local = strategy.local_hashes if strategy else {}
-        summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
-        self._folder.finish(state, _contents(strategy), summary)
-        return summary
-
-    def close(self) -> None:
-        """Free the device memory of the test model."""
-        self._model.cpu()
-
-    def _due(self, server_round: int) -> bool:
-        return server_round % self._config.eval_every == 0 or server_round == self._config.num_server_rounds
-
-
-_COMPLETED = ("averaged-bn", "recalibrated")  # tests of the global model with other BN entries
-_PREFIX = {"global": "test", "global-batch-statistics": "test-batch"}  # of the global model's metrics
-_PREFIX |= {name: f"test-{name}" for name in _COMPLETED}
-_COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
-
-
-def _ledger(traffic: Traffic, prefix: str = "") -> dict[str, int]:
-    values = (traffic.exchanges, traffic.down, traffic.up, traffic.counters_down, traffic.counters_up)
-    return {prefix + key: value for key, value in zip(_COUNTED[1:], values, strict=True)}
-
-
-def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    counted = [(k, v) for line in lines for k, v in line.items() if k.removeprefix("evaluation-") in _COUNTED]
-    totals: dict[str, int] = {}
-    for key, value in counted:
-        totals[key] = totals.get(key, 0) + value
-    return totals
-
-
-def _headlines(config: Config) -> list[str]:
-    score = DATASETS[config.dataset].task.score
-    return [f"{_PREFIX.get(name, name)}-{score}" for name in config.evaluations()]
-
-
-def _personal(report: RoundReport) -> dict[str, float]:
-    """Return the plain mean over clients of each test set's metrics (arXiv:2301.02982, 6.2.1)."""
-    values: dict[str, list[float]] = {}
-    for metrics in report.evaluations.values():
-        for name in ("own", "global"):
-            for what in ("accuracy", "loss", "miou"):
-                if f"{name}-{what}" in metrics and metrics.get(f"{name}-num-examples", 0) > 0:
-                    values.setdefault(f"personal-{name}-{what}", []).append(metrics[f"{name}-{what}"])
-    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
-
-
-def _personal_domains(
-    report: RoundReport, domain_of: Mapping[str, str | None], score: str
-) -> dict[str, dict[str, float]]:
-    """Return the plain mean, over the clients of each domain, of their score on their own test data."""
-    values: dict[str, list[float]] = {}
-    for client, metrics in report.evaluations.items():
-        if metrics.get("own-num-examples", 0) > 0 and (domain := domain_of.get(client)):
-            values.setdefault(domain, []).append(metrics[f"own-{score}"])
-    means = {domain: sum(numbers) / len(numbers) for domain, numbers in values.items()}
-    return {f"personal-own-{score}": means} if means else {}
-
-
-def _contents(strategy: FedAvg | None) -> dict[str, str]:
-    """Say what each part of ``model.safetensors`` holds."""
-    about = {part.value: "global" for part in Part}
-    if strategy:
-        averaged = strategy.completion("averaged-bn")
-        what = "weighted average of the clients' latest" if averaged else "initial values"
-        about |= {part.value: f"{what}: this part stays with the clients" for part in strategy.local}
-        if strategy.recalibrates and strategy.gathered:
-            about[Part.STATISTICS.value] = "gathered from zero from the clients under these weights"
-    return {"format": "pt", **about}

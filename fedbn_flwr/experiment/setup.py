@@ -1,42 +1,30 @@
-"""From a config to the parts of a run: data, split, model, local training, strategy. The same on every node."""
+"""From a config to device, model, local training and strategy: the same on every node; and what cannot run here."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import Context
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.client import TorchClient
-from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, Dataset, View, load_dataset, load_own, split_dataset
+from fedbn_flwr.data import DATASETS, Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import HERE, Config
 from fedbn_flwr.models import build_model, input_shape
-from fedbn_flwr.records import listed
 from fedbn_flwr.state import split_state
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 
 __all__ = [
-    "Federation",
     "check",
-    "client_fn",
-    "count_clients",
-    "federation",
     "image_shape",
     "local_training",
     "make_model",
     "make_strategy",
     "pick_device",
 ]
-
-DEFAULT_CLIENTS = 5  # in process, where num-clients=0 finds no federation to count
 
 
 def pick_device(name: str) -> torch.device:
@@ -119,163 +107,6 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg:
         parts=split_state(model),
         **settings,
     )
-
-
-@dataclass(frozen=True)
-class Federation:
-    """The data of a run and its split: training and test examples of each client by index."""
-
-    dataset: Dataset
-    train: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
-    test: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
-    augment: Augment | None
-
-    def train_view(self, partition_id: int | None = None) -> View:
-        """Return a client's training data; of all clients together without a partition id."""
-        own = np.concatenate(self.train) if partition_id is None else self.train[partition_id]
-        return View(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std, augment=self.augment)
-
-    def test_view(self, partition_id: int | None = None) -> View:
-        """Return a client's own test data, or the whole test set."""
-        own = None if partition_id is None else self.test[partition_id]
-        return View(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
-
-    def domain_views(self) -> dict[str, View]:
-        """Return the test set of each domain (group) that has one, by name; empty where the data have no groups."""
-        data, groups = self.dataset, self.dataset.test.groups
-        if groups is None:
-            return {}
-        found = {name: torch.nonzero(groups == index).flatten() for index, name in enumerate(data.group_names)}
-        return {name: View(data.test, own, mean=data.mean, std=data.std) for name, own in found.items() if len(own)}
-
-    def domain_of(self, partition_id: int) -> str | None:
-        """Return the domain all of a client's test data come from; None where there is no such."""
-        groups = self.test_view(partition_id).groups
-        own = [] if groups is None else torch.unique(groups).tolist()
-        return self.dataset.group_names[own[0]] if len(own) == 1 else None
-
-
-def count_clients(config: Config) -> int:
-    """Return ``num_clients`` or, where it is not set, the groups of a split by group and 5 for the others.
-
-    Raises:
-        DataError: the data is not there.
-    """
-    if config.num_clients or not PARTITIONS[config.partition].by_group:
-        return config.num_clients or DEFAULT_CLIENTS
-    groups = _dataset(config).train.groups
-    return (
-        DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))
-    )  # without groups the split says what is wrong
-
-
-def federation(config: Config, num_clients: int) -> Federation:
-    """Load the data and split it over ``num_clients``.
-
-    Raises:
-        DataError: the data is not there, or cannot be split as asked.
-    """
-    # Only what the data and their split depend on: runs that differ in anything else share them.
-    return _federation(num_clients, _dataset(config), *(getattr(config, key) for key in _SPLIT_KEYS))
-
-
-def _dataset(config: Config) -> Dataset:
-    channels, height, _ = image_shape(config)
-    return load_dataset(config.dataset, config.data_dir, channels, height, pick_device(config.device))
-
-
-_SPLIT_KEYS = (
-    *("augment", "seed", "partition", "partition_alpha"),
-    *("classes_per_client", "num_shards", "shards_per_client", "domain_share"),
-)
-
-
-# A pure function of its arguments, kept for the last few: Flower calls client_fn for every message, and all clients of
-# a process share one copy of the images.
-@functools.lru_cache(maxsize=4)
-def _federation(num_clients: int, data: Dataset, *values: Any) -> Federation:
-    of = dict(zip(_SPLIT_KEYS, values, strict=True))
-    train, test = split_dataset(
-        data,
-        of["partition"],
-        num_clients,
-        seed=of["seed"],
-        alpha=of["partition_alpha"],
-        classes_per_client=of["classes_per_client"],
-        num_shards=of["num_shards"],
-        shards_per_client=of["shards_per_client"],
-        domain_share=of["domain_share"],
-    )
-    return Federation(data, tuple(train), tuple(test), Augment.parse(of["augment"]))
-
-
-def client_fn(context: Context) -> TorchClient:
-    """Make a node's client from its Flower context: run config and partition id in, everything else follows.
-
-    A node whose config has a ``data-path`` trains and tests on the data there, in place of a partition.
-
-    Raises:
-        ConfigError: the node was told neither (``partition-id`` and ``num-partitions``, or ``data-path``).
-        DataError: its own data cannot be used.
-    """
-    config = _config(tuple(context.run_config.items()))
-    torch.set_num_threads(config.torch_threads)
-    train, tests = _node_data(config, context)
-    model = make_model(config).to(pick_device(config.device))
-    if next(model.parameters()).is_cuda:
-        model = model.to(memory_format=torch.channels_last)
-    return TorchClient(
-        model,
-        train,
-        tests,
-        local_training(config),
-        context=context,
-        seed=config.seed,
-        task=DATASETS[config.dataset].task,
-        state_dir=_state_dir(config, context),
-    )
-
-
-def _state_dir(config: Config, context: Context) -> Path | None:
-    """Return the folder in which a node keeps its part: its own, or the one the run names."""
-    named = str(context.node_config.get("state-dir", "")) or config.state_dir
-    if named == HERE:
-        return Path(config.out) / "checkpoint" / "clients"
-    if named and not Path(named).is_absolute():
-        raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
-    return Path(named) if named else None
-
-
-def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]:
-    """Return a node's training data and its test sets."""
-    node = context.node_config
-    if "data-path" in node:
-        data = load_own(
-            str(node["data-path"]),
-            config.dataset,
-            *image_shape(config)[:2],
-            classes=tuple(listed(node, "data-classes")),
-            device=str(pick_device(config.device)),
-            num_classes=config.num_classes,
-        )
-        augment = Augment.parse(config.augment)
-        own = View(data.test, None, mean=data.mean, std=data.std)
-        return View(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}
-    try:
-        partition_id, num_clients = (int(node[key]) for key in ("partition-id", "num-partitions"))
-    except KeyError as error:
-        raise ConfigError(
-            f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
-            "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with "
-            "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
-        ) from error
-    split = federation(config, num_clients)
-    return split.train_view(partition_id), {"own": split.test_view(partition_id), "global": split.test_view()}
-
-
-@functools.lru_cache(maxsize=4)  # a pure function, called for every message
-def _config(items: tuple[tuple[str, Any], ...]) -> Config:
-    return Config.make(dict(items), complete=True)
 
 
 def check(config: Config) -> None:

@@ -13,7 +13,7 @@ from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.run import OnRound
+from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["simulate"]

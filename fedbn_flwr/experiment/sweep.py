@@ -41,7 +41,7 @@ from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
 from fedbn_flwr.experiment.launch import Engine, run
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.run import OnRound
+from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.sealed import write_atomically
 
 __all__ = ["Cell", "Study", "sweep"]

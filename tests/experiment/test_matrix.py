@@ -67,7 +67,7 @@ from flwr.serverapp import ServerApp
 from fedbn_flwr.client import client_app
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import serve
-from fedbn_flwr.experiment.setup import client_fn
+from fedbn_flwr.experiment.node import client_fn
 
 answer = client_app(client_fn)
 

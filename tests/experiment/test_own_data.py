@@ -15,9 +15,10 @@ from fedbn_flwr.data import load_own
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.federation import federation
+from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import serve
-from fedbn_flwr.experiment.setup import client_fn, federation
 
 NODES = 3
 SETTINGS = {

@@ -18,7 +18,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.launch import run
 from fedbn_flwr.experiment.output import alone, read_metrics
-from fedbn_flwr.experiment.run import OnRound, serve
+from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.run import serve
 from fedbn_flwr.sealed import read_sealed
 from fedbn_flwr.strategies import STRATEGIES
 

@@ -1,0 +1,89 @@
+"""A node's side of a run: from its Flower context to its client."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.data import DATASETS, Augment, View, load_own
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import HERE, Config
+from fedbn_flwr.experiment.federation import federation
+from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, pick_device
+from fedbn_flwr.records import listed
+
+__all__ = ["client_fn"]
+
+
+def client_fn(context: Context) -> TorchClient:
+    """Make a node's client from its Flower context: run config and partition id in, everything else follows.
+
+    A node whose config has a ``data-path`` trains and tests on the data there, in place of a partition.
+
+    Raises:
+        ConfigError: the node was told neither (``partition-id`` and ``num-partitions``, or ``data-path``).
+        DataError: its own data cannot be used.
+    """
+    config = _config(tuple(context.run_config.items()))
+    torch.set_num_threads(config.torch_threads)
+    train, tests = _node_data(config, context)
+    model = make_model(config).to(pick_device(config.device))
+    if next(model.parameters()).is_cuda:
+        model = model.to(memory_format=torch.channels_last)
+    return TorchClient(
+        model,
+        train,
+        tests,
+        local_training(config),
+        context=context,
+        seed=config.seed,
+        task=DATASETS[config.dataset].task,
+        state_dir=_state_dir(config, context),
+    )
+
+
+def _state_dir(config: Config, context: Context) -> Path | None:
+    """Return the folder in which a node keeps its part: its own, or the one the run names."""
+    named = str(context.node_config.get("state-dir", "")) or config.state_dir
+    if named == HERE:
+        return Path(config.out) / "checkpoint" / "clients"
+    if named and not Path(named).is_absolute():
+        raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
+    return Path(named) if named else None
+
+
+def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]:
+    """Return a node's training data and its test sets."""
+    node = context.node_config
+    if "data-path" in node:
+        data = load_own(
+            str(node["data-path"]),
+            config.dataset,
+            *image_shape(config)[:2],
+            classes=tuple(listed(node, "data-classes")),
+            device=str(pick_device(config.device)),
+            num_classes=config.num_classes,
+        )
+        augment = Augment.parse(config.augment)
+        own = View(data.test, None, mean=data.mean, std=data.std)
+        return View(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}
+    try:
+        partition_id, num_clients = (int(node[key]) for key in ("partition-id", "num-partitions"))
+    except KeyError as error:
+        raise ConfigError(
+            f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
+            "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with "
+            "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
+        ) from error
+    split = federation(config, num_clients)
+    return split.train_view(partition_id), {"own": split.test_view(partition_id), "global": split.test_view()}
+
+
+@functools.lru_cache(maxsize=4)  # a pure function, called for every message
+def _config(items: tuple[tuple[str, Any], ...]) -> Config:
+    return Config.make(dict(items), complete=True)
