@@ -29,6 +29,7 @@ NOT_RUN = {
     ("docs/deployment.md", "starts a SuperLink and three SuperNodes in the background"),
     ("docs/deployment.md", "needs a Docker engine"),
     ("docs/deployment.md", "makes keys in the checkout"),
+    ("docs/flower-projects.md", "starts a SuperLink and two SuperNodes, which stay up"),
     ("docs/resume.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "needs a GPU"),

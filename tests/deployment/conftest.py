@@ -18,7 +18,7 @@ from fedbn_flwr.experiment.launch import run
 
 ROOT = Path(__file__).parents[2]
 NODES = 3
-SETTINGS = {"num-server-rounds": 3, "local-steps": 3, "batch-size": 16, "num-clients": NODES}
+SETTINGS = {"num-server-rounds": 3, "local-steps": 3, "batch-size": 16, "num-clients": NODES, "eval-every": 3}
 
 
 @pytest.fixture(scope="module")
