@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["draw_curves"]
 
-_TESTS = ("test", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated")
+_TESTS = ("test", "test-batch", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated")
 _PANELS = (
     ("accuracy", (*(f"{name}-accuracy" for name in _TESTS), "train-accuracy")),
     ("loss", (*(f"{name}-loss" for name in _TESTS), "train-loss")),
@@ -41,8 +41,10 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
         axis.set_xlabel("server round")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-        if axis.lines:
+        if axis.lines and len(runs) == 1:
             axis.legend(fontsize="small")
+    if len(runs) > 1:  # the same names on both sides: one legend, and off the curves
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     if title:
         figure.suptitle(title)
     buffer = io.BytesIO()
