@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from torch import nn
 
 from fedbn_flwr.averaging import Array
@@ -265,7 +266,7 @@ def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
     return tensors({name: array})[name].to(like.dtype)
 
 
-def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
+def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) -> ClientApp:
     """Make a ``ClientApp`` that speaks the Message API from a function that returns a ``NumPyClient``.
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
@@ -275,8 +276,10 @@ def client_app(client_fn: Callable[[Context], Any]) -> ClientApp:
 
     Args:
         client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
+        mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
+            whole state dict keeps its part; a ``TorchClient`` needs no mod for that.
     """
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
 
     @app.train()
     def train_message(message: Message, context: Context) -> Message:

@@ -57,9 +57,9 @@ def to_legacy(
 ) -> LegacyStrategy:
     """Return the strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
 
-    Clients are stock NumPyClients, where nothing inside their training is the method's (FedAvg, the server
-    optimizers); for the others a ``TorchClient``, through Flower's own ``ClientApp(client_fn=...)``. A client that
-    answers ``get_properties`` with its ``partition-id`` makes runs repeatable: without it, sums follow node ids.
+    Clients are stock NumPyClients: bare under FedAvg and the server optimizers, with the mod ``local_bn`` (and
+    ``bn_rules`` in ``fit``) under the others; or a ``TorchClient``, through Flower's own ``ClientApp(client_fn=...)``.
+    The mod, or a ``get_properties`` that returns the ``partition-id``, makes runs repeatable: sums follow node ids else.
 
     Args:
         strategy: of this package, with Flower's Message-API arguments (``fraction_train``, ...).

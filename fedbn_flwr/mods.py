@@ -11,38 +11,43 @@ server which partition this is and which rules the training applied (``bn_rules`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor, nn
 
 from fedbn_flwr.carriers import Pending, Redo
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.frame import Frame, Home
 from fedbn_flwr.gathering import gather_statistics
 from fedbn_flwr.journal import ANSWERS, forget, note_sent, recall
-from fedbn_flwr.local_state import KEPT, LocalState
+from fedbn_flwr.legacy_messages import with_names
+from fedbn_flwr.local_state import LocalState
 from fedbn_flwr.randomness import default_generators, set_default_generators
 from fedbn_flwr.records import from_record, merged_config, tensors, to_record, to_state
-from fedbn_flwr.rules import OUTBOX, Rules, bn_rules
-from fedbn_flwr.state import split_state
+from fedbn_flwr.rules import INBOX, OUTBOX, Rules, bn_rules
 from fedbn_flwr.strategies.recalibration import to_entries
-from fedbn_flwr.wire import ARRAY_NAMES, PROPERTIES, open_message
+from fedbn_flwr.wire import ARRAY_NAMES, PROPERTIES, open_message, to_records
 from fedbn_flwr.wrappers import unwrap, view_with_names, wrapper_prefix
 
 __all__ = ["Rules", "answer_query", "answer_statistics", "bn_rules", "local_bn"]
 
-CallNext = Callable[[Message, Context], Message]
-_WHOLE, _RANDOM = "fedbn-flwr.whole", "fedbn-flwr.step.generators"
+_RANDOM = "fedbn-flwr.step.generators"
 
 
-def local_bn(message: Message, context: Context, call_next: CallNext) -> Message:
+@with_names
+def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """A Flower mod: the client part of every strategy of this package that works on messages.
 
     The app's functions see the whole model, in the order of the server's first message, and reply with the whole
-    model. Entries that stay with the client are put in before and taken out after; they lie in ``Context.state``,
-    checked against names, layer types and shapes. Where the strategy asks for nothing, messages pass as they are.
+    model. Entries that stay with the client are put in before and taken out after, checked against names, layer types
+    and shapes. They lie in ``Context.state``; on disk, too, where the node's or the run's config names a ``state-dir``
+    and the server a series (``strategy.continuity``). Where the strategy asks for nothing, messages pass as they are.
+
+    It works on the messages of ``to_legacy``, too: ``ClientApp(client_fn, mods=[local_bn])``.
 
     Raises:
         StateError: entries are missing that were neither sent nor kept here; what is kept belongs to another model or
@@ -54,8 +59,8 @@ def local_bn(message: Message, context: Context, call_next: CallNext) -> Message
     told = merged_config(message)
     if "fedtan-attempt" in told:
         _reopen(message, context)
-    key, received = next(iter(message.content.array_records.items()))
-    whole, local = _completed(received, context, told)
+    key, received = _alone(message, context)
+    whole, local, store = _completed(received, context, told)
     if local:
         config = next(iter(message.content.config_records.values()))
         config["local-entries"] = json.dumps(local)
@@ -69,7 +74,8 @@ def local_bn(message: Message, context: Context, call_next: CallNext) -> Message
     if kind == MessageType.TRAIN:
         forget(context)
         context.state.pop(_RANDOM, None)
-        _take_out(reply, key, whole, local, context, int(told.get("server-round", 1)))
+        _empty(context, INBOX)
+        _take_out(reply, key, local, store, context, int(told.get("server-round", 1)))
     return _signed(reply, context)
 
 
@@ -96,7 +102,7 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
     return Message(RecordDict({"metrics": MetricRecord(answer)}), reply_to=message)
 
 
-def _call(call_next: CallNext, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:
+def _call(call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:
     """Call the app, again where a client was lost in the synchronised step."""
     while True:
         message.content[key] = ArrayRecord(dict(whole))
@@ -106,39 +112,35 @@ def _call(call_next: CallNext, message: Message, context: Context, key: str, who
             continue
 
 
-def _completed(received: ArrayRecord, context: Context, told: Mapping[str, Any]) -> tuple[ArrayRecord, list[str]]:
-    """Return the whole model in the server's order, and the names of the entries that stay here."""
+def _completed(
+    received: ArrayRecord, context: Context, told: Mapping[str, Any]
+) -> tuple[ArrayRecord, list[str], LocalState]:
+    """Return the whole model in the server's order, the names of the entries that stay here, and what is kept."""
+    home = Home.of(context, told)
     if "local-parts" not in told:
-        return received, []
-    state = context.state
-    if "local-entries" in told:  # the start, whole
-        state[_WHOLE] = ConfigRecord({"names": json.dumps(list(received)), "local": told["local-entries"]})
-    about = state.config_records.get(_WHOLE)
-    if about is None:
+        frame = Frame.of(received)
+    elif "local-entries" in told:  # the start, whole
+        frame = Frame.of(received, json.loads(told["local-entries"]))
+        frame.note(context, home)
+    elif (noted := Frame.recall(context, home)) is not None:
+        frame = noted
+    else:
         raise StateError(_LOST)
-    names, local = json.loads(str(about["names"])), json.loads(str(about["local"]))
-    kept = state.array_records.get(KEPT, ArrayRecord())
-    entries = {**received, **{name: kept[name] for name in local if name in kept}}
-    if missing := [name for name in names if name not in entries]:
-        raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
-    if extra := [name for name in received if name not in set(names)]:
-        raise StateError(f"received '{extra[0]}', which the model of this run did not have at its start")
-    whole = ArrayRecord({name: entries[name] for name in names})
-    store = _store(context, whole)
+    store = frame.store(context, home)
     store.settle(told.get("local-sha256"))
-    store.load(local)  # checked against the model
-    return whole, local
+    entries = {**received, **to_record(store.load(frame.local))}
+    if missing := [name for name in frame.shapes if name not in entries]:
+        raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
+    if extra := [name for name in received if name not in frame.shapes]:
+        raise StateError(f"received '{extra[0]}', which the model of this run did not have at its start")
+    return ArrayRecord({name: entries[name] for name in frame.shapes}), list(frame.local), store
 
 
 _LOST = "entries were neither sent nor kept by this client; the server will send the common start again"
 
 
-def _store(context: Context, whole: ArrayRecord) -> LocalState:
-    return LocalState(context, split_state(whole), whole)
-
-
 def _take_out(
-    reply: Message, key: str, whole: ArrayRecord, local: list[str], context: Context, server_round: int
+    reply: Message, key: str, local: list[str], store: LocalState, context: Context, server_round: int
 ) -> None:
     """Keep what stays here, and leave the rest in the reply; add what the training's rules left to be sent."""
     if not reply.has_content():
@@ -150,17 +152,34 @@ def _take_out(
                 f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its ArrayRecord '{key}'. Reply with "
                 "the whole state dict, under the names received: the mod takes out what stays."
             )
-        store = _store(context, whole)
         store.keep(from_record(ArrayRecord({name: state[name] for name in local})), server_round)
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
-        _say(reply, store.claim())
+    store.save(server_round)
+    _say(reply, store.claim())
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
     for metrics in reply.content.metric_records.values():
         metrics.update(numbers)
     _say(reply, {name: value for name, value in report.items() if isinstance(value, str)})
-    for name in [name for name in context.state.array_records if name.startswith(f"{OUTBOX}/")]:
-        reply.content[name.removeprefix(f"{OUTBOX}/")] = context.state.pop(name)
+    for name, record in _empty(context, OUTBOX).items():
+        reply.content[name] = record
+
+
+def _alone(message: Message, context: Context) -> tuple[str, ArrayRecord]:
+    """Return the model's record and its key, and lay out for the rules what was sent beside it."""
+    records = message.content.array_records
+    (key, received), *beside = list(records.items())
+    _empty(context, INBOX)
+    for name, record in beside:
+        context.state[f"{INBOX}/{name}"] = record
+        del records[name]
+    return key, received
+
+
+def _empty(context: Context, box: str) -> dict[str, ArrayRecord]:
+    """Take what lies in a box out of the context."""
+    names = [name for name in context.state.array_records if name.startswith(f"{box}/")]
+    return {name.removeprefix(f"{box}/"): context.state.array_records.pop(name) for name in names}
 
 
 def _signed(reply: Message, context: Context) -> Message:
@@ -186,7 +205,8 @@ def _reopen(message: Message, context: Context) -> None:
     else:
         set_default_generators(context.state.config_records[_RANDOM])
     model, config = recall(context, arrays, config)
-    message.content[first] = to_record(dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True)))
+    for key, record in to_records(first, dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))).items():
+        message.content[key] = record
 
 
 def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:

@@ -16,17 +16,18 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.journal import ANSWERS, seat
+from fedbn_flwr.journal import seat
 from fedbn_flwr.local_state import LocalState
 from fedbn_flwr.records import from_record, listed, merged_config, tensors, to_record, to_state
 from fedbn_flwr.state import split_state
 from fedbn_flwr.strategies import client_rules
 from fedbn_flwr.training import Rule
-from fedbn_flwr.wire import APPLIED
+from fedbn_flwr.wire import APPLIED, ARRAY_NAMES
 from fedbn_flwr.wrappers import view_with_names
 
-__all__ = ["OUTBOX", "Rules", "bn_rules"]
+__all__ = ["INBOX", "OUTBOX", "Rules", "bn_rules"]
 
+INBOX = "fedbn-flwr.inbox"  # in Context.state, from the mod to the block: what was sent beside the model
 OUTBOX = "fedbn-flwr.outbox"  # in Context.state, from the end of the block to the mod
 
 
@@ -132,7 +133,7 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
 
     Args:
         model: with the received state in it, on its device; it may be compiled or in DDP.
-        told: the message, or its config.
+        told: the message, or its config; in a ``NumPyClient`` the config of ``fit``, the received state loaded.
         context: Flower's context, where a rule keeps something or answers.
 
     Raises:
@@ -147,14 +148,17 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
     rules = dict(zip(listed(config, "rules"), client_rules(config), strict=True))
     needy = [name for name, rule in rules.items() if _overrides(rule, "receive", "reply", "keep", "around")]
     store: LocalState | None = None
-    if message is not None and context is not None:
-        whole = next(iter(message.content.array_records.values()))
+    whole = _whole(message, config, model) if context is not None else None
+    if whole is not None:
         model = view_with_names(model, whole) if needy else model
         store = LocalState(context, split_state(whole), whole)
     elif needy:
-        raise ConfigError(f"rule '{needy[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`")
+        raise ConfigError(
+            f"rule '{needy[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; in a NumPyClient "
+            "(ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
+        )
     for name in needy:
-        rules[name].receive(_sent(message), tensors(store.remembered(type(rules[name]).__name__)) if store else {})
+        rules[name].receive(_sent(context), tensors(store.remembered(type(rules[name]).__name__)) if store else {})
     session = Rules(model, rules)
     with session._exit:
         with ExitStack() as undo:
@@ -175,11 +179,27 @@ def _overrides(rule: Rule, *hooks: str) -> bool:
     return any(getattr(type(rule), hook) is not getattr(Rule, hook) for hook in hooks)
 
 
-def _sent(message: Message | None) -> dict[str, dict[str, torch.Tensor]]:
+def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any] | None:
+    """Return the whole model as the server knows it: the message's, or what a NumPyClient loaded into its own.
+
+    Raises:
+        StateError: the names are not the model's.
+    """
+    if message is not None:
+        return next(iter(message.content.array_records.values()))
+    if ARRAY_NAMES not in config:
+        return None
+    return view_with_names(model, json.loads(str(config[ARRAY_NAMES]))).state_dict()
+
+
+def _sent(context: Context | None) -> dict[str, dict[str, torch.Tensor]]:
     """Return what came beside the model, by record."""
-    records = dict(message.content.array_records) if message else {}
-    beside = list(records)[1:]
-    return {key: tensors(from_record(records[key])) for key in beside if key != ANSWERS}
+    records = context.state.array_records if context else {}
+    return {
+        name.removeprefix(f"{INBOX}/"): tensors(from_record(record))
+        for name, record in records.items()
+        if name.startswith(f"{INBOX}/")
+    }
 
 
 def _post(context: Context, metrics: Mapping[str, Any], rules: Sequence[Rule]) -> None:

@@ -13,12 +13,13 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flwr.app import Context
 from flwr.common import log
 
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.sealed import read_sealed, remove_leftovers, write_sealed
 
-__all__ = ["Continuity", "StateFolder"]
+__all__ = ["Continuity", "StateFolder", "partition_folder", "state_dir"]
 
 _WORD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")  # a path's component, from outside: no separator, no ".."
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -60,6 +61,23 @@ class Continuity:
         return cls(str(config["series"]), str(config["run"]), rounds)
 
 
+def state_dir(context: Context, of_run: str) -> Path | None:
+    """Return the folder in which a node keeps its part: its own ``state-dir``, or the one the run names.
+
+    Raises:
+        ConfigError: it is not absolute.
+    """
+    named = str(context.node_config.get("state-dir", "")) or of_run
+    if named and not Path(named).is_absolute():
+        raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
+    return Path(named) if named else None
+
+
+def partition_folder(root: Path, continuity: Continuity, partition_id: int) -> Path:
+    """Return the folder of one client in one series."""
+    return root / continuity.series / f"partition-{partition_id}"
+
+
 class _File(NamedTuple):
     sequence: int
     run: str
@@ -78,7 +96,7 @@ class StateFolder:
     """
 
     def __init__(self, root: Path, continuity: Continuity, partition_id: int, fingerprint: str) -> None:
-        self.path = root / continuity.series / f"partition-{partition_id}"
+        self.path = partition_folder(root, continuity, partition_id)
         self._continuity = continuity
         self._owner = {"kind": "client", "series": continuity.series, "partition": partition_id}
         self._owner |= {"fingerprint": fingerprint}

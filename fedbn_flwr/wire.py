@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedbn_flwr.averaging import Array
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.records import decode, merged_config
+from fedbn_flwr.records import decode, merged_config, to_record
 
 __all__ = [
     "APPLIED",
@@ -27,6 +27,7 @@ __all__ = [
     "open_message",
     "reply_to_evaluate",
     "reply_to_fit",
+    "to_records",
 ]
 
 Config = dict[str, Any]
@@ -72,6 +73,15 @@ def describe(message: Message, properties: Config) -> Message:
     """Return the reply to the strategies' query from what ``get_properties`` returned: its numbers."""
     record = MetricRecord({key: value for key, value in properties.items() if isinstance(value, (int, float))})
     return Message(RecordDict({"metrics": record}), reply_to=message)
+
+
+def to_records(first: str, entries: Mapping[str, Array]) -> dict[str, ArrayRecord]:
+    """Return arrays by name as records again: the model's, called ``first``, and those of ``record/entry``."""
+    records: dict[str, dict[str, Array]] = {first: {}}
+    for name, array in entries.items():
+        record, _, entry = name.rpartition("/")
+        records.setdefault(record or first, {})[entry] = array
+    return {key: to_record(record) for key, record in records.items()}
 
 
 def _names(message: Message) -> list[str]:

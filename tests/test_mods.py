@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.errors import ClientPartError, ConfigError, StateError
 from fedbn_flwr.exchange import PromptGrid
+from fedbn_flwr.frame import Home
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_rules, local_bn
 from fedbn_flwr.records import from_record, to_record
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import split_state
+from fedbn_flwr.state_folder import Continuity
 from fedbn_flwr.strategies import (
     MTFL,
     FedAvg,
@@ -425,6 +427,88 @@ def test_a_client_that_lost_its_context_gets_the_start_again(drive, app) -> None
     drive(strategy, app(mods=(forgets, local_bn)), rounds=3)
     assert [report.participants for report in strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2]]
     assert "neither sent nor kept by this client" in next(iter(strategy.reports[1].rejected.values()))
+
+
+# --- a state folder: what is kept outlives the node's process ---------------------------------------------------------
+
+
+@pytest.fixture
+def on_disk(app, mlp, tmp_path) -> Any:
+    """``on_disk(strategy, ..., run)``: rounds over nodes with a state folder; ``arrays``: go on from there."""
+
+    def go(strategy: FedAvg, mods: Any, rounds: int, run: str = "first", arrays: Any = None, loop: Loop = ruled) -> Any:
+        strategy.continuity = Continuity("series", run)
+        nodes = [{"state-dir": str(tmp_path)}] * len(SIZES)
+        client = app(loop, mods=(*mods, local_bn), query=True)
+        with InProcessGrid(client, len(SIZES), node_configs=nodes, max_workers=1) as grid:
+            start = arrays or to_record(mlp().state_dict())
+            result = strategy.start(grid=grid, initial_arrays=start, num_rounds=rounds, timeout=60)
+            return result.arrays, [grid.context(i).state for i in range(len(SIZES))]
+
+    return go
+
+
+def restarted(message: Message, context: Context, call_next: Any) -> Message:
+    """A node whose process is new in round 2: its context is empty."""
+    if (config := message.content.config_records.get("config")) and config["server-round"] == 2:
+        for key in list(context.state):
+            del context.state[key]
+    return call_next(message, context)
+
+
+KEEPING = [FedBN, SiloBN, Standalone, Scaffold]
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_restarted_node_goes_on_with_its_part(on_disk, drive, app, same_bits, method: Any) -> None:
+    plain, strategy = drive(method(), app(ruled, query=True)), method(fraction_evaluate=0.0)
+    arrays, _ = on_disk(strategy, (restarted,), rounds=3)
+    same_bits(from_record(arrays), plain.state)
+    assert strategy.local_hashes == plain.strategy.local_hashes != {}
+    assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
+    assert strategy.volatile == []
+    assert plain.strategy.volatile == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_run_goes_on_with_new_nodes(on_disk, drive, app, same_bits, method: Any) -> None:
+    whole, before, after = drive(method(), app(ruled, query=True), rounds=3), method(), method()
+    arrays, _ = on_disk(before, (), rounds=1)
+    after.load_state_dict(before.state_dict(), 1)
+    arrays, _ = on_disk(after, (), rounds=3, arrays=arrays)
+    same_bits(from_record(arrays), whole.state)
+    assert after.local_hashes == whole.strategy.local_hashes
+    assert [report.rejected for report in after.reports] == [{}] * 2
+
+
+def test_the_next_run_of_a_series_begins_with_the_parts_of_the_one_before(on_disk, same_bits) -> None:
+    _, kept = on_disk(FedBN(), (), rounds=2)
+    seen: dict[int, dict[str, Any]] = {}
+
+    def look(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        seen[int(context.node_config["partition-id"])] = from_record(msg.content["arrays"])
+        return 0.0
+
+    on_disk(FedBN(), (), rounds=1, run="second", loop=look)
+    for i, state in enumerate(kept):
+        own = from_record(state["fedbn-flwr.local"])
+        same_bits({name: seen[i][name] for name in own}, own)
+
+
+def test_a_home_needs_a_series_a_full_path_and_a_partition_id(tmp_path) -> None:
+    told = Continuity("series", "run").told()
+
+    def home(node: Any, run: Any = None, told: Any = told) -> Home | None:
+        return Home.of(Context(1, 1, node, RecordDict(), run or {}), told)
+
+    own = {"partition-id": 3, "state-dir": str(tmp_path)}
+    found = [home(own), home({"partition-id": 3}, {"state-dir": str(tmp_path)}), home(own, {"state-dir": "/other"})]
+    assert [h and h.path.parent for h in found] == [tmp_path / "series/partition-3"] * 3
+    assert home(own, told={}) is home({"partition-id": 3}) is None
+    with pytest.raises(StateError, match="needs a partition id: give the SuperNode one"):
+        home({"state-dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="state-dir='x' of node 1 is relative; write an absolute path"):
+        home({"partition-id": 3, "state-dir": "x"})
 
 
 def test_a_part_that_diverged_is_not_kept(drive, app) -> None:

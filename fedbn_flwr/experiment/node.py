@@ -16,6 +16,7 @@ from fedbn_flwr.experiment.config import HERE, Config
 from fedbn_flwr.experiment.federation import federation
 from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, pick_device
 from fedbn_flwr.records import listed
+from fedbn_flwr.state_folder import state_dir
 
 __all__ = ["client_fn"]
 
@@ -48,13 +49,10 @@ def client_fn(context: Context) -> TorchClient:
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:
-    """Return the folder in which a node keeps its part: its own, or the one the run names."""
-    named = str(context.node_config.get("state-dir", "")) or config.state_dir
-    if named == HERE:
+    """Return the folder in which a node keeps its part; one that stands for the run's own lies in its output."""
+    if (str(context.node_config.get("state-dir", "")) or config.state_dir) == HERE:
         return Path(config.out) / "checkpoint" / "clients"
-    if named and not Path(named).is_absolute():
-        raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
-    return Path(named) if named else None
+    return state_dir(context, config.state_dir)
 
 
 def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]:
