@@ -41,6 +41,7 @@ from fedbn_flwr.wire import Config, describe, open_message, reply_to_evaluate, r
 __all__ = ["LegacyStrategy", "to_legacy"]
 
 ConfigFn = Callable[[int], dict[str, Scalar]]
+MetricsFn = Callable[[list[tuple[int, dict[str, Scalar]]]], dict[str, Scalar]]
 EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None]
 Failures = list[tuple[ClientProxy, Any] | BaseException]
 
@@ -53,13 +54,15 @@ def to_legacy(
     evaluate_fn: EvaluateFn | None = None,
     on_fit_config_fn: ConfigFn | None = None,
     on_evaluate_config_fn: ConfigFn | None = None,
+    fit_metrics_aggregation_fn: MetricsFn | None = None,
+    evaluate_metrics_aggregation_fn: MetricsFn | None = None,
     timeout: float = 3600,
 ) -> LegacyStrategy:
     """Return the strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
 
     Clients are stock NumPyClients: bare under FedAvg and the server optimizers, with the mod ``local_bn`` (and
     ``bn_rules`` in ``fit``) under the others; or a ``TorchClient``, through Flower's own ``ClientApp(client_fn=...)``.
-    The mod, or a ``get_properties`` that returns the ``partition-id``, makes runs repeatable: sums follow node ids else.
+    The mod, or a ``get_properties`` that returns the ``partition-id``, makes runs repeatable: else sums follow ids.
 
     Args:
         strategy: of this package, with Flower's Message-API arguments (``fraction_train``, ...).
@@ -68,6 +71,8 @@ def to_legacy(
         evaluate_fn: as in Flower's legacy FedAvg, ``(round, arrays, config) -> (loss, metrics)``.
         on_fit_config_fn: as there: what else the clients are told for training.
         on_evaluate_config_fn: as there, for evaluation.
+        fit_metrics_aggregation_fn: as there, of the results that were used; without it numbers are averaged.
+        evaluate_metrics_aggregation_fn: as there, for evaluation.
         timeout: seconds to wait for enough clients, and for their properties.
 
     Raises:
@@ -79,7 +84,9 @@ def to_legacy(
         _refuse(strategy, "gathers BN statistics from its clients before tests")
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
         raise ConfigError(f"Flower's legacy loop begins with round 1 and cannot go on after round {after}.")
-    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, on_fit_config_fn, on_evaluate_config_fn)
+    tell = on_fit_config_fn, on_evaluate_config_fn
+    sum_up = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
+    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, tell, sum_up)
 
 
 class LegacyStrategy(Strategy):
@@ -94,16 +101,16 @@ class LegacyStrategy(Strategy):
         strategy: FedAvg,
         initial_arrays: ArrayRecord,
         evaluate_fn: EvaluateFn | None,
-        on_fit_config_fn: ConfigFn | None,
-        on_evaluate_config_fn: ConfigFn | None,
+        tell: tuple[ConfigFn | None, ConfigFn | None],
+        sum_up: tuple[MetricsFn | None, MetricsFn | None],
     ) -> None:
         super().__init__()
         self.strategy = strategy
         self._names = list(initial_arrays)
         self._initial = initial_arrays
         self._evaluate_fn = evaluate_fn
-        self._fit_config = on_fit_config_fn or (lambda _: {})
-        self._evaluate_config = on_evaluate_config_fn or (lambda _: {})
+        self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in tell)
+        self._fit_metrics, self._evaluate_metrics = sum_up
         self._asked: dict[str, Message] = {}
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
@@ -132,8 +139,12 @@ class LegacyStrategy(Strategy):
             arrays = parameters_to_ndarrays(res.parameters)
             return reply_to_fit(message, arrays, res.num_examples, res.metrics)
 
-        arrays, metrics = self.strategy.aggregate_train(server_round, self._replies(reply, results, failures))
-        return None if arrays is None else _parameters(arrays), dict(metrics or {})  # type: ignore[arg-type]
+        before = dict(self.strategy.reports[-1].rejected)
+        arrays, averaged = self.strategy.aggregate_train(server_round, self._replies(reply, results, failures))
+        metrics: dict[str, Any] = dict(averaged or {})
+        if self._fit_metrics:
+            metrics = self._summed_up(self._fit_metrics, results, before)
+        return None if arrays is None else _parameters(arrays), metrics
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -156,13 +167,31 @@ class LegacyStrategy(Strategy):
         def reply(message: Message, res: EvaluateRes) -> Message:
             return reply_to_evaluate(message, res.loss, res.num_examples, res.metrics)
 
+        before = dict(self.strategy.reports[-1].rejected)
         averaged = self.strategy.aggregate_evaluate(server_round, self._replies(reply, results, failures))
         metrics: dict[str, Any] = dict(averaged or MetricRecord())
-        return metrics.pop("loss", None), metrics
+        loss = metrics.pop("loss", None)
+        if self._evaluate_metrics:
+            metrics = self._summed_up(self._evaluate_metrics, results, before)
+        return loss, metrics
 
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
         """Evaluate on the server, where ``evaluate_fn`` was given."""
         return self._evaluate_fn and self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
+
+    def _summed_up(
+        self, fn: MetricsFn, results: Sequence[tuple[ClientProxy, Any]], before: dict[int, str]
+    ) -> dict[str, Scalar]:
+        """Return what the project makes of its clients' metrics; a result that was refused just now is not among them.
+
+        Args:
+            fn: the project's.
+            results: of the clients.
+            before: what was noted of refusals in this round before.
+        """
+        noted = self.strategy.reports[-1].rejected
+        used = [(proxy, res) for proxy, res in results if noted.get(int(proxy.cid)) == before.get(int(proxy.cid))]
+        return fn([(res.num_examples, res.metrics) for _, res in used]) if used else {}
 
     def _record(self, parameters: Parameters) -> ArrayRecord:
         arrays = parameters_to_ndarrays(parameters)

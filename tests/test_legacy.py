@@ -253,6 +253,36 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30, 40]
 
 
+def test_the_projects_own_summary_of_metrics(run_legacy, datasets, mlp) -> None:
+    """As Flower's legacy strategies take it; text among the metrics arrives, a refused result does not."""
+
+    class Worded(Stock):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, number, _ = super().fit(parameters, config)
+            return (arrays[:-1] if number == 14 else arrays), number, {"site": f"site {number}"}
+
+        def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            loss, number, _ = super().evaluate(parameters, config)
+            return loss, number, {"site": f"test {number}"}
+
+    def words(metrics: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+        seen.append(sorted((number, said["site"]) for number, said in metrics))
+        return {"sites": len(metrics)}
+
+    seen: list[Any] = []
+    run = run_legacy(
+        FedAvg(),
+        mlp,
+        lambda context: Worded(mlp(), datasets[int(context.node_config["partition-id"])]).to_client(),
+        len(datasets),
+        fit_metrics_aggregation_fn=words,
+        evaluate_metrics_aggregation_fn=words,
+    )
+    fitted, tested = [(6, "site 6"), (10, "site 10")], [(6, "test 6"), (10, "test 10"), (14, "test 14")]
+    assert seen == [fitted, tested] * ROUNDS
+    assert [metrics for _, metrics in run.flower] == [{"sites": 3}] * ROUNDS
+
+
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:
     with pytest.raises(
         ClientPartError, match=r"5 entries that stay with the client under strategy 'fedbn' \('1.weight'"
