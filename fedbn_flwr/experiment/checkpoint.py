@@ -34,6 +34,7 @@ _FILE = re.compile(r"round-(\d+)\.safetensors")
 _FREE = frozenset(
     (
         *("num-server-rounds", "out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
+        "tensorboard",
         *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
     )
 )

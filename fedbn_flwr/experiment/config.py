@@ -147,6 +147,9 @@ class Config(BaseModel):
     fedtan_tls_dir: str = _key("methods", "", "folder with ca.crt, server.crt, server.key; empty = loopback only")
 
     out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
+    tensorboard: bool = _key(
+        "files", False, "scalars of each round as event files in OUT/tensorboard; needs the extra `tensorboard`"
+    )
     checkpoint_every: int = _key(
         "files",
         10,

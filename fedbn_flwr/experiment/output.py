@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from fedbn_flwr.averaging import State
 from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.experiment.board import Board
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.sealed import remove_leftovers, write_atomically
 
@@ -68,6 +69,8 @@ def alone(path: Path) -> Iterator[None]:
 class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
+    With ``tensorboard=true`` event files in ``tensorboard/``, too.
+
     Args:
         path: the folder; made here, with its parents.
         config: the fully resolved config.
@@ -87,6 +90,7 @@ class RunFolder:
             if after is not None:
                 self._cut_back(after)
             write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+            self._board = Board(path / "tensorboard", after or 0) if config.tensorboard else None
         except OSError as error:
             raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
 
@@ -120,7 +124,7 @@ class RunFolder:
             write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, in one write, on the disk before it returns.
+        """Append one round to ``metrics.jsonl``, in one write, on the disk before it returns; and to TensorBoard.
 
         Raises:
             EngineError: it could not be written, or in part only, which no reader takes for a line.
@@ -134,6 +138,8 @@ class RunFolder:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+            if self._board:
+                self._board.add_round(line)
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with what it holds as metadata), the curves and, last, the summary."""
@@ -141,6 +147,8 @@ class RunFolder:
 
         arrays = {name: np.asarray(array, order="C") for name, array in state.items()}  # keeps 0-dim counters 0-dim
         with self._writing():
+            if self._board:
+                self._board.close()
             write_atomically(self.path / "model.safetensors", save(arrays, metadata=dict(about)))
             write_atomically(self.path / "curves.png", draw_curves({"": read_metrics(self.path / "metrics.jsonl")}))
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import DATASETS, Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.experiment.board import Board
 from fedbn_flwr.experiment.config import HERE, Config
 from fedbn_flwr.models import build_model, input_shape
 from fedbn_flwr.state import split_state
@@ -123,6 +124,11 @@ def check(config: Config) -> None:
         pick_device(config.device)
     except ConfigError as error:
         problems.append(str(error))
+    if config.tensorboard:
+        try:
+            Board.check()
+        except ConfigError as error:
+            problems.append(str(error))
     if config.data_dir and not Path(config.data_dir).is_absolute():
         problems.append(
             f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write the absolute path "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,8 +13,10 @@ import yaml
 from safetensors import safe_open
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.board import Board
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
+from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.sealed import write_atomically
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
@@ -109,3 +112,40 @@ def test_versions_name_what_a_result_depends_on() -> None:
     found = versions()
     assert {"python", "fedbn-flwr", "flwr", "torch", "numpy"} <= set(found)
     assert "not installed" not in found.values()
+
+
+def test_tensorboard_missing_is_told_before_work(tmp_path: Path, monkeypatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorboard" else find(name))
+    config = Config.make({"tensorboard": True})
+    with pytest.raises(ConfigError, match=r"tensorboard=true needs TensorBoard, .*'fedbn-flwr\[tensorboard\]'"):
+        check(config)
+    check(Config.make({}))
+    with pytest.raises(ConfigError, match="which is not installed"):
+        Board(tmp_path, 0)
+
+
+def test_tensorboard_reads_what_metrics_jsonl_holds(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = Config.make({"tensorboard": True})
+    first = RunFolder(tmp_path / "run", config)
+    for number in (1, 2, 3):
+        line = {
+            "round": number,
+            "phase": "train",
+            "test-accuracy": number / 8,
+            "exchanges": number,
+            "participants": [0],
+        }
+        first.add_round({**line, "domains": {"test-accuracy": {"svhn": number / 4}}, "kept-previous": True})
+    resumed = RunFolder(tmp_path / "run", config, after=2)
+    resumed.add_round({"round": 3, "test-accuracy": 0.75})
+    resumed.finish(STATE, {}, {})
+    read = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert sorted(read.Tags()["scalars"]) == ["exchanges", "test-accuracy", "test-accuracy/svhn"]
+    found = [(event.step, event.value) for event in read.Scalars("test-accuracy")]
+    assert found == [(1, 0.125), (2, 0.25), (3, 0.75)]
+    assert [event.value for event in read.Scalars("test-accuracy/svhn")] == [0.25, 0.5]
+    assert not (RunFolder(tmp_path / "other", Config.make({})).path / "tensorboard").exists()
