@@ -77,7 +77,23 @@ class Rules:
             yield
         self._passes += 1
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Act on the gradients, or let a closure act that computes them inside the step, as Lightning's does."""
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._act()
+            return None
+
+        def compute_and_act() -> Any:
+            loss = closure()
+            self._act()
+            return loss
+
+        return args[:1], {**kwargs, "closure": compute_and_act}
+
+    def _act(self) -> None:
         for rule in self._rules.values():
             with torch.enable_grad():
                 penalty = rule.penalty(self._model)

@@ -232,6 +232,32 @@ def test_rules_in_the_users_loop(federate, drive, app, datasets, mlp, same_bits,
     assert theirs.strategy.phase(3) == ours.strategy.phase(3)
 
 
+@pytest.mark.parametrize("as_keyword", [True, False])
+@pytest.mark.parametrize("case", ["fedprox", "scaffold"])
+def test_rules_act_on_gradients_that_a_closure_computes(
+    federate, drive, app, datasets, mlp, same_bits, case: str, as_keyword: bool
+) -> None:
+    """As Lightning's loop: ``optimizer.step(closure)`` with everything inside."""
+    make, momentum = CASES[case]
+
+    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        with bn_rules(model, msg, context) as rules:
+            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=momentum))
+            for batch in batches(data, msg, context):
+
+                def closure(inputs: torch.Tensor = batch[0], targets: torch.Tensor = batch[1]) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(inputs), targets)
+                    loss.backward()
+                    return loss.detach()
+
+                assert float(optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)) > 0
+        return 0.0
+
+    ours = federate(make(), mlp, datasets, sgd_momentum=momentum)
+    same_bits(drive(make(), app(loop)).state, ours.state)
+
+
 def test_agc_in_the_users_loop(federate, drive, app, datasets, mlp, same_bits) -> None:
     bare = functools.partial(mlp, norm=False)
     ours = federate(FedWon(agc=0.02), bare, datasets)
