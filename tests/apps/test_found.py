@@ -267,9 +267,7 @@ def test_a_changed_project_ends_in_the_bits_of_our_own_client(
     data = [DATA[project](node) for node in range(len(SIZES))]
     options = {"rounds": ROUNDS[project], "client": CLIENTS[project], "grid_options": {"max_workers": len(SIZES)}}
     make = METHODS[method] if (project, method) != (ADVANCED, "fixbn") else lambda: FixBN(freeze_at=2)
-    ours = federate(
-        make(), seeded(theirs.model), data, rounds=ROUNDS[project], client=CLIENTS[project], grid_options=options
-    )
+    ours = federate(make(), seeded(theirs.model), data, **options)
     same_bits(theirs.state, ours.state)
     assert theirs.strategy.local_hashes == ours.strategy.local_hashes
     assert [r.phase for r in theirs.strategy.reports] == [r.phase for r in ours.strategy.reports]

@@ -44,7 +44,7 @@ def accuracies(lines: list[str]) -> list[float]:
     return [float(value) for value in re.findall(r"\(\d+, ([\d.]+)\)", found)]
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam", "fedbn", "silobn", "mtfl", "standalone"])
 def test_it_learns_in_process(strategy: str, project, caplog) -> None:
     found = in_process(project, caplog, strategy)
     assert len(found) == ROUNDS
@@ -53,12 +53,13 @@ def test_it_learns_in_process(strategy: str, project, caplog) -> None:
 
 @pytest.mark.simulation
 @pytest.mark.xdist_group("simulation")
-def test_flwr_run_gives_the_same_numbers(project, caplog) -> None:
+@pytest.mark.parametrize("strategy", ["fedadam", "fedbn"])
+def test_flwr_run_gives_the_same_numbers(strategy: str, project, caplog) -> None:
     lines: list[str] = []
     flower_run(
         APP,
-        run_config={"num-server-rounds": ROUNDS},
+        run_config={"num-server-rounds": ROUNDS, "strategy": strategy},
         federation_config={"num-supernodes": NODES, "client-resources-num-cpus": 1},
         on_line=lines.append,
     )
-    assert accuracies(lines) == in_process(project, caplog, "fedadam")
+    assert accuracies(lines) == in_process(project, caplog, strategy)

@@ -1,4 +1,4 @@
-"""A stock NumPyClient: the whole state dict in, the whole state dict out."""
+"""A stock NumPyClient: the whole state dict in, the whole state dict out; the mod keeps what stays with a client."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import Config, NDArrays, Scalar
 
+from fedbn_flwr.mods import local_bn
 from numpyclient.task import Net, accuracy_and_loss, load_data, train
 
 __all__ = ["app"]
@@ -53,4 +54,4 @@ def client_fn(context: Context) -> Client:
     return DigitsClient(partition, total, float(context.run_config["learning-rate"])).to_client()
 
 
-app = ClientApp(client_fn=client_fn)
+app = ClientApp(client_fn=client_fn, mods=[local_bn])
