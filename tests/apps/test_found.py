@@ -270,6 +270,7 @@ def test_a_changed_project_ends_in_the_bits_of_our_own_client(
     ours = federate(make(), seeded(theirs.model), data, **options)
     same_bits(theirs.state, ours.state)
     assert theirs.strategy.local_hashes == ours.strategy.local_hashes
+    assert len(theirs.strategy.local_hashes) == (len(SIZES) if method == "fedbn" else 0)
     assert [r.phase for r in theirs.strategy.reports] == [r.phase for r in ours.strategy.reports]
     assert len({r.phase for r in theirs.strategy.reports}) == (2 if method == "fixbn" else 1)
     accuracy = "accuracy" if project == BASELINE else "eval_acc"
