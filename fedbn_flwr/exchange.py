@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from logging import WARNING
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -15,6 +16,7 @@ from fedbn_flwr.errors import EngineError
 __all__ = ["PromptGrid", "prompt", "pull", "push"]
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.1
+_TRIES = 8  # of a pull that fails in the SuperLink: over 12 seconds in all
 
 
 def prompt(grid: Grid) -> Grid:
@@ -111,11 +113,31 @@ def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
     """Return the replies that are there, and take the messages they answer out of ``waiting``.
 
     The error reply for a lost node does not carry that node's id: every reply is given that of the node asked.
+
+    Raises:
+        HTTPStatusError: the SuperLink failed time after time.
     """
     replies = []
-    for reply in grid.pull_messages(list(waiting)):
+    for reply in _pulled(grid, list(waiting)):
         node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
         if node_id is not None:
             reply.metadata.__dict__["_src_node_id"] = node_id
             replies.append(reply)
     return replies
+
+
+def _pulled(grid: Grid, message_ids: list[str]) -> list[Message]:
+    """Pull, again where the SuperLink failed with 5xx.
+
+    Its transaction reads before it writes; SQLite ends such a one at once ("database is locked") where a node has
+    written in between. Nothing is taken out then, so that the next pull finds all.
+    """
+    for attempt in range(1, _TRIES):
+        try:
+            return list(grid.pull_messages(message_ids))
+        except httpx.HTTPStatusError as error:
+            if not error.response.is_server_error:
+                raise
+            log(WARNING, "The SuperLink could not look for replies (%s); trying again.", error.response.status_code)
+            time.sleep(_LONGEST_WAIT * 2 ** (attempt - 1))
+    return list(grid.pull_messages(message_ids))

@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Iterable
 
+import httpx
 import pytest
 from flwr.app import Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from fedbn_flwr import exchange
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.exchange import PromptGrid, prompt
@@ -98,6 +100,32 @@ def test_at_the_timeout_it_returns_what_is_there_and_names_the_rest(caplog) -> N
     assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
     assert caplog.messages == ["No reply within 0.2 s from node(s) 5, 7; going on without."]
     assert grid.asked[-1] == ["message-1", "message-3"]
+
+
+class Failing(SlowGrid):
+    """A SuperLink whose first pulls fail with an HTTP status."""
+
+    def __init__(self, status: int, failures: int) -> None:
+        super().__init__(polls=1)
+        self.status, self.failures = status, failures
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        if self.failures:
+            self.failures -= 1
+            httpx.Response(self.status, request=httpx.Request("POST", "https://superlink")).raise_for_status()
+        return super().pull_messages(message_ids)
+
+
+def test_a_pull_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(exchange, "_LONGEST_WAIT", 0.001)
+    caplog.set_level(logging.WARNING, logger="flwr")
+    replies = PromptGrid(Failing(500, failures=7)).send_and_receive(messages(4, 5), timeout=10)
+    assert sorted(reply.metadata.src_node_id for reply in replies) == [4, 5]
+    assert caplog.text.count("The SuperLink could not look for replies (500)") == 7
+    with pytest.raises(httpx.HTTPStatusError, match="500"):
+        PromptGrid(Failing(500, failures=8)).send_and_receive(messages(4), timeout=10)
+    with pytest.raises(httpx.HTTPStatusError, match="401"):
+        PromptGrid(Failing(401, failures=1)).send_and_receive(messages(4), timeout=10)
 
 
 def test_nothing_to_send() -> None:
