@@ -19,6 +19,7 @@ from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.data.samples import Samples, View
+from fedbn_flwr.experiment.setup import on_device
 from fedbn_flwr.models import build_model
 from fedbn_flwr.records import to_record
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
@@ -30,8 +31,8 @@ TRAINING = LocalTraining(learning_rate=LearningRate(0.1), local_steps=STEPS, bat
 
 
 def make_model() -> nn.Module:
-    """Return ResNet-20 for CIFAR-10."""
-    return build_model("resnet20", num_classes=10, channels=3, size=32)
+    """Return ResNet-20 for CIFAR-10, as the package's own clients have it."""
+    return on_device(build_model("resnet20", num_classes=10, channels=3, size=32), torch.device("cpu"))
 
 
 @cache

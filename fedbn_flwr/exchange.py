@@ -15,7 +15,8 @@ from fedbn_flwr.errors import EngineError
 
 __all__ = ["PromptGrid", "prompt", "pull", "push"]
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.1
+# Seconds between polls, from the first to those of a long wait: each takes the SuperLink's database for a moment.
+_FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
 _TRIES = 8  # of a pull that fails in the SuperLink: over 12 seconds in all
 
 
@@ -139,5 +140,5 @@ def _pulled(grid: Grid, message_ids: list[str]) -> list[Message]:
             if not error.response.is_server_error:
                 raise
             log(WARNING, "The SuperLink could not look for replies (%s); trying again.", error.response.status_code)
-            time.sleep(_LONGEST_WAIT * 2 ** (attempt - 1))
+            time.sleep(0.1 * 2 ** (attempt - 1))
     return list(grid.pull_messages(message_ids))

@@ -117,7 +117,7 @@ class Failing(SlowGrid):
 
 
 def test_a_pull_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(exchange, "_LONGEST_WAIT", 0.001)
+    monkeypatch.setattr(exchange.time, "sleep", lambda seconds: None)
     caplog.set_level(logging.WARNING, logger="flwr")
     replies = PromptGrid(Failing(500, failures=7)).send_and_receive(messages(4, 5), timeout=10)
     assert sorted(reply.metadata.src_node_id for reply in replies) == [4, 5]

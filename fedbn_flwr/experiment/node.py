@@ -14,7 +14,7 @@ from fedbn_flwr.data import DATASETS, Augment, View, load_own
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import HERE, Config
 from fedbn_flwr.experiment.federation import federation
-from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, pick_device
+from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, on_device, pick_device
 from fedbn_flwr.records import listed
 from fedbn_flwr.state_folder import state_dir
 
@@ -33,9 +33,7 @@ def client_fn(context: Context) -> TorchClient:
     config = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)
     train, tests = _node_data(config, context)
-    model = make_model(config).to(pick_device(config.device))
-    if next(model.parameters()).is_cuda:
-        model = model.to(memory_format=torch.channels_last)
+    model = on_device(make_model(config), pick_device(config.device))
     return TorchClient(
         model,
         train,

@@ -18,7 +18,7 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.federation import Federation, count_clients, federation
 from fedbn_flwr.experiment.output import RunFolder, alone, read_metrics
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
-from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, pick_device
+from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, pick_device
 from fedbn_flwr.records import from_record, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.state import split_state
@@ -68,7 +68,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     if begun and saved is None and read_metrics(out / "metrics.jsonl"):
         raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to go on from (checkpoint-every=0?).")
     initial = to_record(saved.state if saved else model.state_dict())
-    model.to(pick_device(config.device))
+    on_device(model, pick_device(config.device))
     strategy = make_strategy(config, model, config.num_clients)
     keeper = Keeper(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
@@ -111,7 +111,7 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
     config = config.model_copy(update={"eval_on": ",".join(tests)})
     data = federation(config, count_clients(config))
-    model = make_model(config).to(pick_device(config.device))
+    model = on_device(make_model(config), pick_device(config.device))
     settings = local_training(config)
     recorder = Recorder(RunFolder(out, config), config, model, data, None, on_round)
     before = torch.get_num_threads()
