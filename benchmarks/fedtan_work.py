@@ -59,6 +59,7 @@ def make_client_app(data_dir: str) -> ClientApp:
     """Return the clients' app."""
 
     def client_fn(context: Context) -> TorchClient:
+        torch.set_num_threads(1)  # over a network every client has a process, and they share the cores
         data = view(int(context.node_config["partition-id"]), data_dir)
         return TorchClient(make_model(), data, data, TRAINING, context=context)
 
