@@ -35,6 +35,7 @@ from fedbn_flwr.training import Batches, LocalTraining, train
 from fedbn_flwr.wire import (
     APPLIED,
     ARRAY_NAMES,
+    MOD,
     PROPERTIES,
     Config,
     describe,
@@ -211,6 +212,11 @@ class TorchClient(NumPyClient):
 
     def _store(self, config: Config) -> LocalState:
         """Return what is kept with this client, brought to where the server wants to go on."""
+        if MOD in config:
+            raise StateError(
+                f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
+                "itself. Leave the mod out."
+            )
         store, continuity = LocalState(self.context, self.parts, self.plain.state_dict()), Continuity.of(config)
         if self.state_dir is not None and continuity is not None:
             if self.partition_id is None:

@@ -29,7 +29,7 @@ class PromptGrid(Grid):
     """Any Grid, polled promptly.
 
     Flower's own ``send_and_receive`` naps between polls (0.1 s in simulation, 3 s over a network) and an error reply
-    for a lost node does not carry that node's id. This one polls after 2 ms, then ever later up to 0.1 s, and maps
+    for a lost node does not carry that node's id. This one polls after 2 ms, then ever later up to 0.25 s, and maps
     replies by ``reply_to_message_id``.
     """
 

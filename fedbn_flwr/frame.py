@@ -43,8 +43,9 @@ class Home:
             ConfigError: the folder is not absolute.
             StateError: the node has no partition id.
         """
-        root, continuity = state_dir(context, str(context.run_config.get("state-dir", ""))), Continuity.of(told)
-        if root is None or continuity is None:
+        if (continuity := Continuity.of(told)) is None:
+            return None
+        if (root := state_dir(context, str(context.run_config.get("state-dir", "")))) is None:
             return None
         if "partition-id" not in context.node_config:
             raise StateError("state-dir needs a partition id: give the SuperNode one in --node-config")
@@ -72,13 +73,16 @@ class Frame:
         """Write it down, on disk too where there is a home.
 
         Raises:
-            OSError: the state folder cannot be written.
+            StateError: the state folder cannot be written.
         """
         content = {"shapes": {name: list(shape) for name, shape in self.shapes.items()}, "local": list(self.local)}
         context.state[_KEY] = ConfigRecord({"frame": json.dumps(content)})
         if home is not None:
-            home.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_sealed(home.path, content)
+            try:
+                home.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_sealed(home.path, content)
+            except OSError as error:
+                raise StateError(f"state folder {home.path.parent} cannot be written: {error}") from error
 
     @classmethod
     def recall(cls, context: Context, home: Home | None) -> Frame | None:

@@ -36,7 +36,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.records import from_record
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.wire import Config, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.wire import CLIENT_WORDS, Config, describe, open_message, reply_to_evaluate, reply_to_fit
 
 __all__ = ["LegacyStrategy", "to_legacy"]
 
@@ -190,8 +190,9 @@ class LegacyStrategy(Strategy):
             before: what was noted of refusals in this round before.
         """
         noted = self.strategy.reports[-1].rejected
-        used = [(proxy, res) for proxy, res in results if noted.get(int(proxy.cid)) == before.get(int(proxy.cid))]
-        return fn([(res.num_examples, res.metrics) for _, res in used]) if used else {}
+        used = [res for proxy, res in results if noted.get(int(proxy.cid)) == before.get(int(proxy.cid))]
+        own = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_WORDS}) for res in used]
+        return fn(own) if own else {}
 
     def _record(self, parameters: Parameters) -> ArrayRecord:
         arrays = parameters_to_ndarrays(parameters)

@@ -59,7 +59,9 @@ def _through(mod: Mod, kind: str, message: Message, context: Context, call_next:
         names = list(message.content.array_records[key])
         config[ARRAY_NAMES] = json.dumps(names)
         reply = call_next(message, context)
-        if reply.has_content() and f"{result}.parameters" in reply.content:
+        if not _answered(reply, result):
+            raise _Unanswered(reply)
+        if f"{result}.parameters" in reply.content:
             returned = _decoded(reply.content.array_records.pop(f"{result}.parameters"))
             if len(returned) != len(names):
                 raise StateError(
@@ -69,10 +71,37 @@ def _through(mod: Mod, kind: str, message: Message, context: Context, call_next:
             reply.content[key] = to_record(dict(zip(names, returned, strict=True)))
         return reply
 
-    reply = mod(message, context, by_number)
+    try:
+        reply = mod(message, context, by_number)
+    except _Unanswered as unanswered:
+        return unanswered.reply
     if reply.has_content():
         _numbered(reply, key, result)
     return reply
+
+
+class _Unanswered(Exception):
+    """The client did not do what it was asked: its reply goes back as it is, past the mod."""
+
+    def __init__(self, reply: Message) -> None:
+        super().__init__()
+        self.reply = reply
+
+
+def _answered(reply: Message, result: str) -> bool:
+    """Tell whether the client did what it was asked; where not, the reply says why.
+
+    Raises:
+        StateError: the reply is no answer to the legacy loop's message.
+    """
+    if not reply.has_content():
+        return False
+    if f"{result}.status" not in reply.content:
+        raise StateError(
+            "the app answers the Message API, and the server runs Flower's legacy loop (to_legacy): there it is "
+            "ClientApp(client_fn, mods=[local_bn])"
+        )
+    return reply.content.config_records[f"{result}.status"]["code"] == Code.OK.value
 
 
 def _decoded(record: ArrayRecord) -> list[Array]:
@@ -89,8 +118,8 @@ def _numbered(reply: Message, key: str, result: str) -> None:
     counted = reply.content.metric_records[f"{result}.num_examples"]
     said: Mapping[str, Any] = reply.content.config_records.pop(PROPERTIES, {})
     reported = {name: counted.pop(name) for name in list(counted) if name != "num_examples"}
-    metrics.update({**reported, **said})
-    metrics.pop("partition-id", None)  # a number among the metrics would be averaged; the properties tell it
+    # A partition id among the metrics would be averaged; the properties tell it.
+    metrics.update({name: value for name, value in {**reported, **said}.items() if name != "partition-id"})
 
 
 def _introduced(reply: Message, context: Context) -> Message:

@@ -30,7 +30,7 @@ from fedbn_flwr.randomness import default_generators, set_default_generators
 from fedbn_flwr.records import from_record, merged_config, tensors, to_record, to_state
 from fedbn_flwr.rules import INBOX, OUTBOX, Rules, bn_rules
 from fedbn_flwr.strategies.recalibration import to_entries
-from fedbn_flwr.wire import ARRAY_NAMES, PROPERTIES, open_message, to_records
+from fedbn_flwr.wire import ARRAY_NAMES, MOD, PROPERTIES, open_message, to_records
 from fedbn_flwr.wrappers import unwrap, view_with_names, wrapper_prefix
 
 __all__ = ["Rules", "answer_query", "answer_statistics", "bn_rules", "local_bn"]
@@ -61,9 +61,9 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         _reopen(message, context)
     key, received = _alone(message, context)
     whole, local, store = _completed(received, context, told)
-    if local:
+    if local or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
         config = next(iter(message.content.config_records.values()))
-        config["local-entries"] = json.dumps(local)
+        config["local-entries"], config[MOD] = json.dumps(local), "local_bn"
     context.state.pop(OUTBOX, None)
     try:
         reply = _call(call_next, message, context, key, whole)

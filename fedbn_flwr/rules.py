@@ -52,8 +52,10 @@ class Rules:
         """Let the rules act before every step of ``optimizer`` (a hook of torch's); return it.
 
         Raises:
-            ConfigError: a rule needs plain SGD, or refuses its settings.
+            ConfigError: a rule needs plain SGD, or refuses its settings; an optimizer was wrapped before.
         """
+        if self._optimizer is not None:
+            raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
         for name, rule in self._rules.items():
             if not _overrides(rule, "start"):
                 continue
@@ -88,22 +90,26 @@ class Rules:
 
         def compute_and_act() -> Any:
             loss = closure()
-            self._act()
-            return loss
+            penalty = self._act()
+            return loss if loss is None else loss + penalty  # a line search compares values: they are the gradient's
 
         return args[:1], {**kwargs, "closure": compute_and_act}
 
-    def _act(self) -> None:
+    def _act(self) -> float:
+        """Act on the gradients; return the sum of the penalties."""
+        total = 0.0
         for rule in self._rules.values():
             with torch.enable_grad():
                 penalty = rule.penalty(self._model)
             if penalty is not None:
+                total += penalty.item()
                 trainable = [p for p in self._model.parameters() if p.requires_grad]
                 for p, grad in zip(trainable, torch.autograd.grad(penalty, trainable), strict=True):
                     p.grad = grad if p.grad is None else p.grad.add_(grad)
         for rule in self._rules.values():
             rule.gradients(self._model)
         self._steps += 1
+        return total
 
     def _finish(self) -> None:
         """Check that every rule had its part; collect what they report.
@@ -164,9 +170,9 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
     rules = dict(zip(listed(config, "rules"), client_rules(config), strict=True))
     needy = [name for name, rule in rules.items() if _overrides(rule, "receive", "reply", "keep", "around")]
     store: LocalState | None = None
-    whole = _whole(message, config, model) if context is not None else None
+    whole = _whole(message, config, model) if needy and context is not None else None
     if whole is not None:
-        model = view_with_names(model, whole) if needy else model
+        model = view_with_names(model, whole)
         store = LocalState(context, split_state(whole), whole)
     elif needy:
         raise ConfigError(
@@ -205,7 +211,9 @@ def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module)
         return next(iter(message.content.array_records.values()))
     if ARRAY_NAMES not in config:
         return None
-    return view_with_names(model, json.loads(str(config[ARRAY_NAMES]))).state_dict()
+    names = json.loads(str(config[ARRAY_NAMES]))
+    state = view_with_names(model, names).state_dict()
+    return {name: state[name] for name in names}
 
 
 def _sent(context: Context | None) -> dict[str, dict[str, torch.Tensor]]:

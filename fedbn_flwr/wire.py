@@ -21,6 +21,8 @@ from fedbn_flwr.records import decode, merged_config, to_record
 __all__ = [
     "APPLIED",
     "ARRAY_NAMES",
+    "CLIENT_WORDS",
+    "MOD",
     "PROPERTIES",
     "Config",
     "describe",
@@ -33,7 +35,10 @@ __all__ = [
 Config = dict[str, Any]
 ARRAY_NAMES = "array-names"
 PROPERTIES = "properties"  # the ConfigRecord of a reply in which the client part speaks for itself
+MOD = "client-mod"  # in a config, from the mod to the client: it did the client's part
 APPLIED = "rules-applied"  # its word there: which of the rules it was told it applied
+CLIENT_WORDS = (ARRAY_NAMES, APPLIED, "local-sha256", "local-home")
+"""What the client part says among the metrics of a ``NumPyClient``; not for whoever sums the metrics up."""
 
 
 def open_message(message: Message) -> tuple[list[Array], Config]:
@@ -76,11 +81,15 @@ def describe(message: Message, properties: Config) -> Message:
 
 
 def to_records(first: str, entries: Mapping[str, Array]) -> dict[str, ArrayRecord]:
-    """Return arrays by name as records again: the model's, called ``first``, and those of ``record/entry``."""
+    """Return arrays by name as records again: the model's, called ``first``, and those of ``record/entry``.
+
+    A record's name has no dot: what stands before the "/" in a model's entry, as in ``blocks.a/b.weight``, has one.
+    """
     records: dict[str, dict[str, Array]] = {first: {}}
     for name, array in entries.items():
-        record, _, entry = name.rpartition("/")
-        records.setdefault(record or first, {})[entry] = array
+        record, slash, entry = name.partition("/")
+        own = not slash or "." in record
+        records.setdefault(first if own else record, {})[name if own else entry] = array
     return {key: to_record(record) for key, record in records.items()}
 
 
@@ -102,7 +111,7 @@ def _seal(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
 
 def _report(content: RecordDict, num_examples: int, metrics: Config) -> None:
     """Add the metrics: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
-    numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+    numbers = {key: +value for key, value in metrics.items() if isinstance(value, (int, float))}  # +True is 1
     content["metrics"] = MetricRecord({"num-examples": num_examples, **numbers})
     if any(isinstance(value, (str, bytes)) for value in metrics.values()):
         content[PROPERTIES] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})

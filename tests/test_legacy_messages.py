@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import to_legacy
 from fedbn_flwr.averaging import Array
-from fedbn_flwr.client import client_app
+from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.exchange import PromptGrid
@@ -202,6 +202,99 @@ def test_a_client_that_returns_less_than_the_model_is_told(client_fn, mlp) -> No
     strategy = FedBN()
     by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Short), mods=[local_bn]), mlp())
     assert all("fit returned 8 arrays; the mod takes out" in r for r in strategy.reports[0].rejected.values())
+    assert len(strategy.reports[0].rejected) == len(SIZES)
+
+
+def test_what_the_client_part_says_is_not_summed_up_with_the_projects_metrics(client_fn, mlp) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Counting(TheirClient):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, count, metrics = super().fit(parameters, config)
+            return arrays, count, {**metrics, "partition-id": 7, "done": True}
+
+    strategy = to_legacy(
+        FedBN(fraction_evaluate=0.0),
+        to_record(mlp().state_dict()),
+        num_rounds=ROUNDS,
+        timeout=60,
+        fit_metrics_aggregation_fn=lambda results: seen.extend(metrics for _, metrics in results) or {},
+    )
+    by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Counting), mods=[local_bn]), mlp())
+    assert seen == [{"score": 0.5, "word": "fine", "partition-id": 7, "done": True}] * ROUNDS * len(SIZES)
+
+
+def test_names_may_be_in_another_order_here(client_fn, federate, datasets, same_bits) -> None:
+    """A client that goes by the names it is told; what SCAFFOLD keeps is for the server's order."""
+
+    class Ordered(TheirClient):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, count, metrics = super().fit(parameters, config)
+            own = dict(zip(self.model.state_dict(), arrays, strict=True))
+            return [own[name] for name in self.names], count, metrics
+
+        def _set(self, parameters: list[Array]) -> None:
+            entries = dict(zip(self.names, parameters, strict=True))
+            self.model.load_state_dict({name: torch.tensor(array) for name, array in entries.items()})
+
+        names: tuple[str, ...] = ()
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("1", nn.Linear(4, 3))
+            self.add_module("0", nn.Linear(5, 4))
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.get_submodule("1")(self.get_submodule("0")(x))  # type: ignore[no-any-return]
+
+    start = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    Ordered.names = tuple(start.state_dict())
+
+    def function(context: Context) -> Any:
+        data = datasets[int(context.node_config["partition-id"])]
+        return Ordered(Backwards(), data, context, True, 0.0).to_client()
+
+    strategy = Scaffold(fraction_evaluate=0.0)
+    by_messages(strategy, client_app(function, mods=[local_bn]), start)
+    assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
+
+
+def test_arrays_without_names_need_none_where_no_rule_does(client_fn, mlp) -> None:
+    strategy = FedAvg(fraction_evaluate=0.0)
+    numbered = ArrayRecord(list(to_state(mlp().state_dict()).values()))
+    with InProcessGrid(client_app(client_fn(), mods=[local_bn]), len(SIZES)) as grid:
+        strategy.start(grid=grid, initial_arrays=numbered, num_rounds=1, timeout=60)
+    assert strategy.reports[0].participants == [0, 1, 2]
+
+
+def test_a_client_that_fails_says_why_itself(mlp) -> None:
+    app = ClientApp(client_fn=lambda context: NumPyClient().to_client(), mods=[local_bn])
+    strategy = FedBN(fraction_evaluate=0.0)
+    by_the_loop(strategy, app, mlp())
+    assert all("does not implement `fit`" in why for why in strategy.reports[0].rejected.values())
+    assert len(strategy.reports[0].rejected) == len(SIZES)
+
+
+def test_an_app_for_the_other_loop_is_told(client_fn, mlp) -> None:
+    strategy = FedAvg(fraction_evaluate=0.0)
+    by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]), mlp())
+    assert all("there it is ClientApp(client_fn, mods=[local_bn])" in w for w in strategy.reports[0].rejected.values())
+
+
+@pytest.mark.parametrize("make", [FedBN, Scaffold])
+def test_our_own_client_needs_no_mod_and_says_so(make: Any, mlp, datasets) -> None:
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+
+    def function(context: Context) -> TorchClient:
+        data = datasets[int(context.node_config["partition-id"])]
+        return TorchClient(mlp(), data, data, settings, context=context)
+
+    strategy = make(fraction_evaluate=0.0)
+    by_messages(strategy, client_app(function, mods=[local_bn]), mlp())
+    why = strategy.reports[0].rejected.values()
+    assert all("which keeps and sends its part itself. Leave the mod out" in told for told in why)
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 

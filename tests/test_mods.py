@@ -258,6 +258,85 @@ def test_rules_act_on_gradients_that_a_closure_computes(
     same_bits(drive(make(), app(loop)).state, ours.state)
 
 
+def test_a_line_search_sees_the_penalty_too() -> None:
+    """LBFGS compares losses: under FedProx it must end where the penalised loss, written out, ends."""
+    x, y = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(40.0).double() / 40
+
+    def end(ruled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1).double()
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x).flatten(), y)
+            if not ruled:
+                away = zip(model.parameters(), start, strict=True)
+                loss = loss + 2.5 * sum((p - s).square().sum() for p, s in away)  # type: ignore[assignment]
+            loss.backward()
+            return loss.detach()
+
+        with bn_rules(model, {"rules": "proximal", "proximal-mu": 5.0} if ruled else {}) as rules:
+            rules.wrap(optimizer)
+            optimizer.step(closure)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.allclose(end(True), end(False), rtol=0, atol=1e-9)
+
+
+def test_an_optimizer_is_wrapped_once(mlp) -> None:
+    """A second one would start SCAFFOLD's count of steps anew, or act twice."""
+    model = mlp()
+    with bn_rules(model, {}) as rules:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(ConfigError, match="wrap was called twice in a block: make and wrap one optimizer"):
+            rules.wrap(optimizer)
+
+
+class Slashed(torch.nn.Module):
+    """Layers with a slash in their names, which also divides the record from the entry in a NumPyClient's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleDict({"a/lin": torch.nn.Linear(5, 4), "a/norm": torch.nn.BatchNorm1d(4)})
+        self.head = torch.nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks["a/norm"](self.blocks["a/lin"](x)))  # type: ignore[no-any-return]
+
+
+def test_slashes_in_names_are_names(client_fn_of_slashes) -> None:
+    strategy, start = FedTAN(), Slashed()
+    with InProcessGrid(client_fn_of_slashes, len(SIZES)) as grid:
+        strategy.start(grid=PromptGrid(grid), initial_arrays=to_record(start.state_dict()), num_rounds=2, timeout=60)
+    assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 2
+
+
+@pytest.fixture
+def client_fn_of_slashes(datasets) -> ClientApp:
+    app = ClientApp(mods=[local_bn])
+
+    @app.query()
+    def query(msg: Message, context: Context) -> Message:
+        return answer_query(msg, context, SimpleNamespace(dataset=range(4), batch_size=4))
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        model, data = Slashed(), datasets[int(context.node_config["partition-id"])]
+        model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        loss = ruled(model, data, msg, context)
+        metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
+
+    @app.evaluate()
+    def evaluate(msg: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
+
+    return app
+
+
 def test_agc_in_the_users_loop(federate, drive, app, datasets, mlp, same_bits) -> None:
     bare = functools.partial(mlp, norm=False)
     ours = federate(FedWon(agc=0.02), bare, datasets)
@@ -530,7 +609,7 @@ def test_a_home_needs_a_series_a_full_path_and_a_partition_id(tmp_path) -> None:
     own = {"partition-id": 3, "state-dir": str(tmp_path)}
     found = [home(own), home({"partition-id": 3}, {"state-dir": str(tmp_path)}), home(own, {"state-dir": "/other"})]
     assert [h and h.path.parent for h in found] == [tmp_path / "series/partition-3"] * 3
-    assert home(own, told={}) is home({"partition-id": 3}) is None
+    assert home(own, told={}) is home({"partition-id": 3}) is home({"state-dir": "x"}, told={}) is None
     with pytest.raises(StateError, match="needs a partition id: give the SuperNode one"):
         home({"state-dir": str(tmp_path)})
     with pytest.raises(ConfigError, match="state-dir='x' of node 1 is relative; write an absolute path"):

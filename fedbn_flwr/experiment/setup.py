@@ -51,7 +51,7 @@ def pick_device(name: str) -> torch.device:
 def on_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model on the device, 4-d weights with their channels last in memory.
 
-    Convolutions are faster so, on CUDA and on the CPU (ResNet-20 by a quarter); inputs follow (``as_model_input``).
+    Convolutions are faster so, on CUDA and on the CPU (ResNet-20 by a quarter), whichever way the inputs lie.
     """
     return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
