@@ -25,10 +25,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -160,7 +161,29 @@ def in_network(rounds: int, data_dir: str) -> Times:
         def run(app: Path, config: Mapping[str, Scalar]) -> None:
             deployment.run({**config, **channel}, app=app).check()
 
-        return timed_runs(runs, run, data_dir)
+        with restarting(deployment):
+            return timed_runs(runs, run, data_dir)
+
+
+@contextmanager
+def restarting(deployment: Deployment) -> Iterator[None]:
+    """Start services again that end, as the compose file's restart policy does.
+
+    The SuperExec ends where the SuperLink answers 500, and that it does where its database stays locked for 5 seconds.
+    """
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(1):
+            deployment.restart_dead()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def timed_runs(runs: Runs, run: Callable[[Path, Mapping[str, Scalar]], None], data_dir: str) -> Times:
