@@ -130,8 +130,8 @@ def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
 def _pulled(grid: Grid, message_ids: list[str]) -> list[Message]:
     """Pull, again where the SuperLink failed with 5xx.
 
-    Its transaction reads before it writes; SQLite ends such a one at once ("database is locked") where a node has
-    written in between. Nothing is taken out then, so that the next pull finds all.
+    It does where its SQLite database is locked by what nodes write. The transaction that marks replies as delivered is
+    undone then, so that the next pull finds them.
     """
     for attempt in range(1, _TRIES):
         try:
