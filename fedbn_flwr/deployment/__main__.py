@@ -47,7 +47,7 @@ def register(connection: str, keys: Path) -> None:
         said = (done.stdout + done.stderr).strip()
         if done.returncode and "already" not in said:
             raise EngineError(f"{key.name} could not be registered: {said}")
-        typer.echo(f"{key.stem}: {said.splitlines()[-1] if said else 'registered'}")
+        typer.echo(f"{key.stem}: {'was registered before' if done.returncode else 'registered'}")
 
 
 @app.command()
@@ -58,7 +58,7 @@ def up(
 ) -> None:
     """Start a federation in the background; return when every node is online."""
     folder.mkdir(parents=True, exist_ok=True)
-    if running(_supervisor(folder)):
+    if running(_supervisor(folder)) or _services(folder):
         raise EngineError(f"a federation is up in {str(folder)!r}; `make federation-down` ends it")
     (folder / "ready").unlink(missing_ok=True)
     command = [sys.executable, "-m", __package__, "supervise", "--definition", str(definition)]
@@ -114,14 +114,32 @@ def down(folder: Folder = _HOME) -> None:
         time.sleep(0.1)
     if running(pid):
         raise EngineError(f"the federation's supervisor, process {pid}, does not end")
+    for left in _services(folder):  # of a supervisor that was killed
+        os.kill(left, signal.SIGKILL)
     (folder / "supervisor.pid").unlink(missing_ok=True)
     typer.echo("nothing of the federation is left running")
 
 
 def _supervisor(folder: Path) -> int:
-    """Return the process id of a folder's supervisor, 0 without one."""
+    """Return the process id of a folder's supervisor, 0 without one; after a reboot its number may be another's."""
     path = folder / "supervisor.pid"
-    return int(path.read_text()) if path.is_file() else 0
+    pid = int(path.read_text()) if path.is_file() else 0
+    return pid if b"supervise" in _command(pid) else 0
+
+
+def _services(folder: Path) -> list[int]:
+    """Return the processes of Flower's that run with this folder's keys."""
+    certs = str(folder.absolute() / "certs").encode()
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return [pid for pid in pids if certs in (said := _command(pid)) and (b"flower-" in said or b"flwr-" in said)]
+
+
+def _command(pid: int) -> bytes:
+    """Return a process's command line, empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 if __name__ == "__main__":

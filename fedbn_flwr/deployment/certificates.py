@@ -20,7 +20,7 @@ import datetime
 import ipaddress
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -39,14 +39,23 @@ _SECRET_BYTES = 32
 Key = ec.EllipticCurvePrivateKey
 
 
-def make_certificates(folder: Path, num_nodes: int, hosts: Sequence[str] = (), days: int = 365) -> None:
+def make_certificates(
+    folder: Path,
+    num_nodes: int,
+    hosts: Sequence[str] = (),
+    days: int = 365,
+    node_hosts: Mapping[int, str] | None = None,
+) -> None:
     """Write the CA, server certificates, node keys and SuperExec secrets of a federation.
 
     Args:
         folder: new or empty; nothing in use is overwritten.
         num_nodes: nodes 1 .. num_nodes.
-        hosts: names and addresses, beside the services' own, under which the server is reached.
+        hosts: names and addresses, beside the services' own, under which the server is reached. No node's certificate
+            holds them: it could pass for the server.
         days: until the certificates expire.
+        node_hosts: the address of a node, by its number, under which its own ClientApps reach it, beside its service's
+            name.
 
     Raises:
         ConfigError: the folder holds something, or a number is out of range.
@@ -68,7 +77,8 @@ def make_certificates(folder: Path, num_nodes: int, hosts: Sequence[str] = (), d
     _role(folder / "cli", authority, None)
     for number in range(1, num_nodes + 1):
         own, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
-        _role(folder / f"node-{number}", authority, own, [f"supernode-{number}", *hosts])
+        names = [f"supernode-{number}", *([node_hosts[number]] if node_hosts and number in node_hosts else [])]
+        _role(folder / f"node-{number}", authority, own, names)
         _write(folder / f"node-{number}/node.key", _private(key, PrivateFormat.OpenSSH))
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         _write(folder / f"cli/node-{number}.pub", public + f" node-{number}\n".encode())

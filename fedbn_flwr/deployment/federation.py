@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from fedbn_flwr.deployment.certificates import make_certificates
+from fedbn_flwr.deployment.certificates import CHANNEL_HOST, make_certificates
 from fedbn_flwr.deployment.compose import Service, start_order
 from fedbn_flwr.deployment.layout import Layout, loopback_addresses
 from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
 from fedbn_flwr.engines.processes import Process, flower_runs, stream
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import ConfigError, EngineError
 
 __all__ = ["Federation", "Outcome", "nodes_online", "run_app"]
 
@@ -52,7 +52,7 @@ class Federation:
 
     Args:
         definition: the compose file.
-        num_nodes: how many nodes.
+        num_nodes: how many nodes; in a folder that has been used, no more than before.
         folder: for state, logs and certificates, kept; default: a temporary one, removed at the end.
         node_configs: ``--node-config`` of each node in place of its partition.
         variables: of the compose file.
@@ -79,11 +79,12 @@ class Federation:
             definition.absolute(),
             folder,
             num_nodes,
-            loopback_addresses(num_nodes, time.time_ns()) if addresses is None else addresses,
+            _addresses(folder, num_nodes) if addresses is None else addresses,
             node_configs,
             variables or {},
             prefixes=prefixes or {},
         )
+        self._used = (folder / "certs").exists()
         self._extra = dict(environment or {})
         self._services: dict[str, Service] = {}
         self._processes: dict[str, Process] = {}
@@ -112,7 +113,10 @@ class Federation:
         layout = self.layout
         layout.folder.mkdir(parents=True, exist_ok=True)
         if not (layout.folder / "certs").exists():
-            make_certificates(layout.folder / "certs", layout.num_nodes, sorted(set(layout.addresses.values())))
+            own, number = layout.addresses, layout.num_nodes
+            server = [own[name] for name in ("superlink", CHANNEL_HOST) if name in own]
+            nodes = {k: own[f"supernode-{k}"] for k in range(1, number + 1) if f"supernode-{k}" in own}
+            make_certificates(layout.folder / "certs", number, list(dict.fromkeys(server)), node_hosts=nodes)
         self._services = layout.services()
         layout.save()
         (layout.folder / "logs").mkdir(exist_ok=True)
@@ -176,11 +180,13 @@ class Federation:
         return dead
 
     def close(self) -> None:
-        """End all processes: all are told first, then waited for."""
-        for process in self._processes.values():
-            process.signal(signal.SIGTERM)
-        for process in self._processes.values():
-            process.end()
+        """End all processes, the SuperLink last: a node that took leave of it can come back at once."""
+        last = [process for name, process in self._processes.items() if name == "superlink"]
+        for processes in ([process for process in self._processes.values() if process not in last], last):
+            for process in processes:
+                process.signal(signal.SIGTERM)
+            for process in processes:
+                process.end()
         if self._temporary:
             shutil.rmtree(self.layout.folder, ignore_errors=True)
 
@@ -194,6 +200,11 @@ class Federation:
                     return
                 if process.code is not None:
                     raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
+            elif (
+                process.code is not None and self._used
+            ):  # Flower refuses the key of a node that was killed for a while
+                time.sleep(1)
+                process = self.launch(name)
             elif process.code is not None:
                 raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
             elif condition == "service_started" or not service.health or self._answers(service):
@@ -211,6 +222,23 @@ class Federation:
             if time.monotonic() > deadline:
                 raise EngineError(f"{found} of {count} nodes are online after {_START_SECONDS:g} s")
             time.sleep(0.2)
+
+
+def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:
+    """Return loopback addresses of a federation's own: those of its certificates, where it was up before.
+
+    Raises:
+        ConfigError: there were fewer nodes then.
+    """
+    if not (folder / "certs").exists():
+        return loopback_addresses(num_nodes, time.time_ns())
+    before = Layout.load(folder)
+    if before.num_nodes < num_nodes:
+        raise ConfigError(
+            f"{str(folder)!r} has keys for {before.num_nodes} nodes, and {num_nodes} are asked for: start no more than "
+            "it has, or remove the folder, with all it holds, for a new federation."
+        )
+    return before.addresses
 
 
 def nodes_online(layout: Layout) -> int:

@@ -21,7 +21,7 @@ from fedbn_flwr.errors import ConfigError
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates") / "certs"
-    make_certificates(folder, 2, ["fl.example.org", "192.0.2.7"], days=30)
+    make_certificates(folder, 2, ["fl.example.org", "192.0.2.7"], days=30, node_hosts={2: "127.0.9.2"})
     return folder
 
 
@@ -56,8 +56,10 @@ def test_certificates_hold_for_their_names_and_are_signed_by_the_ca(certs: Path)
         found = x509.load_pem_x509_certificate((certs / role / "server.crt").read_bytes())
         found.verify_directly_issued_by(authority)
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        assert names.get_values_for_type(x509.DNSName) == [name, "fl.example.org", "localhost"]
-        assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.7", "127.0.0.1", "::1"]
+        hosts = [] if role == "node-2" else ["fl.example.org"]  # a node shall not pass for the server
+        addresses = ["127.0.9.2"] if role == "node-2" else ["192.0.2.7"]
+        assert names.get_values_for_type(x509.DNSName) == [name, *hosts, "localhost"]
+        assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == [*addresses, "127.0.0.1", "::1"]
         assert not found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
         assert (found.not_valid_after_utc - found.not_valid_before_utc).days == 30
         ssl.create_default_context().load_cert_chain(certs / role / "server.crt", certs / role / "server.key")

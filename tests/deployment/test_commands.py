@@ -56,6 +56,17 @@ def test_up_run_and_down(scratch: Path) -> None:
     assert "nothing of the federation is left running" in down.stdout
     assert command("down", *where).returncode == 0, "and again"
 
+    try:  # the folder's keys and state are used again; a supervisor that is killed leaves its services behind
+        up = command("up", "--nodes", "2", *where)
+        assert up.returncode == 0, up.stderr
+        os.kill(int((scratch / "federation/supervisor.pid").read_text()), 9)
+        up = command("up", "--nodes", "2", *where)
+        assert (up.returncode, "`make federation-down` ends it" in up.stderr) == (1, True)
+    finally:
+        down = command("down", *where)
+    assert down.returncode == 0, down.stderr
+    assert not [path for path in Path("/proc").iterdir() if path.name.isdigit() and is_superexec(path, scratch)]
+
 
 def is_superexec(process: Path, scratch: Path) -> bool:
     try:

@@ -58,6 +58,13 @@ def test_there_are_overrides_for_three_machines() -> None:
         assert set(content(path)["services"]) <= services
 
 
+def test_a_node_on_a_machine_of_its_own_differs_in_what_it_must_be_told() -> None:
+    for n in (1, 2):
+        ours = content(ROOT / f"docker/machine-node-{n}.yml")["services"][f"supernode-{n}"]["command"]
+        theirs = content(COMPOSE)["services"][f"supernode-{n}"]["command"]
+        assert re.sub(r"SUPERLINK:\?[^}]*", "SUPERLINK:-superlink:8000", "\n".join(ours)) == "\n".join(theirs)
+
+
 def test_nodes_differ_in_their_number_only() -> None:
     """So that node 1 can stand for any number of nodes."""
     services = read_services(COMPOSE, {})
@@ -122,7 +129,7 @@ def test_order_and_conditions() -> None:
 
 
 def test_the_image() -> None:
-    """Not built here: there is no engine. What can be read off its definition."""
+    """What can be read off its definition without an engine."""
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     stages = dockerfile.split("\nFROM ")[1:]
     assert len(stages) == 2
@@ -134,5 +141,5 @@ def test_the_image() -> None:
     }
     assert copied == allowed
     assert all((ROOT / name).exists() for name in copied)
-    arguments = content(COMPOSE)["services"]["superlink"]["build"]["args"]
+    arguments = content(COMPOSE)["services"]["cli"]["build"]["args"]
     assert all(f"ARG {name}=" in dockerfile for name in arguments)

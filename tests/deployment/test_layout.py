@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedbn_flwr.deployment import Federation
 from fedbn_flwr.deployment.compose import read_services, start_order
 from fedbn_flwr.deployment.layout import Layout, loopback_addresses
 from fedbn_flwr.engines.processes import Process, running
@@ -20,6 +21,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
     return Layout(ROOT / "docker-compose.yml", tmp_path, 5, loopback_addresses(5, 0))
+
+
+def test_a_folder_that_was_up_keeps_its_addresses_which_stand_in_its_certificates(tmp_path: Path) -> None:
+    first = Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path)
+    assert first.layout.addresses != Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path).layout.addresses
+    (tmp_path / "certs").mkdir()
+    first.layout.save()
+    again = Federation(ROOT / "docker-compose.yml", 2, folder=tmp_path)
+    assert again.layout.addresses == first.layout.addresses
+    with pytest.raises(ConfigError, match="has keys for 3 nodes, and 4 are asked for"):
+        Federation(ROOT / "docker-compose.yml", 4, folder=tmp_path)
 
 
 def compose(folder: Path, text: str) -> Path:

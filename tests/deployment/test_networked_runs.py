@@ -17,30 +17,30 @@ from fedbn_flwr.engines.processes import Process, running
 
 pytestmark = [pytest.mark.network, pytest.mark.xdist_group("network")]
 
-SAME = ("sha256", "final", "best", "ledger", "rejected")
 
-
-def test_fedbn_keeps_its_part_over_the_network(networked, in_process) -> None:
+def test_fedbn_keeps_its_part_over_the_network(networked, in_process, same_run) -> None:
     ours, theirs = networked(strategy="fedbn"), in_process(strategy="fedbn")
-    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
+    same_run(ours, theirs)
     assert ours["rejected"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fixbn", "fedtan"])
-def test_the_bits_of_the_run_in_process(strategy, networked, in_process) -> None:
+def test_the_bits_of_the_run_in_process(strategy, networked, in_process, same_run) -> None:
     """FedTAN here by messages."""
     ours, theirs = networked(strategy=strategy, fedtan_exchange="messages"), in_process(strategy=strategy)
-    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
+    same_run(ours, theirs)
     assert ours["rejected"] == 0
 
 
-def test_fedtan_by_channel_among_intruders(federation: Federation, networked, in_process, tmp_path: Path) -> None:
+def test_fedtan_by_channel_among_intruders(
+    federation: Federation, networked, in_process, same_run, tmp_path: Path
+) -> None:
     """Each intruder is refused with the right message; the run ends in the bits of the one in process."""
     with intruders(federation, tmp_path) as logs:
         ours = networked(strategy="fedtan", fedtan_exchange="channel")
     theirs = in_process(strategy="fedtan")
-    assert {key: ours[key] for key in SAME} == {key: theirs[key] for key in SAME}
+    same_run(ours, theirs)
     assert ours["rejected"] == 0
     for name, path in logs.items():
         assert REFUSED[name] in path.read_text(), name
