@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.steps import before_steps
 
-__all__ = ["clip_gradients", "exclude_head"]
+__all__ = ["clip_gradients", "clip_in_steps", "exclude_head"]
 
 SMALLEST_NORM = 1e-6
 
@@ -60,6 +61,25 @@ def clip_gradients(
         norms = _unit_norms(gradient)
         clipped = gradient * (allowed / norms.clamp(min=SMALLEST_NORM))
         gradient.copy_(torch.where(norms > allowed, clipped, gradient))
+
+
+def clip_in_steps(
+    optimizer: torch.optim.Optimizer, clipping: float, eps: float = 1e-3, *, exclude: Iterable[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """Let ``optimizer`` clip before each of its steps, as ``clip_gradients`` does; return it.
+
+    Raises:
+        ConfigError: at the first step, as ``clip_gradients``.
+    """
+    left_out = tuple(exclude)
+
+    def clip() -> float:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        clip_gradients(parameters, clipping, eps, exclude=left_out)
+        return 0.0
+
+    before_steps(optimizer, clip)
+    return optimizer
 
 
 def _unit_norms(values: Tensor) -> Tensor:

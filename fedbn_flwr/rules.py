@@ -20,6 +20,7 @@ from fedbn_flwr.journal import seat
 from fedbn_flwr.local_state import LocalState
 from fedbn_flwr.records import from_record, listed, merged_config, tensors, to_record, to_state
 from fedbn_flwr.state import split_state
+from fedbn_flwr.steps import before_steps
 from fedbn_flwr.strategies import client_rules
 from fedbn_flwr.training import Rule
 from fedbn_flwr.wire import APPLIED, ARRAY_NAMES
@@ -62,7 +63,7 @@ class Rules:
             if not isinstance(optimizer, torch.optim.SGD):
                 raise ConfigError(f"rule '{name}' works with torch.optim.SGD; this is {type(optimizer).__name__}")
             rule.start(self._model, optimizer)
-        self._exit.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._exit.callback(before_steps(optimizer, self._act).remove)
         self._optimizer = optimizer
         return optimizer
 
@@ -78,22 +79,6 @@ class Rules:
                 stack.enter_context(rule.around(self._passes, self._model, batch_size))
             yield
         self._passes += 1
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Act on the gradients, or let a closure act that computes them inside the step, as Lightning's does."""
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if closure is None:
-            self._act()
-            return None
-
-        def compute_and_act() -> Any:
-            loss = closure()
-            penalty = self._act()
-            return loss if loss is None else loss + penalty  # a line search compares values: they are the gradient's
-
-        return args[:1], {**kwargs, "closure": compute_and_act}
 
     def _act(self) -> float:
         """Act on the gradients; return the sum of the penalties."""

@@ -9,7 +9,7 @@ import torch
 import torchvision.models
 from torch import Tensor, nn
 
-from fedbn_flwr.agc import clip_gradients, exclude_head
+from fedbn_flwr.agc import clip_gradients, clip_in_steps, exclude_head
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.models.digits import DigitsCNN
 from fedbn_flwr.models.resnet import SmallResNet
@@ -134,3 +134,26 @@ def test_the_head_is_the_last_layer(make: object, head: list[str]) -> None:
         helpers = pytest.importorskip("timm.models")
         left = {id(p) for p in helpers.model_parameters(model, exclude_head=True)}
         assert {id(p) for p in model.parameters()} - left == {id(p) for p in exclude_head(model)}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizer_that_clips_steps_as_one_whose_gradients_were_clipped(closure: bool) -> None:
+    """Weight decay and momentum come after the clipping; a closure computes the gradients inside the step."""
+    ours, theirs = parameters(), parameters()
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    clipping = clip_in_steps(torch.optim.SGD(ours, **settings), 0.1, exclude=ours[-1:])
+    plain = torch.optim.SGD(theirs, **settings)
+    for turn in range(3):
+        for mine, yours, fresh in zip(ours, theirs, parameters(), strict=True):
+            yours.grad = fresh.grad * (turn + 1)
+            mine.grad = None if closure else yours.grad.clone()
+
+        def compute() -> float:
+            for mine, yours in zip(ours, theirs, strict=True):
+                mine.grad = yours.grad.clone()
+            return 1.5
+
+        assert clipping.step(compute if closure else None) == (1.5 if closure else None)
+        clip_gradients(theirs, 0.1, exclude=theirs[-1:])
+        plain.step()
+        assert all(torch.equal(mine, yours) for mine, yours in zip(ours, theirs, strict=True))

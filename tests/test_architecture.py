@@ -10,7 +10,7 @@ import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 TORCH_ONLY = ("averaging", "data", "errors", "evaluation", "models", "norms", "randomness", "seeds", "state", "syncbn")
-TORCH_ONLY += ("agc", "tasks", "training", "wrappers")
+TORCH_ONLY += ("agc", "steps", "tasks", "training", "wrappers")
 EDGE = ("records", "wire", "local_state", "exchange")  # know Flower's records, and nothing of strategies or clients
 FORBIDDEN = {
     **dict.fromkeys(TORCH_ONLY + EDGE, ("client", "engines", "exchange", "experiment", "cli", "app", "strategies")),
