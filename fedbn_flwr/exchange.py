@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from logging import WARNING
+from typing import Any
 
 import httpx
 from flwr.app import Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
+from flwr.superlink.grid import InMemoryGrid
 
 from fedbn_flwr.errors import EngineError
 
-__all__ = ["PromptGrid", "prompt", "pull", "push"]
+__all__ = ["PromptGrid", "in_simulation", "prompt", "pull", "push"]
 
 # Seconds between polls, from the first to those of a long wait: each takes the SuperLink's database for a moment.
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
-_TRIES = 8  # of a pull that fails in the SuperLink: over 12 seconds in all
+_TRIES = 8  # of a request that fails in the SuperLink
 
 
 def prompt(grid: Grid) -> Grid:
     """Return a grid that answers as soon as a reply is there: ``grid`` itself where it says so."""
     return grid if getattr(grid, "answers_promptly", False) else PromptGrid(grid)
+
+
+def in_simulation(grid: Grid) -> bool:
+    """Tell whether the grid is that of Flower's simulation."""
+    return isinstance(grid._grid if isinstance(grid, PromptGrid) else grid, InMemoryGrid)
 
 
 class PromptGrid(Grid):
@@ -37,6 +44,7 @@ class PromptGrid(Grid):
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        _retry_500(grid)
 
     def set_run(self, run) -> None:  # type: ignore[no-untyped-def]
         """See ``Grid.set_run``."""
@@ -114,12 +122,9 @@ def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
     """Return the replies that are there, and take the messages they answer out of ``waiting``.
 
     The error reply for a lost node does not carry that node's id: every reply is given that of the node asked.
-
-    Raises:
-        HTTPStatusError: the SuperLink failed time after time.
     """
     replies = []
-    for reply in _pulled(grid, list(waiting)):
+    for reply in grid.pull_messages(list(waiting)):
         node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
         if node_id is not None:
             reply.metadata.__dict__["_src_node_id"] = node_id
@@ -127,18 +132,40 @@ def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
     return replies
 
 
-def _pulled(grid: Grid, message_ids: list[str]) -> list[Message]:
-    """Pull, again where the SuperLink failed with 5xx.
+def _retry_500(grid: Grid) -> None:
+    """Let each request of Flower's grid over HTTP be tried again after a 500, as it is after 502 to 504.
 
-    It does where its SQLite database is locked by what nodes write. The transaction that marks replies as delivered is
-    undone then, so that the next pull finds them.
+    A SuperLink whose SQLite database is locked by what nodes write answers 500, with its transaction undone. The whole
+    of ``pull_messages`` cannot be tried again: what it had pulled would be lost.
     """
-    for attempt in range(1, _TRIES):
-        try:
-            return list(grid.pull_messages(message_ids))
-        except httpx.HTTPStatusError as error:
-            if not error.response.is_server_error:
-                raise
-            log(WARNING, "The SuperLink could not look for replies (%s); trying again.", error.response.status_code)
-            time.sleep(0.1 * 2 ** (attempt - 1))
-    return list(grid.pull_messages(message_ids))
+    invoker = getattr(grid, "_retry_invoker", None)
+    if invoker is None or isinstance(invoker.should_giveup, _Patience):
+        return
+    invoker.should_giveup = patience = _Patience(invoker.should_giveup)
+    succeeded = invoker.on_success
+
+    def on_success(state: Any) -> None:
+        patience.failures = 0
+        if succeeded is not None:
+            succeeded(state)
+
+    invoker.on_success = on_success
+
+
+class _Patience:
+    """Whether to give a request up: as Flower says, and a 500 once it came time after time."""
+
+    def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
+        self._otherwise = otherwise
+        self.failures = 0
+
+    def __call__(self, error: Exception) -> bool:
+        if (
+            not isinstance(error, httpx.HTTPStatusError)
+            or error.response.status_code != httpx.codes.INTERNAL_SERVER_ERROR
+        ):
+            return self._otherwise(error)
+        self.failures += 1
+        if self.failures < _TRIES:
+            log(WARNING, "The SuperLink failed (500; its database may be locked); trying again.")
+        return self.failures >= _TRIES

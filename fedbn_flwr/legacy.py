@@ -263,21 +263,22 @@ class _ManagerGrid(Grid):
         return [int(cid) for cid in self._manager.all()]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return the clients' properties; nothing of one that has none to tell."""
+        """Return the clients' properties; of one that has none to tell the error of an app that does not answer."""
         batch = list(messages)
         if any(message.metadata.message_type != MessageType.QUERY or message.content for message in batch):
             _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")
         proxies = self._manager.all()
 
-        def ask(message: Message) -> Message | None:
+        def ask(message: Message) -> Message:
+            silent = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "no properties"), reply_to=message)
             try:
                 res = proxies[str(message.metadata.dst_node_id)].get_properties(GetPropertiesIns({}), timeout, None)
             except Exception:  # Flower's proxy raises what the client raised
-                return None
-            return describe(message, dict(res.properties)) if res.status.code is Code.OK else None
+                return silent
+            return describe(message, dict(res.properties)) if res.status.code is Code.OK else silent
 
         with ThreadPoolExecutor() as pool:
-            return [reply for reply in pool.map(ask, batch) if reply is not None]
+            return list(pool.map(ask, batch))
 
     def push_messages(self, messages: Iterable[Message]) -> NoReturn:
         _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")

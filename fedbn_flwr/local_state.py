@@ -36,6 +36,7 @@ class LocalState:
         self._context = context
         self._parts = parts
         self._folder: StateFolder | None = None
+        self._anew = False
         self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
 
     def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
@@ -120,9 +121,11 @@ class LocalState:
         return state_sha256(kept) if kept else ""
 
     def claim(self) -> dict[str, str]:
-        """Return what a reply tells of what is kept: its hash and its home; nothing where nothing is kept."""
+        """Return what a reply tells of what is kept: hash, home, whether it began anew; nothing where nothing is."""
         kept = self.sha256()
-        return {"local-sha256": kept, "local-home": self.home} if kept else {}
+        if not kept:
+            return {}
+        return {"local-sha256": kept, "local-home": self.home, **({"local-began": "anew"} if self._anew else {})}
 
     def _read(self, key: str) -> Mapping[str, Array]:
         if self._context is None or key not in self._context.state:
@@ -148,6 +151,7 @@ class LocalState:
             raise StateError(
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
             )
+        self._anew |= not self.sha256()
         self._context.state[key] = to_record(entries)
         self._tell(server_round)
 

@@ -37,7 +37,7 @@ ARRAY_NAMES = "array-names"
 PROPERTIES = "properties"  # the ConfigRecord of a reply in which the client part speaks for itself
 MOD = "client-mod"  # in a config, from the mod to the client: it did the client's part
 APPLIED = "rules-applied"  # its word there: which of the rules it was told it applied
-CLIENT_WORDS = (ARRAY_NAMES, APPLIED, "local-sha256", "local-home")
+CLIENT_WORDS = (ARRAY_NAMES, APPLIED, "local-sha256", "local-home", "local-began")
 """What the client part says among the metrics of a ``NumPyClient``; not for whoever sums the metrics up."""
 
 

@@ -26,11 +26,13 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedbn_flwr.averaging import Array
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.exchange import PromptGrid
+from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.records import from_record, to_record
 from fedbn_flwr.state import split_state
 from fedbn_flwr.strategies import FedAvg
@@ -145,6 +147,19 @@ def mlp() -> MakeModel:
     return make
 
 
+@pytest.fixture
+def torchvision_net() -> MakeModel:
+    """``torchvision_net(norm=True)``: a ResNet-10 for 3 classes, or without BatchNorm; float64, always the same."""
+
+    def make(norm: bool = True) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3).double()
+            return model if norm else replace_norm(model, "wsconv")[0]
+
+    return make
+
+
 class Recorder(PromptGrid):
     """Keeps every message sent, by type and node, and every reply."""
 
@@ -234,6 +249,25 @@ def federate() -> Iterator[Federate]:
     yield run
     for grid in grids:
         grid.close()
+
+
+SameRun = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+
+
+@pytest.fixture(scope="session")
+def same_run() -> SameRun:
+    """``same_run(a, b)``: two summaries tell of the same final state, to the bit, and of the same traffic.
+
+    The server's test of that state may differ in a float32's last digit: another process, other numbers of threads.
+    """
+
+    def check(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+        for key in ("sha256", "ledger", "rejected"):
+            assert a[key] == b[key], key
+        for key in ("final", "best"):
+            assert a[key] == pytest.approx(b[key], rel=1e-6), key
+
+    return check
 
 
 SameBits = Callable[[Mapping[str, Array], Mapping[str, Array]], None]

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from flwr.app import Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.retry.retry_invoker import RetryInvoker
 
-from fedbn_flwr import exchange
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.exchange import PromptGrid, prompt
@@ -103,29 +104,50 @@ def test_at_the_timeout_it_returns_what_is_there_and_names_the_rest(caplog) -> N
 
 
 class Failing(SlowGrid):
-    """A SuperLink whose first pulls fail with an HTTP status."""
+    """A grid over HTTP whose SuperLink fails with a status, first of all in the last request of a pull."""
 
     def __init__(self, status: int, failures: int) -> None:
         super().__init__(polls=1)
         self.status, self.failures = status, failures
+        self._retry_invoker = make_simple_http_retry_invoker()
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def _request(self) -> None:
         if self.failures:
             self.failures -= 1
             httpx.Response(self.status, request=httpx.Request("POST", "https://superlink")).raise_for_status()
-        return super().pull_messages(message_ids)
+
+    def get_node_ids(self) -> list[int]:
+        self._retry_invoker.invoke(self._request)
+        return [4]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        pulled = super().pull_messages(message_ids)  # delivered once: a second pull would not find them
+        self._retry_invoker.invoke(self._request)
+        return pulled
 
 
-def test_a_pull_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(exchange.time, "sleep", lambda seconds: None)
+def test_a_request_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(RetryInvoker, "invoke", _without_waiting(RetryInvoker.invoke))
     caplog.set_level(logging.WARNING, logger="flwr")
-    replies = PromptGrid(Failing(500, failures=7)).send_and_receive(messages(4, 5), timeout=10)
+    grid = PromptGrid(PromptGrid(failing := Failing(500, failures=7)))
+    replies = grid.send_and_receive(messages(4, 5), timeout=10)
     assert sorted(reply.metadata.src_node_id for reply in replies) == [4, 5]
-    assert caplog.text.count("The SuperLink could not look for replies (500)") == 7
+    assert caplog.text.count("The SuperLink failed (500") == 7
+    failing.failures = 7
+    assert list(grid.get_node_ids()) == [4]
+    failing.failures = 8
     with pytest.raises(httpx.HTTPStatusError, match="500"):
-        PromptGrid(Failing(500, failures=8)).send_and_receive(messages(4), timeout=10)
-    with pytest.raises(httpx.HTTPStatusError, match="401"):
-        PromptGrid(Failing(401, failures=1)).send_and_receive(messages(4), timeout=10)
+        grid.get_node_ids()
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        PromptGrid(Failing(404, failures=1)).send_and_receive(messages(4), timeout=10)
+
+
+def _without_waiting(invoke):
+    def at_once(self, *args, **kwargs):
+        self.wait_function = lambda seconds: None
+        return invoke(self, *args, **kwargs)
+
+    return at_once
 
 
 def test_nothing_to_send() -> None:

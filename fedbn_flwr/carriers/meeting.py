@@ -71,6 +71,11 @@ class Meeting:
         self.dropped: dict[int, str] = {}
         self.exchanges = self.bytes_down = self.bytes_up = 0
 
+    @property
+    def never_began(self) -> list[str]:
+        """Why members were dropped that did not even begin the step in time."""
+        return [reason for node_id, reason in self.dropped.items() if node_id not in self._begun]
+
     def seat(self, node_id: int) -> Seat:
         """Return the place of a member."""
         return _Seat(self, node_id)

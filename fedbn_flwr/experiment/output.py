@@ -113,6 +113,13 @@ class RunFolder:
             RunFolder.refuse_used(path)
         return bool(names)
 
+    @staticmethod
+    def num_clients(path: Path) -> int:
+        """Return with how many clients the folder's run began; 0 where there is none."""
+        config = path / "config.yaml"
+        content = yaml.safe_load(config.read_text()) if config.is_file() else None
+        return int(content.get("num-clients", 0)) if isinstance(content, dict) else 0
+
     def _cut_back(self, after: int) -> None:
         """Take the rounds past ``after`` out of ``metrics.jsonl``: they are done again."""
         lines = read_metrics(self.path / "metrics.jsonl")
@@ -120,7 +127,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path / 'metrics.jsonl'} lacks rounds of 1 to {after}; put it back, or start anew."
             )
-        if lines:
+        if (self.path / "metrics.jsonl").exists():  # also where its only line was cut short
             write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
 
     def add_round(self, line: Mapping[str, Any]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import time
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
+from fedbn_flwr.exchange import prompt
 from fedbn_flwr.experiment.checkpoint import Checkpoints, Keeper
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.federation import Federation, count_clients, federation
@@ -28,6 +31,7 @@ from fedbn_flwr.training import sgd, train
 __all__ = ["centralized", "serve"]
 
 NODE_GRACE = 15.0  # seconds for the nodes of a federation to be counted
+RETURN_GRACE = 60.0  # the same where a run is resumed: Flower refuses the key of a killed node for about 44 s
 
 
 def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
@@ -52,7 +56,8 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
             "strategy=centralized`, not with `flwr run`."
         )
     check(config)
-    num_nodes = _count_nodes(grid, config)
+    grid = prompt(grid)
+    num_nodes = _count_nodes(grid, config, RunFolder.num_clients(out) if config.resume else 0)
     config = config.model_copy(update={"num_clients": num_nodes})
     with alone(out):
         return _serve(grid, config, out, on_round)
@@ -157,9 +162,10 @@ def _server_data(config: Config, num_nodes: int) -> Federation | None:
         return None
 
 
-def _count_nodes(grid: Grid, config: Config) -> int:
-    """Return the number of nodes, once it is the one asked for."""
-    wanted, deadline = config.num_clients, time.monotonic() + NODE_GRACE
+def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
+    """Return the number of nodes, once it is the one asked for; a run that is resumed goes on with fewer, too."""
+    wanted = config.num_clients or begun_with
+    deadline = time.monotonic() + (RETURN_GRACE if begun_with else NODE_GRACE)
     while True:
         found = len(list(grid.get_node_ids()))
         if found and found == (wanted or found):
@@ -169,6 +175,9 @@ def _count_nodes(grid: Grid, config: Config) -> int:
         time.sleep(0.2)
     if not found:
         raise EngineError(f"no nodes connected within {NODE_GRACE:g} s; start the SuperNodes first")
+    if found < wanted == begun_with:
+        log(WARNING, "the run began with %d nodes and goes on with %d: the others may come back", wanted, found)
+        return wanted
     raise ConfigError(
         f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "
         f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes; or set num-clients=0 to "

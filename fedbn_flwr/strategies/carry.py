@@ -14,7 +14,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.carriers import Meeting, Member
 from fedbn_flwr.carriers.channel import ChannelServer
-from fedbn_flwr.errors import FedBNError, ReplyError
+from fedbn_flwr.errors import EngineError, FedBNError, ReplyError
+from fedbn_flwr.exchange import in_simulation
 from fedbn_flwr.journal import ANSWERS
 from fedbn_flwr.records import from_record, num_bytes, tensors, to_record
 from fedbn_flwr.strategies.gather import Enough, gather
@@ -74,13 +75,20 @@ def carry_by_channel(
     wait: float,
     least: int,
 ) -> Carried:
-    """Let the clients meet behind the server's port; each gets its one TRAIN message, with a token of its own."""
+    """Let the clients meet behind the server's port; each gets its one TRAIN message, with a token of its own.
+
+    Raises:
+        EngineError: Flower's simulation does not run them all at once.
+    """
     meeting = Meeting(members, timeout, least)
     tokens = channel.admit(meeting)
     told = {"fedtan-address": channel.address, "fedtan-ca": channel.certificate, "fedtan-timeout": timeout}
     try:
         own = [with_config(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages]
-        return _meet(grid, own, meeting, wait)
+        carried = _meet(grid, own, meeting, wait)
+        if in_simulation(grid) and meeting.never_began:  # no machine is lost there: it would be so in every round
+            raise EngineError(f"{len(meeting.never_began)} of {len(members)} clients {meeting.never_began[0]}")
+        return carried
     finally:
         channel.dismiss(meeting)
 

@@ -212,7 +212,8 @@ class FedTAN(FedAvg):
         self._carried = None
         if not messages or not self.synchronises(server_round):
             return messages
-        members = {message.metadata.dst_node_id: self._member(message) for message in messages}
+        members = self._members(messages)
+        messages = [message for message in messages if message.metadata.dst_node_id in members]
         sizes = {node_id: member.batch_size for node_id, member in members.items()}
         messages = [with_config(m, {"fedtan-batch-size": sizes[m.metadata.dst_node_id]}) for m in messages]
         params: FedTANParams = self.params
@@ -250,13 +251,25 @@ class FedTAN(FedAvg):
             ]
         return super().aggregate_train(server_round, replies)
 
-    def _member(self, message: Message) -> Member:
-        node = self._post.roster.of(message.metadata.dst_node_id)
-        if node.num_examples is None or not node.batch_size:
-            raise ConfigError(
+    def _members(self, messages: Iterable[Message]) -> dict[int, Member]:
+        """Return who takes part; a node that has not told what the step needs is refused.
+
+        Raises:
+            ConfigError: none of them has.
+        """
+        nodes = [self._post.roster.of(message.metadata.dst_node_id) for message in messages]
+        members = {
+            n.node_id: Member(n.num_examples, n.batch_size, str(n)) for n in nodes if n.num_examples and n.batch_size
+        }
+        for node in (node for node in nodes if node.node_id not in members):
+            said = (
                 f"strategy {self.name!r} needs to know the training examples and the first batch's size of {node} "
                 "before the round: answer the query with num-examples and batch-size (fedbn_flwr.client_app around a "
                 "TorchClient does; in an app of your own register `@app.query()` and return answer_query(msg, context, "
                 "loader))."
             )
-        return Member(node.num_examples, node.batch_size, str(node))
+            if not members:
+                raise ConfigError(said)
+            log(WARNING, "%s", said)
+            self.reports[-1].reject(node.node_id, said)
+        return members

@@ -101,8 +101,8 @@ class Post:
         return sorted(pairs, key=lambda pair: pair[0].order)
 
     def _with_hash(self, node: Node, config: ConfigRecord) -> ConfigRecord:
-        if self._owed is None or node.label in self._met:
-            return config
+        if self._owed is None or node.label in self._met or node.partition_id is None:
+            return config  # who it is is not known: what it has kept may be what is owed
         return ConfigRecord({**config, "local-sha256": self._owed.get(node.label, "")})
 
 

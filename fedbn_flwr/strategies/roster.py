@@ -14,6 +14,7 @@ from typing import Any
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import ConfigError, EngineError
@@ -161,13 +162,18 @@ class Roster:
 
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in node_ids]
-        found = {node_id: Node(node_id) for node_id in node_ids}
+        found: dict[int, Node] = {}
         for reply in grid.send_and_receive(messages, timeout=self._timeout):
+            node_id = reply.metadata.src_node_id
             if reply.has_content():
-                node_id = reply.metadata.src_node_id
                 found[node_id] = _describe(Node(node_id), reply)
                 if found[node_id].unusable:
                     log(WARNING, "%s takes no part: %s", found[node_id], found[node_id].unusable)
+            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:  # as an app without an answer does
+                found[node_id] = Node(node_id)
+        if lost := [str(node_id) for node_id in node_ids if node_id not in found]:
+            # It may come back, and then its name matters: what it keeps goes by it.
+            log(WARNING, "Node(s) %s were lost while they were asked who they are; asked again later.", ", ".join(lost))
         silent = [node_id for node_id, node in found.items() if node.partition_id is None]
         if silent:
             log(

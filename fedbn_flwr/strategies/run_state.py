@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from logging import WARNING
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, Message
+from flwr.common import log
 
 from fedbn_flwr.averaging import State
 from fedbn_flwr.errors import ConfigError
@@ -164,6 +166,13 @@ class RunState(Method):
         """Note the hash of what the client keeps now, whether its reply is used or not, and whether it is durable."""
         properties = message.content.config_records.get(PROPERTIES) if message.has_content() else None
         if properties and "local-sha256" in properties:
+            if "local-began" in properties and node.label in self.local_hashes:
+                log(
+                    WARNING,
+                    "%s had lost what it kept between rounds (its memory went with its process), and began anew; "
+                    "give it a state folder (state-dir)",
+                    node,
+                )
             self.local_hashes[node.label] = str(properties["local-sha256"])
             if (properties.get("local-home") != "folder") != (node.label in self.volatile):
                 self.volatile = sorted({*self.volatile} ^ {node.label})

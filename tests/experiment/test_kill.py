@@ -17,3 +17,4 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
     assert [(row[0], row[2], row[6]) for row in rows] == [("scaffold", "3", "yes"), ("fedbn", "3", "yes")]
+    assert all(int(row[3]) > 0 for row in rows), "none was resumed from a checkpoint"

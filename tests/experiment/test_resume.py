@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 from fedbn_flwr.app import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.launch import run
 from fedbn_flwr.experiment.output import alone, read_metrics
@@ -160,6 +162,34 @@ def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
     with alone(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
         start(tmp_path, resume=True)
     start(tmp_path, resume=True)
+
+
+def test_a_first_line_that_was_cut_short_is_gone_after_a_resume(tmp_path: Path) -> None:
+    with pytest.raises(Cut):
+        start(tmp_path, cut=1)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:40])
+    for path in (tmp_path / "checkpoint").glob("round-*.safetensors"):
+        if "000000" not in path.name:
+            path.unlink()
+    start(tmp_path, resume=True)
+    assert [line["round"] for line in read_metrics(metrics)] == list(range(1, BASE["num-server-rounds"] + 1))
+
+
+def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(run_module, "RETURN_GRACE", 0.3)
+    out = tmp_path / "out"
+    for num_nodes, rounds in ((3, 2), (2, 4)):
+        keys = {"num-clients": 0, "num-server-rounds": rounds, "checkpoint-every": 1, "resume": num_nodes == 2}
+        config = Config.make({**quick_config().to_mapping(), **keys})
+        with (
+            caplog.at_level(logging.WARNING, logger="flwr"),
+            InProcessGrid(client_app, num_nodes, run_config=config.to_mapping()) as grid,
+        ):
+            serve(grid, config, out)
+    assert "the run began with 3 nodes and goes on with 2: the others may come back" in caplog.text
+    participants = [line["participants"] for line in read_metrics(out / "metrics.jsonl")]
+    assert participants == [[0, 1, 2]] * 2 + [[0, 1]] * 2
 
 
 def test_parts_kept_in_memory_alone_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:

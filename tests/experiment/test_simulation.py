@@ -98,6 +98,21 @@ def check_same(summary: dict[str, Any], in_process: dict[str, Any]) -> None:
         assert summary[key] == in_process[key], key
 
 
+def test_fedtan_by_channel_with_fewer_actors_than_clients_says_what_to_add(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "strategy": "fedtan", "fedtan-exchange": "channel", "fedtan-timeout": 2.0}
+    with pytest.raises(EngineError) as caught:
+        flower_run(
+            ROOT,
+            run_config={**settings, "out": str(tmp_path / "out")},
+            federation_config={"num-supernodes": NODES, "client-resources-num-cpus": 1, "init-args-num-cpus": 1},
+        )
+    assert (
+        "4 of 5 clients did not begin the step within 2 s of the first: all clients of a round must run at the"
+        in str(caught.value)
+    )
+    assert "'client-resources-num-cpus=1 init-args-num-cpus=5'" in str(caught.value)
+
+
 def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
     """Here for a federation of another size; ``flwr run --stream`` itself ends with 0."""
     settings = {"num-clients": 3, "out": str(tmp_path / "out")}

@@ -134,6 +134,18 @@ def test_clients_that_do_not_tell_their_size_are_named(tan, lab) -> None:
         tan(made(), branches(lab), lab.client_data((3, 6, 6), (2, 3)), client=Silent)
 
 
+def test_one_that_does_not_tell_its_size_is_refused_and_the_others_go_on(tan, lab) -> None:
+    class Silent(TorchClient):
+        def get_properties(self, config):
+            return {} if self.partition_id == 1 else super().get_properties(config)
+
+    run = tan(made(), branches(lab), lab.client_data((3, 6, 6), (2, 3, 4)), client=Silent)
+    (report,) = run.strategy.reports
+    assert report.participants == [0, 2]
+    (reason,) = report.rejected.values()
+    assert "needs to know the training examples and the first batch's size of node" in reason
+
+
 def test_the_port_is_closed_at_the_end_also_of_a_run_that_failed(tan, lab) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

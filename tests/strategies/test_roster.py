@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
@@ -15,9 +17,9 @@ from fedbn_flwr.strategies.roster import Roster
 
 
 class Answers:
-    """A grid whose nodes answer the query with what they are given; ``asked`` collects the nodes of each query."""
+    """A grid whose nodes answer the query with what they are given, a number as an error; ``asked`` tells whom."""
 
-    def __init__(self, nodes: Mapping[int, dict[str, Any]]) -> None:
+    def __init__(self, nodes: Mapping[int, dict[str, Any] | int]) -> None:
         self.nodes = dict(nodes)
         self.asked: list[list[int]] = []
 
@@ -31,10 +33,12 @@ class Answers:
 
     def _reply(self, message: Message) -> Message:
         said = self.nodes[message.metadata.dst_node_id]
+        message.metadata.__dict__.update(_message_id="1", _run_id=1)
+        if isinstance(said, int):
+            return Message(Error(said, "lost"), reply_to=message)
         content = RecordDict({"metrics": MetricRecord({k: v for k, v in said.items() if not isinstance(v, str)})})
         if texts := {key: value for key, value in said.items() if isinstance(value, str)}:
             content["properties"] = ConfigRecord(texts)
-        message.metadata.__dict__.update(_message_id="1", _run_id=1)
         return Message(content, reply_to=message)
 
 
@@ -66,6 +70,17 @@ def test_a_newcomer_waits_until_the_holder_of_its_partition_is_gone(roster: Rost
     del grid.nodes[12]
     assert [n.node_id for n in roster.present(grid, 1)] == [11, 13]  # type: ignore[arg-type]
     assert grid.asked == [[11, 12], [13], [13]]
+
+
+def test_a_node_that_is_lost_while_it_is_asked_is_asked_again(roster: Roster, caplog) -> None:
+    """Its partition matters as soon as it is back; an app that has no answer is taken without one."""
+    grid = Answers({11: node(0), 12: ErrorCode.NODE_UNAVAILABLE, 13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION})
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        assert [(n.node_id, n.partition_id) for n in roster.present(grid, 1)] == [(11, 0), (13, None)]  # type: ignore[arg-type]
+    assert "Node(s) 12 were lost while they were asked who they are; asked again later." in caplog.messages
+    grid.nodes[12] = node(1)
+    assert [(n.node_id, n.partition_id) for n in roster.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]  # type: ignore[arg-type]
+    assert grid.asked == [[11, 12, 13], [12]]
 
 
 def test_why_a_node_cannot_take_part_is_known(roster: Roster) -> None:

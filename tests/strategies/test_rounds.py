@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
+from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
+from fedbn_flwr import client_app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, server
+from fedbn_flwr.strategies.post import Post
+from fedbn_flwr.strategies.roster import Node, Roster
 
 
 def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatch) -> None:
@@ -76,6 +81,35 @@ def test_clients_are_told_what_to_go_on_from_until_they_have_answered(federate, 
     assert "no state folder (state-dir)" in reason
     assert [report.participants for report in outcome.strategy.reports] == [[0, 2], [0, 1, 2]]
     assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
+
+
+def test_a_node_of_unknown_name_is_not_told_to_begin_again() -> None:
+    """What it holds may be what another message names: "" would have it give that up."""
+    post = Post(Roster(0, 1.0), 1.0, "arrays", "config")
+    post.owe({"0": "a" * 64})
+    told = [dict(post._with_hash(Node(7, partition), ConfigRecord({}))) for partition in (0, 1, None)]
+    assert told == [{"local-sha256": "a" * 64}, {"local-sha256": ""}, {}]
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_client_that_lost_what_it_kept_is_named(loses: bool, federate, mlp, points, caplog) -> None:
+    """SCAFFOLD's variate starts at zero again: nothing is missing, so nothing else would tell."""
+
+    def forgetful(client_fn):
+        def client(context):
+            about = context.state.config_records.get("fedbn-flwr.local.about")
+            if loses and context.node_config["partition-id"] == 1 and about and about["server-round"] == 2:
+                context.state = RecordDict()
+            return client_fn(context)
+
+        return client_app(client)
+
+    data = [points(8), points(12, 1), points(6, 2)]
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        federate(Scaffold(), mlp, data, rounds=4, wrap=forgetful)
+    lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
+    assert len(lost) == loses
+    assert all("(partition 1)" in text for text in lost)
 
 
 def test_a_second_start_begins_at_round_one(federate, mlp, points, same_bits) -> None:
