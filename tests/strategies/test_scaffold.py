@@ -12,7 +12,7 @@ from fedbn_flwr.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import ControlVariates
 
-RATE, SERVER_RATE, ROUNDS = 0.1, 0.7, 5
+SERVER_RATE, ROUNDS = 0.7, 5
 
 
 @pytest.fixture
@@ -20,28 +20,39 @@ def datasets(points) -> list:
     return [points(n, i) for i, n in enumerate((6, 14, 10, 8))]
 
 
-def local(model, data, batch_size: int, correction: dict) -> int:
+def local(model, data, rate: float, correction: dict) -> int:
     """Plain full passes in order, every gradient corrected; returns the steps."""
     steps = 0
-    for inputs, targets in zip(data.inputs.split(batch_size), data.targets.split(batch_size), strict=True):
+    for inputs, targets in zip(data.inputs.split(4), data.targets.split(4), strict=True):
         loss = F.cross_entropy(model(inputs), targets)
         names, parameters = zip(*model.named_parameters(), strict=True)
         for name, p, g in zip(names, parameters, torch.autograd.grad(loss, parameters), strict=True):
-            p.data -= RATE * (g + correction[name])
+            p.data -= rate * (g + correction[name])
         steps += 1
     return steps
 
 
-def test_against_a_slow_reference(federate, datasets, mlp, monkeypatch) -> None:
+@pytest.fixture(params=["mlp", "torchvision_net"])
+def subject(request, points) -> tuple:
+    """An own model, and one of torchvision's; data of four clients of uneven sizes; a rate that keeps it in hand."""
+    shape, sizes, rate = {
+        "mlp": ((5,), (6, 14, 10, 8), 0.1),
+        "torchvision_net": ((3, 40, 40), (8, 16, 12, 8), 1e-3),
+    }[request.param]
+    return request.getfixturevalue(request.param), [points(n, i, shape) for i, n in enumerate(sizes)], rate
+
+
+def test_against_a_slow_reference(federate, subject, monkeypatch) -> None:
     """Five rounds, half of the clients a round, uneven steps: server and client variates, model and statistics."""
+    make, datasets, rate = subject
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
     strategy = Scaffold(fraction_train=0.5, min_train_nodes=2, server_learning_rate=SERVER_RATE, seed=3)
-    run = federate(strategy, mlp, datasets, rounds=ROUNDS, batch_size=4)
+    run = federate(strategy, make, datasets, rounds=ROUNDS, rate=rate, batch_size=4)
     chosen = [report.participants for report in strategy.reports]
     assert len({tuple(c) for c in chosen}) > 1
     assert all(len(c) == 2 for c in chosen)
 
-    reference = mlp()
+    reference = make()
     names = [name for name, _ in reference.named_parameters()]
     c = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
     own = [{name: v.clone() for name, v in c.items()} for _ in datasets]
@@ -52,13 +63,13 @@ def test_against_a_slow_reference(federate, datasets, mlp, monkeypatch) -> None:
         change = {name: torch.zeros_like(c[name]) for name in names}
         averaged = {name: torch.zeros_like(v) for name, v in x.items() if "running" in name}
         for i in round_:
-            client = mlp()
+            client = make()
             client.load_state_dict(x)
             client.train()
-            steps = local(client, datasets[i], 4, {name: c[name] - own[i][name] for name in names})
+            steps = local(client, datasets[i], rate, {name: c[name] - own[i][name] for name in names})
             y = client.state_dict()
             for name in names:
-                new = own[i][name] - c[name] + (x[name] - y[name]) / (steps * RATE)
+                new = own[i][name] - c[name] + (x[name] - y[name]) / (steps * rate)
                 change[name] += (new - own[i][name]) / len(round_)
                 moved[name] += (y[name] - x[name]) / len(round_)
                 own[i][name] = new
@@ -87,10 +98,15 @@ def test_against_a_slow_reference(federate, datasets, mlp, monkeypatch) -> None:
             assert "fedbn-flwr.rules" not in state
 
 
-def test_with_variates_frozen_at_zero_and_equal_clients_it_is_fedavg(federate, points, mlp, monkeypatch) -> None:
+@pytest.mark.parametrize(("name", "shape"), [("mlp", (5,)), ("torchvision_net", (3, 40, 40))])
+def test_with_variates_frozen_at_zero_and_equal_clients_it_is_fedavg(
+    name: str, shape, federate, points, request, monkeypatch
+) -> None:
+    make = request.getfixturevalue(name)
     monkeypatch.setattr(ControlVariates, "gradients", lambda self, model: None)  # no step counted: no change either
-    datasets = [points(8, i) for i in range(3)]
-    runs = [federate(strategy, mlp, datasets) for strategy in (Scaffold(), FedAvg())]
+    datasets = [points(8, i, shape) for i in range(3)]
+    rate = 0.1 if name == "mlp" else 1e-3
+    runs = [federate(strategy, make, datasets, rate=rate) for strategy in (Scaffold(), FedAvg())]
     for name, value in runs[0].state.items():
         np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-12, atol=1e-14)
 
