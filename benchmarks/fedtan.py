@@ -9,7 +9,8 @@ ResNet-20, five clients, E = 5 steps on batches of 128 a round; random images of
 (``--data-dir``: the folder that holds ``cifar-10-batches-py``). All that is compared takes turns, and medians are
 shown. Bare torch: the round's 25 steps with their batches, no federation, on all cores, the fastest of three ways.
 ``--reference``: a working copy of github.com/wangyanmeng/FedTAN, which reads CIFAR-10 from ``--data-dir``; it takes
-minutes, so FedTAN's rounds right before and right after it stand beside it, whatever else the machine does by then.
+minutes, so FedTAN's rounds right before and right after it stand beside it, whatever else the machine does by then;
+the script's are in float32, ours in float32 and once more under bfloat16 autocast (``amp=true``).
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ Runs = Mapping[str, tuple[str, str, int]]
 """Name of a measurement to strategy, carrier of FedTAN's exchanges, and rounds (0: the first alone)."""
 
 
-def in_process(name: str, rounds: int, data_dir: str) -> list[float]:
+def in_process(name: str, rounds: int, data_dir: str, amp: bool = False) -> list[float]:
     """Return the seconds of each round in process, one torch thread a client."""
-    with InProcessGrid(make_client_app(data_dir), CLIENTS, torch_threads=1) as grid:
+    with InProcessGrid(make_client_app(data_dir, amp), CLIENTS, torch_threads=1) as grid:
         return round_seconds(make_strategy(name), grid, rounds)
 
 
@@ -256,8 +257,9 @@ def ratios(times: Mapping[str, float]) -> dict[str, tuple[float, str]]:
         found["network: FedTAN by channel / FedAvg"] = (channel / times["network, FedAvg"], "<= 2")
         found["network: FedTAN by messages / by channel"] = (times["network, FedTAN by messages"] / channel, ">= 20")
     if "the authors' script" in times:
-        around = times["in process, FedTAN, around it"]
-        found["the authors' script / in process FedTAN"] = (times["the authors' script"] / around, ">= 25")
+        for name, target in (("FedTAN", ">= 25"), ("FedTAN in bfloat16", "")):
+            ratio = times["the authors' script"] / times[f"in process, {name}, around it"]
+            found[f"the authors' script / in process {name}"] = (ratio, target)
     return found
 
 
@@ -281,9 +283,12 @@ def main(
     if network:
         times |= in_network(rounds, data_dir)
     if reference:
-        before = in_process("fedtan", rounds, data_dir)
+        around = {"in process, FedTAN, around it": False, "in process, FedTAN in bfloat16, around it": True}
+        for name, amp in around.items():
+            times[name] = in_process("fedtan", rounds, data_dir, amp)
         times["the authors' script"] = authors_rounds(Path(reference), data_dir)
-        times["in process, FedTAN, around it"] = before + in_process("fedtan", rounds, data_dir)
+        for name, amp in around.items():
+            times[name] += in_process("fedtan", rounds, data_dir, amp)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     found = ratios(medians)
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"

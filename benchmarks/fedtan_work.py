@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -55,13 +56,14 @@ def view(partition_id: int, data_dir: str) -> View:
     return View(every, torch.arange(partition_id, len(every), CLIENTS), mean=MEAN, std=STD)
 
 
-def make_client_app(data_dir: str) -> ClientApp:
-    """Return the clients' app."""
+def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:
+    """Return the clients' app; with ``amp`` they train under bfloat16 autocast."""
+    training = replace(TRAINING, amp=amp)
 
     def client_fn(context: Context) -> TorchClient:
         torch.set_num_threads(1)  # over a network every client has a process, and they share the cores
         data = view(int(context.node_config["partition-id"]), data_dir)
-        return TorchClient(make_model(), data, data, TRAINING, context=context)
+        return TorchClient(make_model(), data, data, training, context=context)
 
     return client_app(client_fn)
 
