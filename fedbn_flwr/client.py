@@ -159,7 +159,7 @@ class TorchClient(NumPyClient):
         store.save(server_round)
         if rules:
             metrics[APPLIED] = config["rules"]
-        metrics |= store.claim()
+        metrics |= store.claim(server_round)
         returned = {prefix + name: state[name] for name in shared}
         for record, entries in ((r, e) for rule in rules for r, e in rule.reply().items()):
             returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}

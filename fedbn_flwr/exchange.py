@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from logging import WARNING
@@ -11,11 +12,11 @@ import httpx
 from flwr.app import Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.superlink.grid import InMemoryGrid
+from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
 from fedbn_flwr.errors import EngineError
 
-__all__ = ["PromptGrid", "in_simulation", "prompt", "pull", "push"]
+__all__ = ["PromptGrid", "in_simulation", "over_network", "prompt", "pull", "push"]
 
 # Seconds between polls, from the first to those of a long wait: each takes the SuperLink's database for a moment.
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
@@ -30,6 +31,11 @@ def prompt(grid: Grid) -> Grid:
 def in_simulation(grid: Grid) -> bool:
     """Tell whether the grid is that of Flower's simulation."""
     return isinstance(grid._grid if isinstance(grid, PromptGrid) else grid, InMemoryGrid)
+
+
+def over_network(grid: Grid) -> bool:
+    """Tell whether the grid's nodes are processes of their own, which come and go."""
+    return isinstance(grid._grid if isinstance(grid, PromptGrid) else grid, HttpGrid)
 
 
 class PromptGrid(Grid):
@@ -135,8 +141,8 @@ def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
 def _retry_500(grid: Grid) -> None:
     """Let each request of Flower's grid over HTTP be tried again after a 500, as it is after 502 to 504.
 
-    A SuperLink whose SQLite database is locked by what nodes write answers 500, with its transaction undone. The whole
-    of ``pull_messages`` cannot be tried again: what it had pulled would be lost.
+    A SuperLink whose SQLite database is locked by what nodes write answers 500. The whole of ``pull_messages`` cannot
+    be tried again: what it had pulled would be lost.
     """
     invoker = getattr(grid, "_retry_invoker", None)
     if invoker is None or isinstance(invoker.should_giveup, _Patience):
@@ -145,7 +151,7 @@ def _retry_500(grid: Grid) -> None:
     succeeded = invoker.on_success
 
     def on_success(state: Any) -> None:
-        patience.failures = 0
+        patience.begin()
         if succeeded is not None:
             succeeded(state)
 
@@ -153,19 +159,27 @@ def _retry_500(grid: Grid) -> None:
 
 
 class _Patience:
-    """Whether to give a request up: as Flower says, and a 500 once it came time after time."""
+    """Whether to give a request up: as Flower says, and a 500 once it came time after time.
+
+    Flower's own threads send requests through the same grid: each thread, and so each request, has its own count.
+    """
 
     def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
         self._otherwise = otherwise
-        self.failures = 0
+        self._here = threading.local()
+
+    def begin(self) -> None:
+        """The thread's next request is another."""
+        self._here.failures = 0
 
     def __call__(self, error: Exception) -> bool:
-        if (
-            not isinstance(error, httpx.HTTPStatusError)
-            or error.response.status_code != httpx.codes.INTERNAL_SERVER_ERROR
-        ):
-            return self._otherwise(error)
-        self.failures += 1
-        if self.failures < _TRIES:
+        failed = isinstance(error, httpx.HTTPStatusError) and (
+            error.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+        )
+        failures = self._here.failures = getattr(self._here, "failures", 0) + failed
+        give_up = failures >= _TRIES if failed else self._otherwise(error)
+        if give_up:
+            self.begin()
+        elif failed:
             log(WARNING, "The SuperLink failed (500; its database may be locked); trying again.")
-        return self.failures >= _TRIES
+        return give_up

@@ -36,7 +36,6 @@ class LocalState:
         self._context = context
         self._parts = parts
         self._folder: StateFolder | None = None
-        self._anew = False
         self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
 
     def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
@@ -70,7 +69,7 @@ class LocalState:
             for key, record in (found or {}).get("kept", {}).items():
                 self._context.state[key] = to_record(record)
             if found:
-                self._tell(int(found["round"]))
+                self._tell(int(found["round"]), begun=0)
 
     def save(self, server_round: int) -> None:
         """Write what is kept to the state folder, where there is one.
@@ -120,12 +119,13 @@ class LocalState:
         kept = {f"{key}/{name}": array for key in (KEPT, _RULES) for name, array in self._read(key).items()}
         return state_sha256(kept) if kept else ""
 
-    def claim(self) -> dict[str, str]:
-        """Return what a reply tells of what is kept: hash, home, whether it began anew; nothing where nothing is."""
+    def claim(self, server_round: int) -> dict[str, str]:
+        """Return what a reply tells of what is kept: hash, home, whether it began in this round; else nothing."""
         kept = self.sha256()
         if not kept:
             return {}
-        return {"local-sha256": kept, "local-home": self.home, **({"local-began": "anew"} if self._anew else {})}
+        began = {"local-began": "anew"} if self._begun() == server_round else {}
+        return {"local-sha256": kept, "local-home": self.home, **began}
 
     def _read(self, key: str) -> Mapping[str, Array]:
         if self._context is None or key not in self._context.state:
@@ -151,14 +151,19 @@ class LocalState:
             raise StateError(
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
             )
-        self._anew |= not self.sha256()
+        begun = self._begun() if self.sha256() else server_round
         self._context.state[key] = to_record(entries)
-        self._tell(server_round)
+        self._tell(server_round, begun)
 
-    def _tell(self, server_round: int) -> None:
+    def _begun(self) -> int:
+        """Return the round in which what is kept began, 0 where it is older than this process."""
+        about: Any = self._context.state.get(_ABOUT, {}) if self._context is not None else {}
+        return int(about.get("begun", 0))
+
+    def _tell(self, server_round: int, begun: int) -> None:
         if self._context is not None:
             about: dict[str, int | str] = {"version": _VERSION, "fingerprint": self._fingerprint}
-            self._context.state[_ABOUT] = ConfigRecord({**about, "server-round": server_round})
+            self._context.state[_ABOUT] = ConfigRecord({**about, "server-round": server_round, "begun": begun})
 
     @staticmethod
     def _lost(told: str, why: str) -> str:

@@ -155,7 +155,7 @@ def _take_out(
         store.keep(from_record(ArrayRecord({name: state[name] for name in local})), server_round)
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
     store.save(server_round)
-    _say(reply, store.claim())
+    _say(reply, store.claim(server_round))
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
     for metrics in reply.content.metric_records.values():

@@ -26,7 +26,7 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from PIL import Image
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.shufflenetv2 import ShuffleNetV2
 
 from fedbn_flwr.averaging import Array
 from fedbn_flwr.client import TorchClient, client_app
@@ -149,12 +149,12 @@ def mlp() -> MakeModel:
 
 @pytest.fixture
 def torchvision_net() -> MakeModel:
-    """``torchvision_net(norm=True)``: a ResNet-10 for 3 classes, or without BatchNorm; float64, always the same."""
+    """``torchvision_net(norm=True)``: a narrow ShuffleNetV2, or one without BatchNorm; 3 classes, always the same."""
 
     def make(norm: bool = True) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3).double()
+            model = ShuffleNetV2([2, 1, 1], [8, 16, 16, 32, 32], num_classes=3).double()
             return model if norm else replace_norm(model, "wsconv")[0]
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable
 
@@ -140,6 +141,25 @@ def test_a_request_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatc
         grid.get_node_ids()
     with pytest.raises(httpx.HTTPStatusError, match="404"):
         PromptGrid(Failing(404, failures=1)).send_and_receive(messages(4), timeout=10)
+
+
+def test_requests_of_other_threads_do_not_count(monkeypatch) -> None:
+    """Flower's threads share the grid's invoker: its log uploader succeeds several times a second."""
+    grid = Failing(500, failures=100)
+    PromptGrid(grid)
+    invoke = _without_waiting(RetryInvoker.invoke)
+
+    def elsewhere(state: object) -> None:
+        other = threading.Thread(target=grid._retry_invoker.invoke, args=(int,))
+        other.start()
+        other.join()
+
+    grid._retry_invoker.on_backoff = elsewhere
+    monkeypatch.setattr(RetryInvoker, "invoke", invoke)
+    for left in (92, 84):
+        with pytest.raises(httpx.HTTPStatusError, match="500"):
+            grid.get_node_ids()
+        assert grid.failures == left, "each request has eight tries"
 
 
 def _without_waiting(invoke):

@@ -55,6 +55,7 @@ class Meeting:
     Attributes:
         members: as given.
         dropped: node id to the reason why it was dropped.
+        late: the reasons of those that had not even begun the step in time.
         exchanges: exchanges answered, of all attempts.
         bytes_down: bytes of the answers, each broadcast counted once.
         bytes_up: bytes of what the members sent.
@@ -69,12 +70,8 @@ class Meeting:
         self._begun: set[int] = set()
         self._closed: set[int] = set()
         self.dropped: dict[int, str] = {}
+        self.late: list[str] = []
         self.exchanges = self.bytes_down = self.bytes_up = 0
-
-    @property
-    def never_began(self) -> list[str]:
-        """Why members were dropped that did not even begin the step in time."""
-        return [reason for node_id, reason in self.dropped.items() if node_id not in self._begun]
 
     def seat(self, node_id: int) -> Seat:
         """Return the place of a member."""
@@ -104,7 +101,9 @@ class Meeting:
             while exchange.answer is None and not exchange.aborted:
                 in_time = self._changed.wait(exchange.deadline - time.monotonic())
                 if not in_time and exchange is self._exchange:  # no other thread has noticed before this one
-                    self._drop({i: self._late(i, tag) for i in self._left() if i not in exchange.sent})
+                    missing = {i: self._late(i, tag) for i in self._left() if i not in exchange.sent}
+                    self.late += [reason for i, reason in missing.items() if i not in self._begun]
+                    self._drop(missing)
             if exchange.answer is not None:
                 return exchange.answer
             self._refuse_dropped(node_id)

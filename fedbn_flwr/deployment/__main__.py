@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -114,8 +115,11 @@ def down(folder: Folder = _HOME) -> None:
         time.sleep(0.1)
     if running(pid):
         raise EngineError(f"the federation's supervisor, process {pid}, does not end")
-    for left in _services(folder):  # of a supervisor that was killed
-        os.kill(left, signal.SIGKILL)
+    while services := _services(folder):  # of a supervisor that was killed
+        for service in services:
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(service, signal.SIGKILL)
+        time.sleep(0.1)
     (folder / "supervisor.pid").unlink(missing_ok=True)
     typer.echo("nothing of the federation is left running")
 
@@ -131,7 +135,13 @@ def _services(folder: Path) -> list[int]:
     """Return the processes of Flower's that run with this folder's keys."""
     certs = str(folder.absolute() / "certs").encode()
     pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-    return [pid for pid in pids if certs in (said := _command(pid)) and (b"flower-" in said or b"flwr-" in said)]
+    return [pid for pid in pids if certs in (said := _command(pid)) and _is_flowers(said)]
+
+
+def _is_flowers(said: bytes) -> bool:
+    """Tell whether a command line is that of one of Flower's programs, which are scripts: "python flower-superlink"."""
+    words = [word.rpartition(b"/")[2] for word in said.split(b"\0")[:2]]
+    return any(word.startswith((b"flower-", b"flwr-")) for word in words)
 
 
 def _command(pid: int) -> bytes:

@@ -112,13 +112,13 @@ class Federation:
         """
         layout = self.layout
         layout.folder.mkdir(parents=True, exist_ok=True)
+        self._services = layout.services()
+        layout.save()
         if not (layout.folder / "certs").exists():
             own, number = layout.addresses, layout.num_nodes
             server = [own[name] for name in ("superlink", CHANNEL_HOST) if name in own]
             nodes = {k: own[f"supernode-{k}"] for k in range(1, number + 1) if f"supernode-{k}" in own}
             make_certificates(layout.folder / "certs", number, list(dict.fromkeys(server)), node_hosts=nodes)
-        self._services = layout.services()
-        layout.save()
         (layout.folder / "logs").mkdir(exist_ok=True)
         layout.prepare()
         order = start_order({name: s for name, s in self._services.items() if name != "cli"})
@@ -200,10 +200,8 @@ class Federation:
                     return
                 if process.code is not None:
                     raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
-            elif (
-                process.code is not None and self._used
-            ):  # Flower refuses the key of a node that was killed for a while
-                time.sleep(1)
+            elif process.code is not None and self._used:
+                time.sleep(1)  # Flower refuses the key of a node that was killed for a while
                 process = self.launch(name)
             elif process.code is not None:
                 raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
@@ -221,6 +219,8 @@ class Federation:
         while (found := nodes_online(self.layout)) < count:
             if time.monotonic() > deadline:
                 raise EngineError(f"{found} of {count} nodes are online after {_START_SECONDS:g} s")
+            if self._used:  # a SuperNode looks healthy before it is refused
+                self.restart_dead()
             time.sleep(0.2)
 
 
@@ -232,13 +232,13 @@ def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:
     """
     if not (folder / "certs").exists():
         return loopback_addresses(num_nodes, time.time_ns())
-    before = Layout.load(folder)
-    if before.num_nodes < num_nodes:
+    keys = len(list((folder / "certs").glob("node-*")))
+    if keys < num_nodes:
         raise ConfigError(
-            f"{str(folder)!r} has keys for {before.num_nodes} nodes, and {num_nodes} are asked for: start no more than "
-            "it has, or remove the folder, with all it holds, for a new federation."
+            f"{str(folder)!r} has keys for {keys} nodes, and {num_nodes} are asked for: start no more than it has, or "
+            "remove the folder, with all it holds, for a new federation."
         )
-    return before.addresses
+    return Layout.load(folder).addresses
 
 
 def nodes_online(layout: Layout) -> int:

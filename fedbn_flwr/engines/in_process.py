@@ -45,7 +45,8 @@ class InProcessGrid(Grid):
         num_nodes: nodes 0 .. num_nodes - 1 by partition id.
         run_config: ``Context.run_config`` of every node.
         node_configs: further entries of ``Context.node_config`` per node.
-        max_workers: clients that compute at the same time; default: the number of CPUs.
+        max_workers: clients that compute at the same time; default: the number of CPUs. 1 where clients call
+            ``torch.compile``, which is not safe in several threads.
         torch_threads: CPU threads of torch per client (one and two threads give different bits).
         seed: of the node ids.
 

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
-from fedbn_flwr.exchange import prompt
+from fedbn_flwr.exchange import over_network, prompt
 from fedbn_flwr.experiment.checkpoint import Checkpoints, Keeper
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.federation import Federation, count_clients, federation
@@ -163,9 +163,14 @@ def _server_data(config: Config, num_nodes: int) -> Federation | None:
 
 
 def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
-    """Return the number of nodes, once it is the one asked for; a run that is resumed goes on with fewer, too."""
+    """Return the number of nodes, once it is the one asked for.
+
+    Over a network a run that is resumed goes on with fewer, too; elsewhere fewer nodes would deal the data anew.
+    """
     wanted = config.num_clients or begun_with
-    deadline = time.monotonic() + (RETURN_GRACE if begun_with else NODE_GRACE)
+    may_return = begun_with > 0 and over_network(grid)
+    grace = RETURN_GRACE if may_return else NODE_GRACE
+    deadline = time.monotonic() + grace
     while True:
         found = len(list(grid.get_node_ids()))
         if found and found == (wanted or found):
@@ -174,12 +179,12 @@ def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
             break
         time.sleep(0.2)
     if not found:
-        raise EngineError(f"no nodes connected within {NODE_GRACE:g} s; start the SuperNodes first")
-    if found < wanted == begun_with:
+        raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
+    if may_return and found < wanted == begun_with:
         log(WARNING, "the run began with %d nodes and goes on with %d: the others may come back", wanted, found)
         return wanted
     raise ConfigError(
         f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "
-        f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes; or set num-clients=0 to "
-        "take all there are."
+        f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes"
+        + ("; the run began with so many." if begun_with else "; or set num-clients=0 to take all there are.")
     )

@@ -86,8 +86,8 @@ def carry_by_channel(
     try:
         own = [with_config(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages]
         carried = _meet(grid, own, meeting, wait)
-        if in_simulation(grid) and meeting.never_began:  # no machine is lost there: it would be so in every round
-            raise EngineError(f"{len(meeting.never_began)} of {len(members)} clients {meeting.never_began[0]}")
+        if in_simulation(grid) and meeting.late:  # no machine is slow there: it would be so in every round
+            raise EngineError(f"{len(meeting.late)} of {len(members)} clients {meeting.late[0]}")
         return carried
     finally:
         channel.dismiss(meeting)

@@ -65,6 +65,10 @@ class Roster:
     Args:
         seed: of the sampling; each (purpose, round) draws from a stream of its own.
         timeout: seconds to wait for enough nodes, and for their answers.
+
+    Attributes:
+        started: the ids of the nodes that have had the common start.
+        silent: node id to why a node did not say who it is when it was last asked; it is asked again.
     """
 
     def __init__(self, seed: int, timeout: float) -> None:
@@ -72,6 +76,7 @@ class Roster:
         self._timeout = timeout
         self._nodes: dict[int, Node] = {}
         self.started: set[int] = set()
+        self.silent: dict[int, str] = {}
         self._expected: set[str] = set()
 
     @property
@@ -91,6 +96,7 @@ class Roster:
         """
         node_ids = self._wait(grid, at_least)
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
+        self.silent = {}
         if new:
             self._nodes.update(self._distinct(self._ask(grid, new), set(node_ids)))
             self.started |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
@@ -171,9 +177,12 @@ class Roster:
                     log(WARNING, "%s takes no part: %s", found[node_id], found[node_id].unusable)
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:  # as an app without an answer does
                 found[node_id] = Node(node_id)
-        if lost := [str(node_id) for node_id in node_ids if node_id not in found]:
-            # It may come back, and then its name matters: what it keeps goes by it.
-            log(WARNING, "Node(s) %s were lost while they were asked who they are; asked again later.", ", ".join(lost))
+            else:
+                self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
+        for node_id in node_ids:
+            if node_id not in found:  # it may come back, and then its name matters: what it keeps goes by it
+                why = self.silent.setdefault(node_id, f"no answer within {self._timeout:g} s")
+                log(WARNING, "node %s did not say who it is (%s); asked again later", node_id, why)
         silent = [node_id for node_id, node in found.items() if node.partition_id is None]
         if silent:
             log(

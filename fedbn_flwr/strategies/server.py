@@ -93,6 +93,8 @@ class Server(RunState):
         for node in present:
             if node.unusable:
                 self.reports[-1].reject(node.node_id, f"{node}: {node.unusable}")
+        for node_id, why in self._post.roster.silent.items():
+            self.reports[-1].reject(node_id, f"node {node_id} did not say who it is: {why}")
         able = [node for node in present if node.num_examples != 0]
         self.num_able = len(able)
         count = max(_share(self.fraction_train, len(able)), self.min_train_nodes)

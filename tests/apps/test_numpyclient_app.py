@@ -53,7 +53,7 @@ def test_it_learns_in_process(strategy: str, project, caplog) -> None:
 
 @pytest.mark.simulation
 @pytest.mark.xdist_group("simulation")
-@pytest.mark.parametrize("strategy", ["fedadam", "fedbn"])
+@pytest.mark.parametrize("strategy", [pytest.param("fedadam", marks=pytest.mark.slow), "fedbn"])
 def test_flwr_run_gives_the_same_numbers(strategy: str, project, caplog) -> None:
     lines: list[str] = []
     flower_run(

@@ -57,11 +57,17 @@ def test_up_run_and_down(scratch: Path) -> None:
     assert command("down", *where).returncode == 0, "and again"
 
     try:  # the folder's keys and state are used again; a supervisor that is killed leaves its services behind
-        up = command("up", "--nodes", "2", *where)
+        up = command("up", "--nodes", "1", *where)
         assert up.returncode == 0, up.stderr
         os.kill(int((scratch / "federation/supervisor.pid").read_text()), 9)
         up = command("up", "--nodes", "2", *where)
         assert (up.returncode, "`make federation-down` ends it" in up.stderr) == (1, True)
+        down = command("down", *where)
+        assert down.returncode == 0, down.stderr
+        too_many = command("up", "--nodes", "3", *where)
+        assert (too_many.returncode, "has keys for 2 nodes, and 3 are asked for" in too_many.stderr) == (1, True)
+        up = command("up", "--nodes", "2", *where)  # the node that was killed is refused for a while
+        assert up.returncode == 0, up.stderr
     finally:
         down = command("down", *where)
     assert down.returncode == 0, down.stderr

@@ -26,10 +26,14 @@ def layout(tmp_path: Path) -> Layout:
 def test_a_folder_that_was_up_keeps_its_addresses_which_stand_in_its_certificates(tmp_path: Path) -> None:
     first = Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path)
     assert first.layout.addresses != Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path).layout.addresses
-    (tmp_path / "certs").mkdir()
+    for k in (1, 2, 3):
+        (tmp_path / f"certs/node-{k}").mkdir(parents=True)
     first.layout.save()
     again = Federation(ROOT / "docker-compose.yml", 2, folder=tmp_path)
     assert again.layout.addresses == first.layout.addresses
+    again.layout.save()
+    as_keyed = Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path)
+    assert as_keyed.layout.addresses == first.layout.addresses, "as many as there are keys, not as were up last"
     with pytest.raises(ConfigError, match="has keys for 3 nodes, and 4 are asked for"):
         Federation(ROOT / "docker-compose.yml", 4, folder=tmp_path)
 

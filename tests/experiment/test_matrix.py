@@ -143,6 +143,7 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.simulation
+@pytest.mark.xdist_group("ray-matrix")  # one process, and so one run of Flower
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_in_ray_it_ends_in_the_bits_of_the_run_in_process(
     strategy: str, ray_runs: Path, tmp_path: Path, same_run

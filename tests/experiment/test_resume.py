@@ -177,19 +177,32 @@ def test_a_first_line_that_was_cut_short_is_gone_after_a_resume(tmp_path: Path) 
 
 
 def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
+    """Over a network, where a node's part of the data is its own; elsewhere two nodes would deal all among them."""
     monkeypatch.setattr(run_module, "RETURN_GRACE", 0.3)
+    monkeypatch.setattr(run_module, "NODE_GRACE", 0.3)
     out = tmp_path / "out"
-    for num_nodes, rounds in ((3, 2), (2, 4)):
+
+    def go(num_nodes: int, rounds: int) -> None:
         keys = {"num-clients": 0, "num-server-rounds": rounds, "checkpoint-every": 1, "resume": num_nodes == 2}
+        keys |= {"eval-every": 1, "eval-on": "personal-own"}
         config = Config.make({**quick_config().to_mapping(), **keys})
+        own = [{"num-partitions": 3}] * num_nodes
         with (
             caplog.at_level(logging.WARNING, logger="flwr"),
-            InProcessGrid(client_app, num_nodes, run_config=config.to_mapping()) as grid,
+            InProcessGrid(client_app, num_nodes, run_config=config.to_mapping(), node_configs=own) as grid,
         ):
             serve(grid, config, out)
+
+    go(3, 2)
+    with pytest.raises(ConfigError, match=r"num-clients=3, but the federation has 2 node.*the run began with so many"):
+        go(2, 4)
+    monkeypatch.setattr(run_module, "over_network", lambda grid: True)
+    go(2, 4)
     assert "the run began with 3 nodes and goes on with 2: the others may come back" in caplog.text
-    participants = [line["participants"] for line in read_metrics(out / "metrics.jsonl")]
-    assert participants == [[0, 1, 2]] * 2 + [[0, 1]] * 2
+    lines = read_metrics(out / "metrics.jsonl")
+    assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2 + [[0, 1]] * 2
+    sizes = [[line["clients"][name]["own-num-examples"] for name in ("0", "1")] for line in lines]
+    assert sizes == sizes[:1] * 4
 
 
 def test_parts_kept_in_memory_alone_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:

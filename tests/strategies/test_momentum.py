@@ -60,7 +60,7 @@ def test_global_momentum_is_centralized_sgd_with_momentum(
         if value.is_floating_point():
             torch.testing.assert_close(got[name], value, rtol=1e-11, atol=1e-13, msg=name)
     fresh = tensors(run(federate, make(), model, datasets, rate=rate).state)
-    assert (fresh[weight] - want[weight]).abs().max() > 1e-2 * rate
+    assert (fresh[weight] - want[weight]).abs().max() > 1e-3 * rate
 
 
 def test_local_momentum_survives_skipped_rounds(federate, datasets, mlp) -> None:

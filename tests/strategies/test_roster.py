@@ -77,9 +77,11 @@ def test_a_node_that_is_lost_while_it_is_asked_is_asked_again(roster: Roster, ca
     grid = Answers({11: node(0), 12: ErrorCode.NODE_UNAVAILABLE, 13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION})
     with caplog.at_level(logging.WARNING, logger="flwr"):
         assert [(n.node_id, n.partition_id) for n in roster.present(grid, 1)] == [(11, 0), (13, None)]  # type: ignore[arg-type]
-    assert "Node(s) 12 were lost while they were asked who they are; asked again later." in caplog.messages
+    assert "node 12 did not say who it is (error 5: lost); asked again later" in caplog.messages
+    assert roster.silent == {12: "error 5: lost"}
     grid.nodes[12] = node(1)
     assert [(n.node_id, n.partition_id) for n in roster.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]  # type: ignore[arg-type]
+    assert roster.silent == {}
     assert grid.asked == [[11, 12, 13], [12]]
 
 

@@ -6,10 +6,11 @@ import logging
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import client_app
+from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, server
 from fedbn_flwr.strategies.post import Post
@@ -110,6 +111,25 @@ def test_a_client_that_lost_what_it_kept_is_named(loses: bool, federate, mlp, po
     lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
     assert len(lost) == loses
     assert all("(partition 1)" in text for text in lost)
+
+
+def test_why_no_node_said_who_it_is_stands_in_the_report(federate, mlp, points, monkeypatch) -> None:
+    """An app that cannot be imported, say: else every round would be empty without a reason."""
+    ask = InProcessGrid.send_and_receive
+
+    def broken(self, messages, *, timeout=None):
+        batch = list(messages)
+        replies = ask(self, batch, timeout=timeout)
+        if not batch or batch[0].metadata.message_type != "query":
+            return replies
+        return [Message(Error(1, "no module named 'net'"), reply_to=message) for message in batch]
+
+    monkeypatch.setattr(InProcessGrid, "send_and_receive", broken)
+    done = federate(FedAvg(), mlp, [points(8), points(12, 1)], rounds=2)
+    for report in done.strategy.reports:
+        assert [why.partition(" did not ")[2] for why in report.rejected.values()] == [
+            "say who it is: error 1: no module named 'net'"
+        ] * 2
 
 
 def test_a_second_start_begins_at_round_one(federate, mlp, points, same_bits) -> None:
