@@ -124,7 +124,7 @@ class LocalState:
         kept = self.sha256()
         if not kept:
             return {}
-        began = {"local-began": "anew"} if self._begun() == server_round else {}
+        began = {"local-began": "anew"} if self._begun(server_round) == server_round else {}
         return {"local-sha256": kept, "local-home": self.home, **began}
 
     def _read(self, key: str) -> Mapping[str, Array]:
@@ -151,14 +151,14 @@ class LocalState:
             raise StateError(
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
             )
-        begun = self._begun() if self.sha256() else server_round
+        begun = self._begun(server_round) if self.sha256() else server_round
         self._context.state[key] = to_record(entries)
         self._tell(server_round, begun)
 
-    def _begun(self) -> int:
-        """Return the round in which what is kept began, 0 where it is older than this process."""
+    def _begun(self, server_round: int) -> int:
+        """Return the round in which what is kept began where it was written in that round alone, else 0."""
         about: Any = self._context.state.get(_ABOUT, {}) if self._context is not None else {}
-        return int(about.get("begun", 0))
+        return int(about.get("begun", 0)) if about.get("server-round") == server_round else 0
 
     def _tell(self, server_round: int, begun: int) -> None:
         if self._context is not None:

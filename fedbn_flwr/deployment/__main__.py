@@ -116,6 +116,8 @@ def down(folder: Folder = _HOME) -> None:
     if running(pid):
         raise EngineError(f"the federation's supervisor, process {pid}, does not end")
     while services := _services(folder):  # of a supervisor that was killed
+        if time.monotonic() > deadline:
+            raise EngineError(f"the federation's processes {', '.join(map(str, services))} do not end")
         for service in services:
             with suppress(ProcessLookupError):  # it ended meanwhile
                 os.kill(service, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -52,7 +53,7 @@ class Federation:
 
     Args:
         definition: the compose file.
-        num_nodes: how many nodes; in a folder that has been used, no more than before.
+        num_nodes: how many nodes; in a folder that has been used, no more than it has keys for.
         folder: for state, logs and certificates, kept; default: a temporary one, removed at the end.
         node_configs: ``--node-config`` of each node in place of its partition.
         variables: of the compose file.
@@ -110,7 +111,7 @@ class Federation:
         Raises:
             EngineError: a service did not start; with the end of its log.
         """
-        layout = self.layout
+        layout, began = self.layout, time.monotonic()
         layout.folder.mkdir(parents=True, exist_ok=True)
         self._services = layout.services()
         layout.save()
@@ -128,7 +129,7 @@ class Federation:
             self.launch(service.name)
         for service in order:
             self._await(service.name, "service_completed_successfully" if service.one_shot else "service_healthy")
-        self._await_nodes(layout.num_nodes)
+        self._await_nodes(began)
 
     def launch(self, name: str) -> Process:
         """Start a service's process."""
@@ -214,21 +215,21 @@ class Federation:
         environment = self.layout.environment(service)
         return subprocess.run(service.health, env=environment, capture_output=True, check=False).returncode == 0
 
-    def _await_nodes(self, count: int) -> None:
-        deadline = time.monotonic() + _START_SECONDS
-        while (found := nodes_online(self.layout)) < count:
+    def _await_nodes(self, began: float) -> None:
+        """Wait until all nodes have come online since ``began``; the SuperLink may hold those of before for online."""
+        count, deadline = self.layout.num_nodes, time.monotonic() + _START_SECONDS
+        while (found := nodes_online(self.layout, time.monotonic() - began)) < count:
             if time.monotonic() > deadline:
                 raise EngineError(f"{found} of {count} nodes are online after {_START_SECONDS:g} s")
-            if self._used:  # a SuperNode looks healthy before it is refused
-                self.restart_dead()
-            time.sleep(0.2)
+            refused = self.restart_dead() if self._used else []  # a SuperNode looks healthy before it is refused
+            time.sleep(1 if refused else 0.2)
 
 
 def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:
     """Return loopback addresses of a federation's own: those of its certificates, where it was up before.
 
     Raises:
-        ConfigError: there were fewer nodes then.
+        ConfigError: it has keys for fewer nodes.
     """
     if not (folder / "certs").exists():
         return loopback_addresses(num_nodes, time.time_ns())
@@ -241,8 +242,8 @@ def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:
     return Layout.load(folder).addresses
 
 
-def nodes_online(layout: Layout) -> int:
-    """Return how many nodes the SuperLink holds for online."""
+def nodes_online(layout: Layout, seconds: float = math.inf) -> int:
+    """Return how many nodes the SuperLink holds for online that came in the last ``seconds``."""
     environment = layout.environment(layout.services()["cli"])
     command = [*layout.prefixes.get("cli", ()), "flwr", "supernode", "list", _CONNECTION, "--format", "json"]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
@@ -250,7 +251,7 @@ def nodes_online(layout: Layout) -> int:
         nodes = json.loads(answer).get("nodes", [])
     except json.JSONDecodeError as error:
         raise EngineError(f"flwr supernode list gave no JSON: {answer[-500:]!r}") from error
-    return sum(node.get("status") == "online" for node in nodes)
+    return sum(node["status"] == "online" and node["online-elapsed"] <= seconds for node in nodes)
 
 
 def run_app(

@@ -186,5 +186,5 @@ def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
     raise ConfigError(
         f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "
         f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes"
-        + ("; the run began with so many." if begun_with else "; or set num-clients=0 to take all there are.")
+        + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all there are.")
     )

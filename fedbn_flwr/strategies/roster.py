@@ -177,11 +177,11 @@ class Roster:
                     log(WARNING, "%s takes no part: %s", found[node_id], found[node_id].unusable)
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:  # as an app without an answer does
                 found[node_id] = Node(node_id)
-            else:
+            elif node_id in node_ids:  # on Flower's own grid the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
         for node_id in node_ids:
             if node_id not in found:  # it may come back, and then its name matters: what it keeps goes by it
-                why = self.silent.setdefault(node_id, f"no answer within {self._timeout:g} s")
+                why = self.silent.setdefault(node_id, "no answer")
                 log(WARNING, "node %s did not say who it is (%s); asked again later", node_id, why)
         silent = [node_id for node_id, node in found.items() if node.partition_id is None]
         if silent:
