@@ -19,10 +19,10 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
-from fedbn_flwr.data.samples import Samples, View
+from fedbn_flwr.data.samples import Samples, Subset
 from fedbn_flwr.experiment.setup import on_device
 from fedbn_flwr.models import build_model
-from fedbn_flwr.records import to_record
+from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 
@@ -50,10 +50,10 @@ def samples(data_dir: str) -> Samples:
     return Samples(pixels, torch.randint(10, (len(pixels),), generator=generator))
 
 
-def view(partition_id: int, data_dir: str) -> View:
+def view(partition_id: int, data_dir: str) -> Subset:
     """Return one client's data: every fifth image."""
     every = samples(data_dir)
-    return View(every, torch.arange(partition_id, len(every), CLIENTS), mean=MEAN, std=STD)
+    return Subset(every, torch.arange(partition_id, len(every), CLIENTS), mean=MEAN, std=STD)
 
 
 def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:

@@ -29,9 +29,9 @@ import yaml
 from safetensors import safe_open
 
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.sealed import read_sealed
+from fedbn_flwr.checked_file import read_checked
 
 METHODS = ("fedtan", "scaffold", "fedbn", "fixbn")
 MARK = "KILL_AND_RESUME"  # in the environment of what a run starts: how its processes are found
@@ -48,7 +48,7 @@ def work(settings: dict[str, Any], out: Path, engine: Engine) -> None:
 
 def begin(settings: dict[str, Any], out: Path, engine: Engine) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")  # imports torch and Flower once, not for every command
-    context.set_forkserver_preload(["fedbn_flwr.experiment.launch", "fedbn_flwr.experiment.curves"])
+    context.set_forkserver_preload(["fedbn_flwr.experiment.run", "fedbn_flwr.experiment.curves"])
     process = context.Process(target=work, args=(settings, out, engine))
     process.start()
     return process
@@ -89,7 +89,7 @@ def check_folder(out: Path) -> None:
         with safe_open(path, "numpy") as file:
             file.get_tensor(next(iter(file.keys())))
     for path in (out / "checkpoint").rglob("*.safetensors"):
-        read_sealed(path)
+        read_checked(path)
         if path.stat().st_mode & 0o777 != 0o600:
             raise RuntimeError(f"{path} is not for its owner alone")
 

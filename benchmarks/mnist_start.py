@@ -26,11 +26,11 @@ from flwr.app import Context
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.federation import federation
+from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
-from fedbn_flwr.records import from_record, tensors, to_record
+from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.seeds import torch_generator
 
 Scalar = bool | int | float | str

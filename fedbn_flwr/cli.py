@@ -67,8 +67,8 @@ def run(
 ) -> None:
     """Do one run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
     from fedbn_flwr.experiment.config import Config
-    from fedbn_flwr.experiment.launch import preflight
-    from fedbn_flwr.experiment.launch import run as launch
+    from fedbn_flwr.experiment.run import preflight
+    from fedbn_flwr.experiment.run import run as launch
 
     with _exit_codes():
         _quiet_flower()

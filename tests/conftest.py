@@ -28,13 +28,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.models.shufflenetv2 import ShuffleNetV2
 
-from fedbn_flwr.averaging import Array
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.exchange import PromptGrid
+from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.records import from_record, to_record
-from fedbn_flwr.state import split_state
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 
@@ -160,7 +160,7 @@ def torchvision_net() -> MakeModel:
     return make
 
 
-class Recorder(PromptGrid):
+class Recorder(PollingGrid):
     """Keeps every message sent, by type and node, and every reply."""
 
     def __init__(self, grid: InProcessGrid, backwards: bool = False) -> None:

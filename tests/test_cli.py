@@ -17,7 +17,7 @@ from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import launch
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.federation import federation
+from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fedbn_flwr
-from fedbn_flwr.experiment.reference import fill_tables
+from fedbn_flwr.experiment.doc_tables import fill_tables
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -127,7 +127,7 @@ def test_the_diffs_are_those_that_are_tested() -> None:
 
 def test_the_tables_are_those_of_the_registries() -> None:
     page = (ROOT / "README.md").read_text()
-    assert page == fill_tables(page), "run: python -m fedbn_flwr.experiment.reference README.md"
+    assert page == fill_tables(page), "run: python -m fedbn_flwr.experiment.doc_tables README.md"
     for name, strategy in STRATEGIES.items():
         assert f"[`{name}`]({strategy.__module__.replace('.', '/')}.py)" in page
     for name in NORMS:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from fedbn_flwr.data.augment import Augment
-from fedbn_flwr.data.datasets import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
-from fedbn_flwr.data.own import load_own
-from fedbn_flwr.data.partitions import (
+from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
+from fedbn_flwr.data.local_dataset import load_local_dataset
+from fedbn_flwr.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
     PartitionRequest,
-    deal_test,
+    partition_test_set,
     make_partition,
     partition_counts,
     split_dataset,
 )
 from fedbn_flwr.data.picture import partition_picture, partition_table
-from fedbn_flwr.data.samples import Dataset, Samples, View
+from fedbn_flwr.data.samples import Dataset, Samples, Subset
 
 __all__ = [
     "DATASETS",
@@ -27,10 +27,10 @@ __all__ = [
     "PartitionInfo",
     "PartitionRequest",
     "Samples",
-    "View",
-    "deal_test",
+    "Subset",
+    "partition_test_set",
     "load_dataset",
-    "load_own",
+    "load_local_dataset",
     "make_partition",
     "partition_counts",
     "partition_picture",

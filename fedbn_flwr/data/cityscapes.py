@@ -18,7 +18,7 @@ from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.tasks import SEGMENTATION
+from fedbn_flwr.training.tasks import SEGMENTATION
 
 __all__ = ["IGNORE", "TRAIN_IDS", "read_cityscapes"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbn_flwr.data.augment import Augment
 from fedbn_flwr.errors import DataError
 
-__all__ = ["Dataset", "Samples", "View"]
+__all__ = ["Dataset", "Samples", "Subset"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ class Dataset:
                     )
 
 
-class View:
+class Subset:
     """What one client, or one evaluation, sees of shared samples: positions 0..len-1 stand for chosen images."""
 
     __slots__ = ("_augment", "_indices", "_mean", "_samples", "_std")

@@ -30,7 +30,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedbn_flwr.carriers import Meeting, seats_of
+from fedbn_flwr.transport import Barrier, reducers_of
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.seeds import numpy_generator
 
@@ -83,7 +83,7 @@ class InProcessGrid(Grid):
             )
         # Clients that meet in mid-step must all be under way; otherwise few compute at a time.
         self._slots = threading.Semaphore(max_workers or os.cpu_count() or 1)
-        self._meetings: dict[str, Meeting] = {}
+        self._meetings: dict[str, Barrier] = {}
         # One thread a node: a node works on one message at a time, and one that hangs takes no other node's thread.
         self._threads = {
             node_id: ThreadPoolExecutor(1, thread_name_prefix="client", initializer=_set_threads(torch_threads))
@@ -125,13 +125,13 @@ class InProcessGrid(Grid):
         """Return the node ids, by partition id."""
         return list(self._contexts)
 
-    def open_meeting(self, meeting_id: str, meeting: Meeting) -> None:
-        """Let the clients of a round meet in mid-step (``carriers.seat_here(meeting_id)`` in a client's thread)."""
-        self._meetings[meeting_id] = meeting
+    def open_barrier(self, barrier_id: str, meeting: Barrier) -> None:
+        """Let the clients of a round meet in mid-step (``carriers.reducer_here(barrier_id)`` in a client's thread)."""
+        self._meetings[barrier_id] = meeting
 
-    def close_meeting(self, meeting_id: str) -> None:
+    def close_barrier(self, barrier_id: str) -> None:
         """Forget a meeting."""
-        del self._meetings[meeting_id]
+        del self._meetings[barrier_id]
 
     def context(self, partition_id: int) -> Context:
         """Return a node's context, to look into what it keeps."""
@@ -185,7 +185,7 @@ class InProcessGrid(Grid):
         with nullcontext() if meets else self._slots:
             context = copy.deepcopy(self._contexts[node_id])
             try:
-                with seats_of(lambda meeting_id: self._meetings[meeting_id].seat(node_id)):
+                with reducers_of(lambda barrier_id: self._meetings[barrier_id].seat(node_id)):
                     reply = self._client_app(message, context)
                 self._contexts[node_id] = context
             except Exception as error:

@@ -17,16 +17,16 @@ from uuid import uuid4
 
 from flwr.common import log
 
-from fedbn_flwr.averaging import State
+from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import versions
-from fedbn_flwr.records import from_record
-from fedbn_flwr.sealed import read_sealed, remove_leftovers, write_sealed
-from fedbn_flwr.state_folder import Continuity
+from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
+from fedbn_flwr.client.state_folder import Continuity
 from fedbn_flwr.strategies import FedAvg
 
-__all__ = ["Checkpoint", "Checkpoints", "Keeper"]
+__all__ = ["Checkpoint", "Checkpoints", "CheckpointManager"]
 
 _VERSION, _KEPT = 1, 2
 _FILE = re.compile(r"round-(\d+)\.safetensors")
@@ -89,7 +89,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
-            write_sealed(self._path(checkpoint.server_round), {**about, **_shallow(checkpoint)})
+            write_checked(self._path(checkpoint.server_round), {**about, **_shallow(checkpoint)})
             for old in self.rounds[:-_KEPT]:
                 self._path(old).unlink()
         except OSError as error:
@@ -127,7 +127,7 @@ class Checkpoints:
 
     def _read(self, server_round: int) -> Checkpoint:
         path = self._path(server_round)
-        content = read_sealed(path)
+        content = read_checked(path)
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
             raise StateError(f"{path} is no checkpoint of version {_VERSION}")
         saved, now = content["config"], self._config.to_mapping()
@@ -153,7 +153,7 @@ class Checkpoints:
         return self.folder / f"round-{server_round:06d}.safetensors"
 
 
-class Keeper:
+class CheckpointManager:
     """Saves a run while it goes, and tells its clients by what name to keep their part.
 
     Args:

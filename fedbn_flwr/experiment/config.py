@@ -14,18 +14,18 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from fedbn_flwr.data import PARTITIONS, Augment
-from fedbn_flwr.data.datasets import DATASETS
+from fedbn_flwr.data.loading import DATASETS
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.models import MODELS, model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
-__all__ = ["CENTRALIZED", "EVALUATIONS", "HERE", "Config", "Scalar", "read_overrides", "split"]
+__all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split"]
 
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
-HERE = "out"  # the state-dir of clients that share the server's files: in the run's folder
+STATE_IN_OUT = "out"  # the state-dir of clients that share the server's files: in the run's folder
 SERIES = r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}"
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 

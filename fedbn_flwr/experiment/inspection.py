@@ -15,12 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import image_shape, make_strategy
-from fedbn_flwr.records import to_state
-from fedbn_flwr.state import Part, Parts, split_state
+from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.strategies.fixbn import FreezeSettings, Freezing, freeze_round
-from fedbn_flwr.strategies.report import Traffic
-from fedbn_flwr.strategies.shared_bn import SHARED_BN
+from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.server.shared_bn import SHARED_BN
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 

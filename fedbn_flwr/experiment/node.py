@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from flwr.app import Context
 
-from fedbn_flwr.client import TorchClient
-from fedbn_flwr.data import DATASETS, Augment, View, load_own
+from fedbn_flwr.client.torch_client import TorchClient
+from fedbn_flwr.data import DATASETS, Augment, Subset, load_local_dataset
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import HERE, Config
-from fedbn_flwr.experiment.federation import federation
+from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
+from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, on_device, pick_device
-from fedbn_flwr.records import listed
-from fedbn_flwr.state_folder import state_dir
+from fedbn_flwr.messages.records import listed
+from fedbn_flwr.client.state_folder import state_dir
 
 __all__ = ["client_fn"]
 
@@ -48,16 +48,16 @@ def client_fn(context: Context) -> TorchClient:
 
 def _state_dir(config: Config, context: Context) -> Path | None:
     """Return the folder in which a node keeps its part; one that stands for the run's own lies in its output."""
-    if (str(context.node_config.get("state-dir", "")) or config.state_dir) == HERE:
+    if (str(context.node_config.get("state-dir", "")) or config.state_dir) == STATE_IN_OUT:
         return Path(config.out) / "checkpoint" / "clients"
     return state_dir(context, config.state_dir)
 
 
-def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]:
+def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset]]:
     """Return a node's training data and its test sets."""
     node = context.node_config
     if "data-path" in node:
-        data = load_own(
+        data = load_local_dataset(
             str(node["data-path"]),
             config.dataset,
             *image_shape(config)[:2],
@@ -66,8 +66,8 @@ def _node_data(config: Config, context: Context) -> tuple[View, dict[str, View]]
             num_classes=config.num_classes,
         )
         augment = Augment.parse(config.augment)
-        own = View(data.test, None, mean=data.mean, std=data.std)
-        return View(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}
+        own = Subset(data.test, None, mean=data.mean, std=data.std)
+        return Subset(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}
     try:
         partition_id, num_clients = (int(node[key]) for key in ("partition-id", "num-partitions"))
     except KeyError as error:

@@ -17,11 +17,11 @@ import numpy as np
 import yaml
 from safetensors.numpy import save
 
-from fedbn_flwr.averaging import State
+from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.experiment.board import Board
+from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.sealed import remove_leftovers, write_atomically
+from fedbn_flwr.checked_file import remove_leftovers, write_atomically
 
 __all__ = ["RunFolder", "alone", "read_metrics", "versions"]
 
@@ -90,7 +90,7 @@ class RunFolder:
             if after is not None:
                 self._cut_back(after)
             write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-            self._board = Board(path / "tensorboard", after or 0) if config.tensorboard else None
+            self._board = TensorBoardLog(path / "tensorboard", after or 0) if config.tensorboard else None
         except OSError as error:
             raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
 

@@ -12,16 +12,16 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.common import log
 from torch import nn
 
-from fedbn_flwr.averaging import State
+from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.data import DATASETS
-from fedbn_flwr.evaluation import evaluate
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.federation import Federation
+from fedbn_flwr.experiment.partitioned_data import Federation
 from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
-from fedbn_flwr.records import from_record, state_sha256, tensors
-from fedbn_flwr.state import Part
+from fedbn_flwr.messages.records import from_record, state_sha256, tensors
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.strategies.report import RoundReport, Traffic
+from fedbn_flwr.server.report import RoundReport, Traffic
 
 __all__ = ["GLOBAL_TESTS", "OnRound", "Recorder"]
 

@@ -1,190 +1,76 @@
-"""One run: the server's side, the same in every engine, and the centralized reference."""
+"""Starting a run from the command line or Python, in either engine."""
 
 from __future__ import annotations
 
-import functools
-import time
-from logging import WARNING
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.common import log
-from flwr.serverapp import Grid
+from fedbn_flwr.client.torch_client import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.experiment.partitioned_data import count_clients, federation
+from fedbn_flwr.experiment.node import client_fn
+from fedbn_flwr.experiment.output import RunFolder
+from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.serve import centralized, serve
+from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.simulation import simulate
 
-from fedbn_flwr.data import DATASETS
-from fedbn_flwr.errors import ConfigError, DataError, EngineError
-from fedbn_flwr.exchange import over_network, prompt
-from fedbn_flwr.experiment.checkpoint import Checkpoints, Keeper
-from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.federation import Federation, count_clients, federation
-from fedbn_flwr.experiment.output import RunFolder, alone, read_metrics
-from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
-from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, pick_device
-from fedbn_flwr.records import from_record, to_record, to_state
-from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.state import split_state
-from fedbn_flwr.strategies.report import RoundReport
-from fedbn_flwr.training import sgd, train
+__all__ = ["ENGINES", "Engine", "preflight", "run"]
 
-__all__ = ["centralized", "serve"]
-
-NODE_GRACE = 15.0  # seconds for the nodes of a federation to be counted
-RETURN_GRACE = 60.0  # the same where a run is resumed: Flower refuses the key of a killed node for about 44 s
+Engine = Literal["in-process", "simulation"]
+ENGINES: tuple[Engine, ...] = ("in-process", "simulation")
 
 
-def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
-    """Run the server's side of a federated run and write its folder.
-
-    Args:
-        grid: the federation.
-        config: the settings; ``num_clients`` = 0 takes all nodes there are.
-        out: the output folder.
-        on_round: called with each line of ``metrics.jsonl``.
-
-    Returns:
-        The summary.
+def preflight(config: Config, out: Path) -> tuple[Config, Path]:
+    """Refuse what cannot run before anything is written; return the resolved config and the absolute folder.
 
     Raises:
-        ConfigError: the settings cannot run here, the federation has another size, the folder is in use.
-        EngineError: no nodes, or not one round with enough usable replies.
+        FedBNError: bad settings, missing data, an impossible split, a folder in use.
     """
+    out = out.absolute()
+    if not config.resume:
+        RunFolder.refuse_used(out)
+    elif config.strategy == CENTRALIZED:
+        raise ConfigError("strategy=centralized writes no checkpoints: it cannot be resumed. Run it anew.")
+    here = {"out": str(out)}
+    if config.checkpoint_every and not config.state_dir:
+        here["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
+    config = config.model_copy(update=here)
+    check(config)
+    config = config.model_copy(update={"num_clients": count_clients(config)})
+    federation(config, config.num_clients)
+    return config, out
+
+
+def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRound | None = None) -> dict[str, Any]:
+    """Do one run and return its summary.
+
+    Args:
+        config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group under a split by group.
+        out: the output folder, empty or absent; with ``resume`` also that of a run to go on with.
+        engine: "in-process" runs the clients in threads of this process, "simulation" in Flower's Ray simulation.
+        on_round: called with each line of ``metrics.jsonl``.
+
+    Raises:
+        FedBNError: bad settings, missing data, a folder in use, a federation that failed.
+    """
+    config, out = preflight(config, out)
     if config.strategy == CENTRALIZED:
-        raise ConfigError(
-            "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
-            "strategy=centralized`, not with `flwr run`."
-        )
-    check(config)
-    grid = prompt(grid)
-    num_nodes = _count_nodes(grid, config, RunFolder.num_clients(out) if config.resume else 0)
-    config = config.model_copy(update={"num_clients": num_nodes})
-    with alone(out):
-        return _serve(grid, config, out, on_round)
-
-
-def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
-    data = _server_data(config, config.num_clients)
-    model = make_model(config)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
-    begun = config.resume and RunFolder.begun(out)
-    saved = checkpoints.latest() if begun else None
-    if begun and saved is None and read_metrics(out / "metrics.jsonl"):
-        raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to go on from (checkpoint-every=0?).")
-    initial = to_record(saved.state if saved else model.state_dict())
-    on_device(model, pick_device(config.device))
-    strategy = make_strategy(config, model, config.num_clients)
-    keeper = Keeper(checkpoints, config, strategy, saved)
-    personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
-    if not personal:
-        strategy.fraction_evaluate = 0.0
-    folder = RunFolder(out, config, (saved.server_round if saved else 0) if begun else None)
-    recorder = Recorder(folder, config, model, data, strategy, on_round)
-
-    def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        metrics = recorder.after_round(server_round, arrays)
-        keeper.after_round(server_round)
-        return metrics
-
-    try:
-        result = strategy.start(
-            grid=grid,
-            initial_arrays=initial,
-            num_rounds=config.num_server_rounds,
-            timeout=config.round_timeout,
-            evaluate_config=ConfigRecord({"test-sets": ",".join(personal)}),
-            evaluate_fn=after_round,
-        )
-    finally:
-        recorder.close()
-    if all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
-        first = next((why for report in strategy.reports for why in report.rejected.values()), "no reply came")
-        raise EngineError(
-            f"nothing was trained: no round had min-replies={config.min_replies} usable replies. First refused: {first}"
-        )
-    final = from_record(result.arrays if len(result.arrays) else initial)
-    return recorder.finish(final, strategy, keeper.resumed_after)
-
-
-def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
-    """Run the reference: one plain torch loop over the union of the clients' data, E steps or epochs a "round".
-
-    The optimizer lives through all rounds; everything else is as for a client. Raises as ``serve``.
-    """
-    check(config)
-    tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
-    config = config.model_copy(update={"eval_on": ",".join(tests)})
-    data = federation(config, count_clients(config))
-    model = on_device(make_model(config), pick_device(config.device))
-    settings = local_training(config)
-    recorder = Recorder(RunFolder(out, config), config, model, data, None, on_round)
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.torch_threads)
-    try:
-        optimizer = sgd(model, settings)
-        union = data.train_view()
-        for server_round in range(1, config.num_server_rounds + 1):
-            result = train(
-                model,
-                union,
-                settings,
-                learning_rate=settings.learning_rate.at(server_round),
-                stream=functools.partial(_stream, config.seed, server_round),
-                optimizer=optimizer,
-                task=DATASETS[config.dataset].task,
-            )
-            report = RoundReport(server_round, "centralized")
-            report.metrics = {
-                "train-loss": result.loss,
-                "train-accuracy": result.accuracy,
-                "examples-processed": result.num_processed,
-                "dropped-batches": result.num_dropped,
-            }
-            recorder.write(report)
-    finally:
-        torch.set_num_threads(before)
-        recorder.close()
-    return recorder.finish(to_state(model.state_dict()), None)
-
-
-def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
-    return torch_generator(seed, purpose, server_round, "union")
-
-
-def _server_data(config: Config, num_nodes: int) -> Federation | None:
-    """Return the data as the server sees them; None where they are with the nodes alone and no test here needs them."""
-    try:
-        return federation(config, num_nodes)
-    except DataError:
-        if any(name in GLOBAL_TESTS for name in config.evaluations()):
-            raise
-        return None
-
-
-def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
-    """Return the number of nodes, once it is the one asked for.
-
-    Over a network a run that is resumed goes on with fewer, too; elsewhere fewer nodes would deal the data anew.
-    """
-    wanted = config.num_clients or begun_with
-    may_return = begun_with > 0 and over_network(grid)
-    grace = RETURN_GRACE if may_return else NODE_GRACE
-    deadline = time.monotonic() + grace
-    while True:
-        found = len(list(grid.get_node_ids()))
-        if found and found == (wanted or found):
-            return found
-        if found > wanted > 0 or time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-    if not found:
-        raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
-    if may_return and found < wanted == begun_with:
-        log(WARNING, "the run began with %d nodes and goes on with %d: the others may come back", wanted, found)
-        return wanted
-    raise ConfigError(
-        f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "
-        f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes"
-        + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all there are.")
-    )
+        return centralized(config, out, on_round)
+    if engine == "simulation":
+        return simulate(config, out, on_round)
+    workers = max(1, (os.cpu_count() or 1) // config.torch_threads)
+    run_config: Mapping[str, Any] = config.to_mapping()
+    with InProcessGrid(
+        client_app(client_fn),
+        config.num_clients,
+        run_config=run_config,
+        max_workers=workers,
+        torch_threads=config.torch_threads,
+        seed=config.seed,
+    ) as grid:
+        return serve(grid, config, out, on_round)

@@ -11,12 +11,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import DATASETS, Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.experiment.board import Board
-from fedbn_flwr.experiment.config import HERE, Config
+from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
+from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
 from fedbn_flwr.models import build_model, input_shape
-from fedbn_flwr.state import split_state
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.loop import LearningRate, LocalTraining
 
 __all__ = [
     "check",
@@ -135,7 +135,7 @@ def check(config: Config) -> None:
         problems.append(str(error))
     if config.tensorboard:
         try:
-            Board.check()
+            TensorBoardLog.check()
         except ConfigError as error:
             problems.append(str(error))
     if config.data_dir and not Path(config.data_dir).is_absolute():
@@ -145,9 +145,9 @@ def check(config: Config) -> None:
         )
     elif config.data_dir and not Path(config.data_dir).is_dir():
         problems.append(f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data.")
-    if config.state_dir == HERE and not config.out:
-        problems.append(f"state-dir={HERE} is a folder in `out`, which is not set: set it to an absolute path")
-    elif config.state_dir not in ("", HERE) and not Path(config.state_dir).is_absolute():
+    if config.state_dir == STATE_IN_OUT and not config.out:
+        problems.append(f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set it to an absolute path")
+    elif config.state_dir not in ("", STATE_IN_OUT) and not Path(config.state_dir).is_absolute():
         problems.append(
             f"state-dir={config.state_dir!r} is relative, and nodes run in other folders. Write it in full."
         )

@@ -9,8 +9,8 @@ from fedbn_flwr.data import partition_counts, partition_picture
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.federation import count_clients, federation
-from fedbn_flwr.sealed import write_atomically
+from fedbn_flwr.experiment.partitioned_data import count_clients, federation
+from fedbn_flwr.checked_file import write_atomically
 
 __all__ = ["Counts", "count_split", "draw_split"]
 

@@ -39,10 +39,10 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
-from fedbn_flwr.experiment.launch import Engine, run
+from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
-from fedbn_flwr.sealed import write_atomically
+from fedbn_flwr.checked_file import write_atomically
 
 __all__ = ["Cell", "Study", "sweep"]
 

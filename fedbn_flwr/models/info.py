@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedbn_flwr.tasks import CLASSIFICATION, Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["ModelInfo"]
 

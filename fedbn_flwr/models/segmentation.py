@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.models.info import ModelInfo
-from fedbn_flwr.tasks import SEGMENTATION
+from fedbn_flwr.training.tasks import SEGMENTATION
 
 __all__ = ["SEGMENTATION_PREFIX", "Segmenter", "segmentation_info", "segmentation_names"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.records import listed
+from fedbn_flwr.messages.records import listed
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedavgm import FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN
@@ -23,7 +23,7 @@ from fedbn_flwr.strategies.scaffold import Scaffold
 from fedbn_flwr.strategies.silobn import SiloBN
 from fedbn_flwr.strategies.standalone import Standalone
 from fedbn_flwr.strategies.staticbn import StaticBN
-from fedbn_flwr.training import Rule
+from fedbn_flwr.training.loop import ClientHook
 
 __all__ = [
     "MTFL",
@@ -45,7 +45,7 @@ __all__ = [
     "SiloBN",
     "Standalone",
     "StaticBN",
-    "client_rules",
+    "client_hooks",
 ]
 
 STRATEGIES: Mapping[str, type[FedAvg]] = {
@@ -60,7 +60,7 @@ STRATEGIES: Mapping[str, type[FedAvg]] = {
 }
 
 
-def client_rules(config: Mapping[str, Any]) -> list[Rule]:
+def client_hooks(config: Mapping[str, Any]) -> list[ClientHook]:
     """Return the client rules a training message asks for (its comma list ``rules``), in that order.
 
     Raises:

@@ -21,14 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedbn_flwr.averaging import State, Variance, average, check_state
+from fedbn_flwr.batchnorm.averaging import State, Variance, average, check_state
 from fedbn_flwr.errors import ConfigError, NormLayerError, unknown_name
-from fedbn_flwr.state import Part, Parts
-from fedbn_flwr.strategies.momentum import MOMENTUM, MomentumScope, average_buffers, make_momentum
-from fedbn_flwr.strategies.replies import Reply
-from fedbn_flwr.strategies.server import Server
-from fedbn_flwr.strategies.shared_bn import SHARED_BN, make_share_bn
-from fedbn_flwr.training import Rule
+from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.server.momentum import MOMENTUM, MomentumScope, average_buffers, make_momentum
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.flower import Server
+from fedbn_flwr.server.shared_bn import SHARED_BN, make_share_bn
+from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["FedAvg", "FedAvgParams", "joined"]
 
@@ -71,7 +71,7 @@ class FedAvg(Server):
     """Federated averaging. Takes Flower's own constructor arguments, and the fields of ``Params`` by name.
 
     ``state_dict()`` is what outlives a round beside the global model; after ``load_state_dict`` the next ``start`` goes
-    on from there. A subclass names in ``lasting`` the attributes it adds.
+    on from there. A subclass names in ``checkpoint_keys`` the attributes it adds.
 
     Args:
         *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
@@ -86,13 +86,13 @@ class FedAvg(Server):
     name = "fedavg"
     summary_line = "weighted average of everything, BN counters kept exact"
     source = "McMahan 2017"
-    proved = frozenset({"share-bn"})  # a client may leave it
+    implicit_hooks = frozenset({"share-bn"})  # a client may leave it
     Params: ClassVar[type[FedAvgParams]] = FedAvgParams
-    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Rule]]] = {
+    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], ClientHook]]] = {
         "momentum": make_momentum,
         "share-bn": make_share_bn,
     }
-    lasting: ClassVar[tuple[str, ...]] = ("momentum",)
+    checkpoint_keys: ClassVar[tuple[str, ...]] = ("momentum",)
 
     def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
         super().__init__(*args, parts=parts, **kwargs)

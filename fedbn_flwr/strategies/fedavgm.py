@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedbn_flwr.averaging import Array
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.strategies.fedopt import FedOpt
@@ -59,7 +59,7 @@ class FedAvgM(FedOpt):
     summary_line = "FedAvg with momentum on the server; BN statistics averaged"
     source = "Hsu 2019, arXiv:1909.06335"
     Params = FedAvgMParams
-    lasting = ("velocity",)
+    checkpoint_keys = ("velocity",)
 
     velocity: dict[str, Array]
 

@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from flwr.common import log
 
-from fedbn_flwr.averaging import State
+from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
-from fedbn_flwr.strategies.replies import Reply
+from fedbn_flwr.server.replies import Reply
 
 __all__ = ["FedBS", "FedBSParams"]
 
@@ -73,7 +73,7 @@ class FedBS(FedProx):
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
     Params = FedBSParams
-    lasting = ("switched_after", "agreed")
+    checkpoint_keys = ("switched_after", "agreed")
 
     switched_after: int | None = None
     agreed = 0

@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.averaging import Array, State
+from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.state import split_state
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.strategies.replies import Reply
+from fedbn_flwr.server.replies import Reply
 
 __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOpt", "FedYogi", "FedYogiParams"]
 
@@ -121,7 +121,7 @@ class FedAdagrad(FedOpt):
     summary_line = "FedAvg with Adagrad on the server; BN statistics averaged"
     source = "Reddi 2021, arXiv:2003.00295"
     Params = FedAdagradParams
-    lasting = ("m", "v")
+    checkpoint_keys = ("m", "v")
 
     beta_1 = 0.0
     m: dict[str, Array]

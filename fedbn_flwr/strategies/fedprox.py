@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
-from fedbn_flwr.training import Rule
+from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
 
@@ -48,7 +48,7 @@ class FedProxParams(FedAvgParams):
             raise ConfigError(f"proximal_mu={self.proximal_mu} must be a finite number >= 0")
 
 
-class ProximalTerm(Rule):
+class ProximalTerm(ClientHook):
     """Client half: add mu/2 * sum over trainable w of (w - w_received)^2 to the loss."""
 
     def __init__(self, mu: float) -> None:
@@ -66,7 +66,7 @@ class ProximalTerm(Rule):
         return self.mu / 2 * torch.stack([(p - start).square().sum() for p, start in self._received]).sum()
 
 
-def _rule(config: Mapping[str, Any]) -> Rule:
+def _rule(config: Mapping[str, Any]) -> ClientHook:
     return ProximalTerm(float(config["proximal-mu"]))
 
 

@@ -13,7 +13,7 @@ cost       per round F + 2 S floats down and up per client, S = running statisti
 
 N clients, p_i, E local steps, L BN layers, ``union_batch_size`` = sum of the first batches b_i. Steps 2..E are
 ordinary local steps; then everything is averaged, eq. (7). The arithmetic of a synchronised layer is in
-``fedbn_flwr.syncbn``, the carriers of the exchanges in ``fedbn_flwr.carriers``.
+``fedbn_flwr.batchnorm.sync``, the carriers of the exchanges in ``fedbn_flwr.transport``.
 
 Differs from the paper: running variances take torch's n/(n-1) correction with n of the union (the paper's (2b) and
 (6) are biased); one SGD optimizer for all E steps (the authors' code restarts it after the first). Law: with E = 1
@@ -34,16 +34,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from fedbn_flwr.carriers import Redo, Seat, seat_here
-from fedbn_flwr.carriers.channel import ChannelSeat, ChannelServer
-from fedbn_flwr.carriers.meeting import Member
+from fedbn_flwr.transport import RetryStep, Reducer, reducer_here
+from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
+from fedbn_flwr.transport.barrier import Member
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, unknown_name
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.strategies.carry import Carried, carry_by_channel, carry_by_meeting, carry_by_messages, with_config
+from fedbn_flwr.server.synchronised_step import StepResult, step_by_channel, step_by_barrier, step_by_messages, with_config
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
-from fedbn_flwr.strategies.replies import acknowledged
-from fedbn_flwr.syncbn import Backward, Exchanges, synchronised
-from fedbn_flwr.training import Compute, Rule, StepResult
+from fedbn_flwr.server.replies import acknowledged
+from fedbn_flwr.batchnorm.sync import Backward, Exchanges, synchronised
+from fedbn_flwr.training.loop import Compute, ClientHook, StepResult
 
 __all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep"]
 
@@ -82,13 +82,13 @@ class FedTANParams(FedAvgParams):
 CARRIERS = ("messages", "channel")
 
 
-class SynchroniseFirstStep(Rule):
+class SynchroniseFirstStep(ClientHook):
     """Client half: the first step's BN layers reduce through ``seat``; a lost client makes it begin again.
 
     ``batch_size`` is what this client said its first batch would hold; the others count on it.
     """
 
-    def __init__(self, seat: Seat, exchanges: Exchanges, backward: Backward, batch_size: int | None = None) -> None:
+    def __init__(self, seat: Reducer, exchanges: Exchanges, backward: Backward, batch_size: int | None = None) -> None:
         self._seat = seat
         self._batch_size = batch_size
         self._exchanges: Exchanges = exchanges
@@ -107,7 +107,7 @@ class SynchroniseFirstStep(Rule):
             try:
                 with self.around(step, model, batch_size):
                     return compute()
-            except Redo:
+            except RetryStep:
                 model.load_state_dict(before)
 
     @contextmanager
@@ -115,7 +115,7 @@ class SynchroniseFirstStep(Rule):
         """Synchronise the first step.
 
         Raises:
-            Redo: a client was lost: the caller begins the step again, from the same state and with the same batch.
+            RetryStep: a client was lost: the caller begins the step again, from the same state and with the same batch.
             Pending: the step is carried by messages, and the answer to its next exchange is not there yet.
             NormLayerError: a layer cannot be synchronised.
             DataError: the batch has another size than the server was told.
@@ -146,15 +146,15 @@ class SynchroniseFirstStep(Rule):
         self._seat.close()
 
 
-def _synchronise(config: Mapping[str, Any]) -> Rule:
-    seat: Seat
+def _synchronise(config: Mapping[str, Any]) -> ClientHook:
+    seat: Reducer
     if "fedtan-seat" in config:
         seat = config["fedtan-seat"]
     elif "fedtan-address" in config:
         address, token = str(config["fedtan-address"]), str(config["fedtan-token"])
-        seat = ChannelSeat(address, token, bytes(config["fedtan-ca"]), float(config["fedtan-timeout"]))
+        seat = ChannelReducer(address, token, bytes(config["fedtan-ca"]), float(config["fedtan-timeout"]))
     else:
-        seat = seat_here(str(config["fedtan-meeting"]))
+        seat = reducer_here(str(config["fedtan-meeting"]))
     size = int(config["fedtan-batch-size"]) if "fedtan-batch-size" in config else None
     return SynchroniseFirstStep(seat, config["fedtan-exchanges"], config["fedtan-backward"], size)
 
@@ -170,7 +170,7 @@ class FedTAN(FedAvg):
     rules = {"synchronise-first-step": _synchronise}
     backward: Backward = "global"
 
-    _carried: Carried | None = None
+    _carried: StepResult | None = None
     _channel: ChannelServer | None = None
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
@@ -218,14 +218,14 @@ class FedTAN(FedAvg):
         messages = [with_config(m, {"fedtan-batch-size": sizes[m.metadata.dst_node_id]}) for m in messages]
         params: FedTANParams = self.params
         limits = params.fedtan_timeout, max(params.fedtan_timeout, self._post.timeout), params.min_replies
-        if callable(getattr(grid, "open_meeting", None)):
-            self._carried = carry_by_meeting(grid, messages, members, *limits)
+        if callable(getattr(grid, "open_barrier", None)):
+            self._carried = step_by_barrier(grid, messages, members, *limits)
         elif params.fedtan_exchange == "channel":
             if self._channel is None:
                 self._channel = ChannelServer(params.fedtan_bind, params.fedtan_address, params.fedtan_tls_dir)
-            self._carried = carry_by_channel(grid, self._channel, messages, members, *limits)
+            self._carried = step_by_channel(grid, self._channel, messages, members, *limits)
         else:
-            self._carried = carry_by_messages(grid, messages, members, *limits)
+            self._carried = step_by_messages(grid, messages, members, *limits)
         return []
 
     def aggregate_train(

@@ -25,10 +25,10 @@ from typing import Any
 
 from torch import nn
 
-from fedbn_flwr.agc import clip_gradients, exclude_head
+from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
-from fedbn_flwr.training import Rule
+from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["ClipGradients", "FedWon", "FedWonParams"]
 
@@ -50,7 +50,7 @@ class FedWonParams(FedAvgParams):
             raise ConfigError(f"agc={self.agc} must be a finite number >= 0")
 
 
-class ClipGradients(Rule):
+class ClipGradients(ClientHook):
     """Client half: adaptive gradient clipping in every step."""
 
     def __init__(self, clipping: float) -> None:
@@ -61,7 +61,7 @@ class ClipGradients(Rule):
         clip_gradients(model.parameters(), self._clipping, exclude=exclude_head(model))
 
 
-def _clip(config: Mapping[str, Any]) -> Rule:
+def _clip(config: Mapping[str, Any]) -> ClientHook:
     return ClipGradients(float(config["agc"]))
 
 

@@ -39,11 +39,11 @@ from flwr.common import log
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.averaging import State, normalise
+from fedbn_flwr.batchnorm.averaging import State, normalise
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
-from fedbn_flwr.strategies.replies import Reply
-from fedbn_flwr.training import Rule
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["FixBN", "FixBNParams", "FreezeBN", "FreezeSettings", "Freezing", "ReportDrift", "freeze_round"]
 
@@ -101,7 +101,7 @@ def freeze_round(freeze_at: int | float | str, num_rounds: int) -> int | None:
     return math.floor(Fraction(str(freeze_at)) * num_rounds) if isinstance(freeze_at, float) else freeze_at
 
 
-class FreezeBN(Rule):
+class FreezeBN(ClientHook):
     """Client half after T*: BatchNorm in eval mode while the rest trains, gamma and beta learning or not.
 
     The layers stay in eval mode when the training calls ``model.train()``.
@@ -138,7 +138,7 @@ def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
     return layer
 
 
-class ReportDrift(Rule):
+class ReportDrift(ClientHook):
     """Client half of the automatic T*: delta_m = ||statistics after - received||_1 / number of entries."""
 
     def __init__(self) -> None:
@@ -163,11 +163,11 @@ def _statistics(model: nn.Module) -> list[Tensor]:
     return [s for s in pairs if s is not None]
 
 
-def _freeze(config: Mapping[str, Any]) -> Rule:
+def _freeze(config: Mapping[str, Any]) -> ClientHook:
     return FreezeBN(bool(config["freeze-affine"]))
 
 
-def _drift(_: Mapping[str, Any]) -> Rule:
+def _drift(_: Mapping[str, Any]) -> ClientHook:
     return ReportDrift()
 
 
@@ -181,9 +181,9 @@ class Freezing(FedAvg):
 
     needs_batchnorm = True
     rules = {"freeze-bn": _freeze, "report-drift": _drift}
-    lasting = ("frozen_after", "deltas")
+    checkpoint_keys = ("frozen_after", "deltas")
 
-    proved = FedAvg.proved | {"freeze-bn"}  # by the frozen entries of the reply
+    implicit_hooks = FedAvg.implicit_hooks | {"freeze-bn"}  # by the frozen entries of the reply
 
     frozen_after: int | None = None
     deltas: list[float]

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.averaging import State, weighted_sum
+from fedbn_flwr.batchnorm.averaging import State, weighted_sum
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
-from fedbn_flwr.strategies.replies import Reply
-from fedbn_flwr.training import Entries, Extras, Rule
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.training.loop import Entries, Extras, ClientHook
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldParams"]
 
@@ -58,7 +58,7 @@ class ScaffoldParams(FedAvgParams):
             raise ConfigError("scaffold corrects plain SGD: momentum_scope must be 'none'")
 
 
-class ControlVariates(Rule):
+class ControlVariates(ClientHook):
     """Client half: add c - c_i to every gradient, and find the new c_i from how far the client went."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class ControlVariates(Rule):
         return variates[name].to(like) if name in variates else torch.zeros_like(like)
 
 
-def _variates(_: Mapping[str, Any]) -> Rule:
+def _variates(_: Mapping[str, Any]) -> ClientHook:
     return ControlVariates()
 
 
@@ -129,7 +129,7 @@ class Scaffold(FedAvg):
     source = "Karimireddy 2020, arXiv:1910.06378"
     Params = ScaffoldParams
     rules = {"variates": _variates}
-    lasting = ("variates",)
+    checkpoint_keys = ("variates",)
 
     variates: dict[str, Any]
 

@@ -15,7 +15,7 @@ known. Law: a model without BN is trained as by FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from fedbn_flwr.state import Part
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.strategies.fedavg import FedAvg
 
 __all__ = ["SiloBN"]

@@ -25,17 +25,17 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.averaging import State
+from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ClientPartError
-from fedbn_flwr.gathering import tracking_layers
+from fedbn_flwr.batchnorm.reestimation import tracking_layers
 from fedbn_flwr.strategies.fedavg import FedAvg, joined
-from fedbn_flwr.strategies.replies import Reply
-from fedbn_flwr.training import Rule
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["StaticBN", "Untracked"]
 
 
-class Untracked(Rule):
+class Untracked(ClientHook):
     """Client half: BN uses the batch's statistics and leaves the running ones, and the counters, as received."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Untracked(Rule):
         return {}
 
 
-def _untracked(_: Mapping[str, Any]) -> Rule:
+def _untracked(_: Mapping[str, Any]) -> ClientHook:
     return Untracked()
 
 
@@ -66,7 +66,7 @@ class StaticBN(FedAvg):
     source = "Diao 2021, arXiv:2010.01264"
     needs_batchnorm = True
     gathers = True
-    proved = FedAvg.proved | {"untracked-statistics"}  # by the statistics of the reply
+    implicit_hooks = FedAvg.implicit_hooks | {"untracked-statistics"}  # by the statistics of the reply
     rules = {"untracked-statistics": _untracked}
 
     def client_config(self, server_round: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.records import from_record, to_record, to_state
+from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.engines.flower_run import flower_run
-from fedbn_flwr.records import from_record
+from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
-from fedbn_flwr.training import LocalTraining
+from fedbn_flwr.training.loop import LocalTraining
 
 APPS = Path(__file__).parents[2] / "apps"
 NODES = 3

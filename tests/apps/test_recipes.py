@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.experiment.sweep import Study
 from fedbn_flwr.strategies import STRATEGIES

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torchvision.datasets import Cityscapes
 
-from fedbn_flwr.data.datasets import load_dataset
-from fedbn_flwr.data.partitions import split_dataset
+from fedbn_flwr.data.loading import load_dataset
+from fedbn_flwr.data.partitioning import split_dataset
 from fedbn_flwr.errors import ConfigError, DataError
 
 TRAIN, VAL = {"bremen": 3, "aachen": 2}, {"lindau": 1, "aachen": 1}

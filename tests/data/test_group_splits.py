@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.data import load_dataset
-from fedbn_flwr.data.partitions import PARTITIONS, deal_test, make_partition, split_dataset
+from fedbn_flwr.data.partitioning import PARTITIONS, partition_test_set, make_partition, split_dataset
 from fedbn_flwr.errors import ConfigError, DataError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
@@ -104,12 +104,12 @@ def test_dealing_by_cells_is_dealing_each_group_alone(clients: int, classes: int
     labels, groups, owner = (rng.integers(0, n, 60) for n in (classes, many, clients))
     test_labels, test_groups = rng.integers(0, classes, 40), rng.integers(0, many + 1, 40)
     parts = [np.flatnonzero(owner == client) for client in range(clients)]
-    dealt = deal_test(parts, labels, test_labels, 1, groups, test_groups)
+    dealt = partition_test_set(parts, labels, test_labels, 1, groups, test_groups)
     assert len(np.unique(np.concatenate(dealt))) == sum(map(len, dealt))
     for group in range(many + 1):
         own, tests = np.flatnonzero(groups == group), np.flatnonzero(test_groups == group)
         places = [np.flatnonzero(np.isin(own, part)) for part in parts]
-        alone = deal_test(places, labels[own], test_labels[tests], 1)
+        alone = partition_test_set(places, labels[own], test_labels[tests], 1)
         for client in range(clients):
             found = Counter(test_labels[dealt[client]][test_groups[dealt[client]] == group].tolist())
             assert found == Counter(test_labels[tests][alone[client]].tolist())
@@ -118,14 +118,14 @@ def test_dealing_by_cells_is_dealing_each_group_alone(clients: int, classes: int
 def test_one_group_is_no_groups_bit_for_bit() -> None:
     labels, test_labels = shuffled([40] * 5), shuffled([9] * 5, seed=1)
     parts = make_partition("dirichlet", labels, 3, seed=0)
-    plain = deal_test(parts, labels, test_labels, 7)
-    grouped = deal_test(parts, labels, test_labels, 7, np.zeros(200, np.int64), np.zeros(45, np.int64))
+    plain = partition_test_set(parts, labels, test_labels, 7)
+    grouped = partition_test_set(parts, labels, test_labels, 7, np.zeros(200, np.int64), np.zeros(45, np.int64))
     assert all(np.array_equal(a, b) for a, b in zip(plain, grouped, strict=True))
 
 
 def test_dealing_needs_both_groups_or_neither() -> None:
     with pytest.raises(DataError, match="needs the groups of training and test examples, or neither"):
-        deal_test([np.arange(3)], np.zeros(3), np.zeros(3), 0, np.zeros(3, np.int64))
+        partition_test_set([np.arange(3)], np.zeros(3), np.zeros(3), 0, np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize(("name", "clients"), [("domain", 10), ("natural", 5), ("domain", 7)])
@@ -145,7 +145,7 @@ def test_split_dataset_is_make_partition_and_deal_test() -> None:
     train, test = split_dataset(data, "classes", 5, seed=2, classes_per_client=4)
     expected = make_partition("classes", labels, 5, seed=2, num_classes=10, classes_per_client=4)
     assert all(np.array_equal(a, b) for a, b in zip(train, expected, strict=True))
-    dealt = deal_test(expected, labels, test_labels, 2)
+    dealt = partition_test_set(expected, labels, test_labels, 2)
     assert all(np.array_equal(a, b) for a, b in zip(test, dealt, strict=True))
     with pytest.raises(ConfigError, match="unknown partition 'dirichlett'"):
         split_dataset(data, "dirichlett", 5, seed=2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.augment import Augment
-from fedbn_flwr.data.samples import Dataset, Samples, View
+from fedbn_flwr.data.samples import Dataset, Samples, Subset
 from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import DataError
 
@@ -32,8 +32,8 @@ def test_groups_follow_the_samples_and_the_view() -> None:
     samples = grouped([2, 0, 1, 0])
     assert torch.equal(samples.to("cpu").groups, samples.groups)
     assert torch.equal(reshaped(samples, Shape(3, 5, 5, 0)).groups, samples.groups)
-    assert View(samples, torch.tensor([3, 0]), **STATS).groups.tolist() == [0, 2]
-    assert View(samples, None, **STATS).groups is samples.groups
+    assert Subset(samples, torch.tensor([3, 0]), **STATS).groups.tolist() == [0, 2]
+    assert Subset(samples, None, **STATS).groups is samples.groups
     assert torch.equal(samples.labels, samples.targets)
     assert not samples.by_pixel
 
@@ -42,7 +42,7 @@ def test_without_groups_there_are_none() -> None:
     samples = Samples(images(2), torch.arange(2))
     assert samples.groups is None
     assert samples.to("cpu").groups is None
-    assert View(samples, torch.tensor([0]), **STATS).groups is None
+    assert Subset(samples, torch.tensor([0]), **STATS).groups is None
 
 
 @pytest.mark.parametrize("groups", [torch.zeros(3, dtype=torch.int64), torch.zeros(2), torch.zeros(2, 1).long()])
@@ -73,7 +73,7 @@ def test_every_group_has_a_name(groups: list[int], found: str) -> None:
 
 def test_classes_of_pixels_are_bytes_in_memory_and_integers_in_a_batch() -> None:
     samples = segmented()
-    inputs, targets = View(samples, torch.tensor([1, 0]), **STATS).batch(torch.tensor([0]))
+    inputs, targets = Subset(samples, torch.tensor([1, 0]), **STATS).batch(torch.tensor([0]))
     assert samples.by_pixel
     assert samples.targets.dtype == torch.uint8
     assert targets.dtype == torch.int64
@@ -93,7 +93,7 @@ def test_pixel_targets_need_the_size_of_their_images() -> None:
 def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:
     samples = segmented(count=50)
     augment = Augment(crop=2, flip=True)
-    view = View(samples, None, mean=(0.0,), std=(1.0,), augment=augment)
+    view = Subset(samples, None, mean=(0.0,), std=(1.0,), augment=augment)
     inputs, targets = view.batch(torch.arange(50), torch.Generator().manual_seed(1))
     expected = augment(samples.inputs, torch.Generator().manual_seed(1))
     ones = augment(torch.ones_like(samples.inputs), torch.Generator().manual_seed(1))

@@ -8,7 +8,7 @@ import torch
 from torchvision.transforms.v2 import functional
 
 from fedbn_flwr.data.augment import Augment
-from fedbn_flwr.data.samples import Samples, View
+from fedbn_flwr.data.samples import Samples, Subset
 from fedbn_flwr.errors import DataError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -25,7 +25,7 @@ def samples() -> Samples:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(samples: Samples, device: str) -> None:
     indices = np.array([40, 3, 3, 17])
-    view = View(samples.to(device), indices, mean=MEAN, std=STD)
+    view = Subset(samples.to(device), indices, mean=MEAN, std=STD)
     inputs, targets = view.batch(torch.tensor([3, 0, 1]))
     chosen = samples.inputs[[17, 40, 3]]
     expected = functional.normalize(functional.to_dtype(chosen, torch.float32, scale=True), list(MEAN), list(STD))
@@ -41,8 +41,8 @@ def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(samples: Sam
 
 
 def test_without_indices_the_view_is_all_samples_in_order(samples: Samples) -> None:
-    view = View(samples, None, mean=MEAN, std=STD)
-    everything = View(samples, torch.arange(50), mean=MEAN, std=STD)
+    view = Subset(samples, None, mean=MEAN, std=STD)
+    everything = Subset(samples, torch.arange(50), mean=MEAN, std=STD)
     positions = torch.tensor([49, 0, 7])
     assert len(view) == 50
     assert view.targets is samples.targets
@@ -51,8 +51,8 @@ def test_without_indices_the_view_is_all_samples_in_order(samples: Samples) -> N
 
 def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) -> None:
     augment = Augment.parse("crop2,flip")
-    plain = View(samples, None, mean=MEAN, std=STD)
-    view = View(samples, None, mean=MEAN, std=STD, augment=augment)
+    plain = Subset(samples, None, mean=MEAN, std=STD)
+    view = Subset(samples, None, mean=MEAN, std=STD, augment=augment)
     positions = torch.arange(50)
     reference, targets = plain.batch(positions)
     assert torch.equal(view.batch(positions)[0], reference)
@@ -61,12 +61,12 @@ def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) ->
     assert not torch.equal(inputs, reference)
     assert torch.equal(augmented_targets, targets)
     padded = Samples(augment(samples.inputs, torch.Generator().manual_seed(1)), samples.targets)
-    assert torch.equal(inputs, View(padded, None, mean=MEAN, std=STD).batch(positions)[0])
+    assert torch.equal(inputs, Subset(padded, None, mean=MEAN, std=STD).batch(positions)[0])
 
 
 def test_a_view_copies_no_image_and_batches_never_write_into_the_samples(samples: Samples) -> None:
     before = samples.inputs.clone()
-    view = View(samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True))
+    view = Subset(samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True))
     assert view.samples is samples
     view.batch(torch.arange(50), torch.Generator())[0].zero_()
     view.batch(torch.arange(50))[0].zero_()
@@ -75,13 +75,13 @@ def test_a_view_copies_no_image_and_batches_never_write_into_the_samples(samples
 
 def test_repeated_grey_channels_give_contiguous_batches() -> None:
     grey = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 1, 4, 4).expand(-1, 3, -1, -1)
-    inputs, _ = View(Samples(grey, torch.zeros(2, dtype=torch.int64)), None, mean=MEAN, std=STD).batch(torch.arange(2))
+    inputs, _ = Subset(Samples(grey, torch.zeros(2, dtype=torch.int64)), None, mean=MEAN, std=STD).batch(torch.arange(2))
     assert inputs.is_contiguous()
     assert inputs.shape == (2, 3, 4, 4)
 
 
 def test_an_empty_view_and_an_empty_batch(samples: Samples) -> None:
-    view = View(samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True))
+    view = Subset(samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True))
     inputs, targets = view.batch(torch.empty(0, dtype=torch.int64), torch.Generator())
     assert len(view) == 0
     assert inputs.shape == (0, 3, 6, 6)
@@ -89,7 +89,7 @@ def test_an_empty_view_and_an_empty_batch(samples: Samples) -> None:
 
 
 def test_positions_outside_the_view_are_an_error(samples: Samples) -> None:
-    view = View(samples, np.arange(4), mean=MEAN, std=STD)
+    view = Subset(samples, np.arange(4), mean=MEAN, std=STD)
     with pytest.raises(IndexError):
         view.batch(torch.tensor([4]))
 
@@ -97,19 +97,19 @@ def test_positions_outside_the_view_are_an_error(samples: Samples) -> None:
 @pytest.mark.parametrize("indices", [np.array([0, 50]), np.array([-1, 3])])
 def test_indices_outside_the_samples_are_refused(samples: Samples, indices: np.ndarray) -> None:
     with pytest.raises(DataError, match="the samples have 0 to 49"):
-        View(samples, indices, mean=MEAN, std=STD)
+        Subset(samples, indices, mean=MEAN, std=STD)
 
 
 @pytest.mark.parametrize("indices", [np.zeros((2, 2), np.int64), np.zeros(3), np.zeros(50, dtype=bool)])
 def test_indices_must_be_a_vector_of_integers(samples: Samples, indices: np.ndarray) -> None:
     with pytest.raises(DataError, match="a vector of integers needed"):
-        View(samples, indices, mean=MEAN, std=STD)
+        Subset(samples, indices, mean=MEAN, std=STD)
 
 
 @pytest.mark.parametrize(("mean", "std"), [((0.5,), STD), (MEAN, (0.5,)), (MEAN, (0.5, 0.0, 0.5))])
 def test_mean_and_std_must_fit_the_channels(samples: Samples, mean: tuple[float], std: tuple[float]) -> None:
     with pytest.raises(DataError, match="do not fit images of 3 channels"):
-        View(samples, None, mean=mean, std=std)
+        Subset(samples, None, mean=mean, std=std)
 
 
 @pytest.mark.parametrize(

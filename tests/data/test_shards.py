@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.data import load_dataset
-from fedbn_flwr.data.partitions import make_partition, partition_counts
+from fedbn_flwr.data.partitioning import make_partition, partition_counts
 from fedbn_flwr.errors import ConfigError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"

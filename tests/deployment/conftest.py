@@ -14,7 +14,7 @@ import pytest
 
 from fedbn_flwr.deployment import Federation
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.run import run
 
 ROOT = Path(__file__).parents[2]
 NODES = 3

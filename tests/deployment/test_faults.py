@@ -19,7 +19,7 @@ from fedbn_flwr.deployment import Federation
 from fedbn_flwr.deployment.federation import Outcome, nodes_online
 from fedbn_flwr.engines.processes import running
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.sealed import read_sealed
+from fedbn_flwr.checked_file import read_checked
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -205,7 +205,7 @@ def test_a_node_that_is_killed_and_comes_back_has_its_part(federation, begin) ->
     assert took_part[-1] == 6
     assert len(took_part) < 6
     (kept,) = federation.layout.state("supernode-3").glob("state/parts/*/partition-2/*.6.safetensors")
-    entries = [entry for record in read_sealed(kept)["kept"].values() for entry in record.items()]
+    entries = [entry for record in read_checked(kept)["kept"].values() for entry in record.items()]
     trained = [int(value) for name, value in entries if name.endswith("num_batches_tracked")]
     # A step whose reply came too late for its round may count too.
     assert all(2 * len(took_part) <= count <= 12 for count in trained)
@@ -276,7 +276,7 @@ def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, b
         run.end()
         lines = run.lines()
         newest = max(folder.glob("*/partition-2/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-        assert read_sealed(newest)["round"] == ROUNDS
+        assert read_checked(newest)["round"] == ROUNDS
     assert [line["participants"] for line in lines[:2]] == [[0, 1]] * 2
     for line in lines[:2]:
         (told,) = line["rejected"]

@@ -19,7 +19,7 @@ import pytest
 
 from fedbn_flwr.deployment import Federation
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.output import read_metrics
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.records import from_record, to_record
+from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg
 
 Handler = Callable[[Message, Context], Message]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.run import run
 
 QUICK: Mapping[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
 

@@ -14,7 +14,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.serve import serve
 
 BAD = {
     "unknown key": (["learning-rat=0.1"], "unknown key 'learning-rat'. Did you mean 'learning-rate'?"),

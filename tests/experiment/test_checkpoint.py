@@ -15,8 +15,8 @@ from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment import checkpoint as module
 from fedbn_flwr.experiment.checkpoint import Checkpoints
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import run
-from fedbn_flwr.sealed import read_sealed, write_sealed
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.checked_file import read_checked, write_checked
 
 SETTINGS = {"num-clients": 2, "num-server-rounds": 5, "local-steps": 1, "batch-size": 4, "checkpoint-every": 2}
 
@@ -47,7 +47,7 @@ def test_the_last_two_for_their_owner_alone(out: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     folders = sorted(path.name for path in (out / "checkpoint/clients").rglob("partition-*"))
     assert folders == ["partition-0", "partition-1"]
-    found = read_sealed(out / "checkpoint/round-000004.safetensors")
+    found = read_checked(out / "checkpoint/round-000004.safetensors")
     assert (found["server_round"], found["config"]["strategy"], found["strategy"]["started"]) == (
         4,
         "fedbn",
@@ -70,14 +70,14 @@ def test_what_cannot_be_used_is_named_and_the_one_before_is_taken(out: Path, har
         newest.write_bytes((out / "checkpoint/round-000004.safetensors").read_bytes())
         reason = "holds round 4"
     else:
-        content = read_sealed(newest)
+        content = read_checked(newest)
         if harm == "version":
             content, reason = {**content, "version": 2}, "no checkpoint of version 1"
         elif harm == "model":
             content, reason = {**content, "fingerprint": "f"}, "another model"
         else:
             content["config"]["seed"], reason = 3, "other settings: seed=3, now 0"
-        write_sealed(newest, content)
+        write_checked(newest, content)
     with caplog.at_level(logging.WARNING, "flwr"):
         summary = start(out, resume=True, strategy="fedbn")
     assert "checkpoint of round 5 refused" in caplog.text
@@ -99,14 +99,14 @@ def test_where_none_can_be_used_every_reason_is_told(out: Path) -> None:
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch, whole: str) -> None:
-    real = module.write_sealed
+    real = module.write_checked
 
     def full(path: Path, content: dict[str, object]) -> None:
         if content["server_round"] == 4:
             raise OSError(28, "No space left on device")
         real(path, content)
 
-    monkeypatch.setattr(module, "write_sealed", full)
+    monkeypatch.setattr(module, "write_checked", full)
     with pytest.raises(EngineError) as caught:
         start(tmp_path / "run", strategy="fedbn")
     assert str(caught.value) == (
@@ -142,4 +142,4 @@ def test_another_version_of_torch_is_told(out: Path, monkeypatch, caplog) -> Non
 
 
 def fingerprint_of(out: Path) -> str:
-    return str(read_sealed(out / "checkpoint/round-000005.safetensors")["fingerprint"])
+    return str(read_checked(out / "checkpoint/round-000005.safetensors")["fingerprint"])

@@ -14,10 +14,10 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import Inspection, inspect_model
 from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
 from fedbn_flwr.models import build_model
-from fedbn_flwr.records import to_record
-from fedbn_flwr.state import Part
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.strategies.report import Traffic
+from fedbn_flwr.server.report import Traffic
 
 CLIENTS = 5  # of the papers' figures; where every strategy is tried, two do
 MODELS = {"resnet20 batch": ("resnet20", "batch"), "resnet20 group": ("resnet20", "group"), "mlp": ("mlp", "batch")}

@@ -13,9 +13,9 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.models import MODELS
-from fedbn_flwr.state import Part
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.strategies.report import Traffic
+from fedbn_flwr.server.report import Traffic
 
 CLIENTS = 3
 EXAMPLES = {

@@ -15,7 +15,7 @@ import pytest
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.launch import preflight, run
+from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -68,7 +68,7 @@ from flwr.serverapp import ServerApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import serve
+from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.node import client_fn
 
 answer = client_app(client_fn)

@@ -13,11 +13,11 @@ import yaml
 from safetensors import safe_open
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.board import Board
+from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.setup import check
-from fedbn_flwr.sealed import write_atomically
+from fedbn_flwr.checked_file import write_atomically
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
@@ -122,7 +122,7 @@ def test_tensorboard_missing_is_told_before_work(tmp_path: Path, monkeypatch) ->
         check(config)
     check(Config.make({}))
     with pytest.raises(ConfigError, match="which is not installed"):
-        Board(tmp_path, 0)
+        TensorBoardLog(tmp_path, 0)
 
 
 def test_tensorboard_reads_what_metrics_jsonl_holds(tmp_path: Path) -> None:

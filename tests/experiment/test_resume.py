@@ -18,11 +18,11 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.launch import run
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.output import alone, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
-from fedbn_flwr.experiment.run import serve
-from fedbn_flwr.sealed import read_sealed
+from fedbn_flwr.experiment.serve import serve
+from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.strategies import STRATEGIES
 
 ROUNDS = 6
@@ -238,7 +238,7 @@ def test_a_new_run_of_a_series_goes_on_with_the_clients_parts(tmp_path: Path) ->
         start(out, series=series, **own)
         folder = max((tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime)
         newest = max((folder / "partition-0").iterdir())
-        kept = read_sealed(newest)["kept"]["fedbn-flwr.local"]
+        kept = read_checked(newest)["kept"]["fedbn-flwr.local"]
         assert [int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")] == [expected], series
 
 

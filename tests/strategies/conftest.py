@@ -15,12 +15,12 @@ from flwr.app import Context
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.averaging import Array
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.exchange import PromptGrid
-from fedbn_flwr.records import from_record, tensors, to_record
-from fedbn_flwr.state import split_state
+from fedbn_flwr.transport.polling_grid import PollingGrid
+from fedbn_flwr.messages.records import from_record, tensors, to_record
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 
@@ -54,7 +54,7 @@ def client_data(
     return made
 
 
-class Window(PromptGrid):
+class Window(PollingGrid):
     """Sees a grid without the nodes ``hidden()`` (partition ids)."""
 
     def __init__(self, grid: InProcessGrid, hidden: Callable[[], Collection[int]]) -> None:
@@ -65,14 +65,14 @@ class Window(PromptGrid):
         return [n for partition, n in enumerate(self.inner.get_node_ids()) if partition not in self._hidden()]
 
 
-class MeetingWindow(Window):
+class BarrierWindow(Window):
     """The same, with the place where clients of one process meet."""
 
-    def open_meeting(self, *args: Any) -> None:
-        self.inner.open_meeting(*args)
+    def open_barrier(self, *args: Any) -> None:
+        self.inner.open_barrier(*args)
 
-    def close_meeting(self, *args: Any) -> None:
-        self.inner.close_meeting(*args)
+    def close_barrier(self, *args: Any) -> None:
+        self.inner.close_barrier(*args)
 
 
 @dataclass
@@ -127,7 +127,7 @@ def tan():
         def hidden() -> Collection[int]:
             return (hide or {}).get(len(strategy.reports), ())
 
-        seen = MeetingWindow(grid, hidden) if carrier == "meeting" else Window(grid, hidden)
+        seen = BarrierWindow(grid, hidden) if carrier == "meeting" else Window(grid, hidden)
         strategy.parts = strategy.parts or split_state(model)
         history: list[dict[str, Array]] = []
         start = time.monotonic()

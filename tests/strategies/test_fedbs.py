@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.records import tensors
+from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.strategies import FedAvg, FedProx
 from fedbn_flwr.strategies.fedbs import FedBS
-from fedbn_flwr.strategies.replies import Reply
-from fedbn_flwr.strategies.roster import Node
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.nodes import Node
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def replies(*losses: float) -> list[Reply]:
 
 
 def begun(**settings) -> FedBS:
-    from fedbn_flwr.state import split_state
+    from fedbn_flwr.batchnorm.parts import split_state
 
     strategy = FedBS(**settings)
     strategy.parts = split_state({"w": None})

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.records import tensors
+from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.strategies import FedAvg, FedProx
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.carriers.channel import ChannelSeat
+from fedbn_flwr.transport.grpc_channel import ChannelReducer
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
@@ -192,7 +192,7 @@ def test_intruders_do_not_disturb_a_run(tan, lab, same_bits) -> None:
                 bare.sendall(b"\xff" * 4096)
             if self.partition_id in tokens:
                 with pytest.raises(EngineError, match="UNAUTHENTICATED"):
-                    ChannelSeat(address, tokens[self.partition_id], b"", 5).begin()
+                    ChannelReducer(address, tokens[self.partition_id], b"", 5).begin()
                 said.append("replayed")
             tokens[self.partition_id] = str(config["fedtan-token"])
             return super().fit(parameters, config)

@@ -10,7 +10,7 @@ from torch import nn
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import FedTAN, FedTAN2, FixBN
-from fedbn_flwr.training import LearningRate
+from fedbn_flwr.training.loop import LearningRate
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")

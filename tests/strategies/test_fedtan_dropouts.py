@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.exchange import PromptGrid
+from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.strategies import FedTAN, carry
 
 CARRIERS = ("meeting", "messages", "channel")
@@ -239,9 +239,9 @@ def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(tan, model, 
 
 def test_an_array_that_cannot_be_read_drops_its_sender(tan, model, data, without, same_bits, monkeypatch) -> None:
     made = strategy("messages")
-    plain = PromptGrid.pull_messages
+    plain = PollingGrid.pull_messages
 
-    def spoiled(self: PromptGrid, message_ids: Any) -> list[Message]:
+    def spoiled(self: PollingGrid, message_ids: Any) -> list[Message]:
         replies = list(plain(self, message_ids))
         for reply in replies:
             of_bad = reply.has_content() and reply.metadata.src_node_id == self.get_node_ids()[BAD]
@@ -250,7 +250,7 @@ def test_an_array_that_cannot_be_read_drops_its_sender(tan, model, data, without
                     array.data = b"\x93NUMPY nothing"
         return replies
 
-    monkeypatch.setattr(PromptGrid, "pull_messages", spoiled)
+    monkeypatch.setattr(PollingGrid, "pull_messages", spoiled)
     done = tan(made, model, data, carrier="messages", rounds=2, local_steps=3, batch_size=4)
     assert "sent a tensor that cannot be read: " in done.why(BAD)
     same_bits(done.state, without.state)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.records import tensors
+from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.strategies import FedAvg, FedWon
 
 RATE, CLIPPING = 0.5, 0.02

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.records import from_record, tensors
+from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import ControlVariates
 

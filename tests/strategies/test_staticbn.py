@@ -11,7 +11,7 @@ import torch
 import torchvision.models as tv
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.records import from_record, tensors
+from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, StaticBN
 from fedbn_flwr.strategies.staticbn import Untracked
 

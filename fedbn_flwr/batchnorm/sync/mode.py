@@ -1,0 +1,206 @@
+"""The function mode that meets every BatchNorm call of a synchronised step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from fedbn_flwr.errors import NormLayerError, ReplyError
+from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
+from fedbn_flwr.batchnorm.sync.layer import Normalise, elements_per_channel, local_moments, mean_square, per_channel
+
+__all__ = ["SynchronisedStep"]
+
+
+class _Call(NamedTuple):
+    y: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+
+class SynchronisedStep(TorchFunctionMode):
+    """The state of one synchronised step; made by ``synchronised``.
+
+    Attributes:
+        num_layers: BatchNorm calls synchronised so far: L once the forward pass is over.
+        num_exchanges: Exchanges answered so far, without the model's. A layer whose input needs no gradient, as after
+            a frozen backbone or directly on the data, has no exchange backward.
+    """
+
+    def __init__(
+        self, reduce: Reduce, batch_size: int, union_batch_size: int, exchanges: Exchanges, backward: Backward
+    ) -> None:
+        super().__init__()
+        self.num_layers = 0
+        self.num_exchanges = 0
+        self._reduce = reduce
+        self._sizes = batch_size, union_batch_size
+        self.fused = exchanges == "2L+1"
+        self.own = backward == "own"
+        self._layer: str | None = None  # the BatchNorm module being called
+        self._seen = 0  # batch_norm calls of any kind
+        self._closed = False
+        # A compiled model breaks its graph here: no exchange is traced, and none is run twice by a recompilation.
+        self._batch_norm = torch.compiler.disable(self._synchronise)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Refuse every further exchange."""
+        self._closed = True
+
+    def watch(self, path: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        """Name ``module`` in errors and refuse it if a call of it makes no call of batch_norm."""
+        before: list[int] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._layer = f"BatchNorm layer {path!r}"
+            before.append(self._seen)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if before.pop() == self._seen:
+                raise NormLayerError(
+                    f"BatchNorm layer {path!r} ({type(module).__name__}) made no call of functional.batch_norm that "
+                    "could be synchronised: it has arithmetic of its own, or it is called again in the backward pass "
+                    "(activation checkpointing). Use plain BatchNorm without checkpointing."
+                )
+            self._layer = None
+
+        return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace the BatchNorm calls in training mode; let everything else through."""
+        bind = _BINDERS.get(func)
+        if bind is None:
+            return func(*args, **(kwargs or {}))
+        self._seen += 1
+        call = bind(*args, **(kwargs or {}))
+        return self._batch_norm(call) if call.training else func(*args, **(kwargs or {}))
+
+    def _synchronise(self, call: _Call) -> Tensor:
+        layer = self._layer or f"the functional batch_norm of call {self.num_layers}"
+        _refuse_checkpoint(layer)
+        batch_size, union_batch_size = self._sizes
+        union = elements_per_channel(call.y) * union_batch_size / batch_size
+        if not union > 1:
+            raise NormLayerError(
+                f"{layer} has {union:g} values per channel in the union of all clients' batches "
+                f"(input {tuple(call.y.shape)} here); more than 1 is needed. Use larger batches."
+            )
+        link = _Link(self, self.num_layers, layer)
+        self.num_layers += 1
+        x: Tensor = Normalise.apply(call.y, call.weight, call.bias, call.eps, link)
+        with torch.no_grad():
+            _update(call.running_mean, link.mean, call.momentum)
+            _update(call.running_var, link.var * (union / (union - 1)), call.momentum)
+        return x
+
+    def exchange(self, tag: str, local: Tensor) -> Tensor:
+        """Return the answer to ``local`` in its shape, dtype and device."""
+        if self._closed:
+            raise NormLayerError(f"exchange {tag!r} comes after the synchronised block: loss.backward() belongs in it.")
+        answer = self._reduce(tag, local)
+        if answer.shape != local.shape:
+            raise ReplyError(
+                f"exchange {tag!r} was answered with shape {tuple(answer.shape)}; {tuple(local.shape)} was sent."
+            )
+        self.num_exchanges += 1
+        return answer.detach().to(local)
+
+
+class _Link:
+    """One BatchNorm call in its step; keeps the statistics for the running ones."""
+
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self, step: SynchronisedStep, index: int, layer: str) -> None:
+        self._step = step
+        self._index = index
+        self._layer = layer
+        self._answered = False
+
+    def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        centred, centre, local = local_moments(y)
+        if self._step.fused:
+            self.mean, rest, self.var = self._step.exchange(f"moments/{self._index}", local)
+            # In this order: centre and mean are near each other and cancel, the rest is far below either.
+            centred += per_channel(centre - self.mean - rest, y)
+        else:
+            self.mean = self._step.exchange(f"mean/{self._index}", local[0])
+            rest = torch.zeros_like(self.mean)
+            centred += per_channel(centre - self.mean, y)
+            self.var = self._step.exchange(f"variance/{self._index}", mean_square(centred))
+        return centred, self.mean, rest, self.var
+
+    def gradients(self, local: Tensor) -> Tensor:
+        if self._step.own:
+            return local
+        if self._answered:
+            raise NormLayerError(
+                f"{self._layer} was reached by a second backward pass through one forward pass: its gradients were "
+                "exchanged already. Add the losses and call backward once."
+            )
+        self._answered = True
+        return self._step.exchange(f"gradients/{self._index}", local)
+
+
+def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
+    if running is not None:
+        running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
+
+
+def _refuse_checkpoint(layer: str) -> None:
+    """Raise if a caller up the stack is activation checkpointing: it would run the layer's exchanges twice."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise NormLayerError(
+                f"{layer} runs inside torch.utils.checkpoint, which calls it again in the backward pass: it cannot be "
+                "synchronised. Switch activation checkpointing off, or keep BatchNorm out of it."
+            )
+        frame = frame.f_back
+
+
+def _from_builtin(
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> _Call:
+    """Order the arguments of ``torch.batch_norm``, which the functional form calls and some models call directly."""
+    return _Call(y, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _from_functional(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> _Call:
+    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+_BINDERS: dict[Any, Callable[..., _Call]] = {functional.batch_norm: _from_functional, torch.batch_norm: _from_builtin}

@@ -1,0 +1,120 @@
+"""Files that are whole or not there: written in one step, and checked against their own SHA-256 when read.
+
+A sealed file is an ordinary safetensors file. Its metadata hold ``about``, a JSON tree in which every array is named by
+where it stands in the file, and ``sha256`` of that text and all arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.records import state_sha256
+
+__all__ = ["read_checked", "remove_leftovers", "write_atomically", "write_checked"]
+
+_ARRAY = "__array__"  # {"__array__": "model/fc.weight"} in the tree stands for that array
+
+
+def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> None:
+    """Write a file in one step: to a temporary name beside it, to the disk, then renamed, and the folder to the disk.
+
+    Args:
+        path: the file.
+        content: all of it.
+        mode: its permissions, less the umask.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote; no reader takes them for results."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def write_checked(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a tree of JSON values and arrays, readable by its owner alone (0600).
+
+    Raises:
+        OSError: it could not be written; the file is as it was.
+    """
+    arrays: dict[str, Array] = {}
+    about = json.dumps(_take_out(content, "", arrays))
+    whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    write_atomically(path, save(whole, metadata={"about": about, "sha256": _sha256(about, whole)}), mode=0o600)
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Return the tree of a sealed file, arrays and their order bit for bit; tuples come back as lists.
+
+    Raises:
+        StateError: the file is cut short, was edited, or is no sealed file.
+    """
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        about, said = metadata["about"], metadata["sha256"]
+        tree = json.loads(about)
+        in_order: dict[str, Array] = {}
+        content: dict[str, Any] = _put_back(tree, arrays, in_order)
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise StateError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    if _sha256(about, in_order) != said or len(in_order) != len(arrays):
+        raise StateError(f"{path} is not as it was written: its SHA-256 does not fit")
+    return content
+
+
+def _sha256(about: str, arrays: State) -> str:
+    return hashlib.sha256(f"{about}\n{state_sha256(arrays)}".encode()).hexdigest()
+
+
+def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
+    """Return the tree with every array replaced by its name; fill ``arrays``."""
+    if value is None or isinstance(value, (bool, int, float, str)):  # np.float64 is a float, and JSON keeps its bits
+        return value
+    if isinstance(value, Mapping):
+        return {key: _take_out(item, f"{name}/{key}" if name else str(key), arrays) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_take_out(item, f"{name}/{index}", arrays) for index, item in enumerate(value)]
+    arrays[name] = np.asarray(value)
+    return {_ARRAY: name}
+
+
+def _put_back(value: Any, arrays: State, in_order: dict[str, Array]) -> Any:
+    """Return the tree with its arrays; fill ``in_order`` as ``_take_out`` filled its own."""
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            in_order[value[_ARRAY]] = arrays[value[_ARRAY]]
+            return in_order[value[_ARRAY]]
+        return {key: _put_back(item, arrays, in_order) for key, item in value.items()}
+    return [_put_back(item, arrays, in_order) for item in value] if isinstance(value, list) else value

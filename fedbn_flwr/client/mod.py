@@ -1,0 +1,254 @@
+"""The client part of the strategies for apps on Flower's Message API: a mod, and one call inside training.
+
+::
+
+    app = ClientApp(mods=[local_bn])
+
+``local_bn`` works on the arrays of the messages alone: it keeps with the client what a method keeps there, tells the
+server which partition this is and which rules the training applied (``bn_rules``), and carries FedTAN's exchanges.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+from torch import Tensor, nn
+
+from fedbn_flwr.transport import Pending, RetryStep
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.client.replay_log import ANSWERS, forget, note_sent, recall
+from fedbn_flwr.messages.legacy import with_names
+from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.training.randomness import default_generators, set_default_generators
+from fedbn_flwr.messages.records import from_record, merged_config, tensors, to_record, to_state
+from fedbn_flwr.client.hooks import INBOX, OUTBOX, Rules, bn_rules
+from fedbn_flwr.server.recalibration import to_entries
+from fedbn_flwr.messages.numpy_client import ARRAY_NAMES, MOD, PROPERTIES, open_message, to_records
+from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
+
+__all__ = ["Rules", "answer_query", "answer_statistics", "bn_rules", "local_bn"]
+
+_RANDOM = "fedbn-flwr.step.generators"
+
+
+@with_names
+def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """A Flower mod: the client part of every strategy of this package that works on messages.
+
+    The app's functions see the whole model, in the order of the server's first message, and reply with the whole
+    model. Entries that stay with the client are put in before and taken out after, checked against names, layer types
+    and shapes. They lie in ``Context.state``; on disk, too, where the node's or the run's config names a ``state-dir``
+    and the server a series (``strategy.continuity``). Where the strategy asks for nothing, messages pass as they are.
+
+    It works on the messages of ``to_legacy``, too: ``ClientApp(client_fn, mods=[local_bn])``.
+
+    Raises:
+        StateError: entries are missing that were neither sent nor kept here; what is kept belongs to another model or
+            is not finite; or the app's reply is not the whole model.
+    """
+    kind = message.metadata.message_type.partition(".")[0]
+    if not message.content.array_records:
+        return _signed(call_next(message, context), context)
+    told = merged_config(message)
+    if "fedtan-attempt" in told:
+        _reopen(message, context)
+    key, received = _alone(message, context)
+    whole, local, store = _completed(received, context, told)
+    if local or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
+        config = next(iter(message.content.config_records.values()))
+        config["local-entries"], config[MOD] = json.dumps(local), "local_bn"
+    context.state.pop(OUTBOX, None)
+    try:
+        reply = _call(call_next, message, context, key, whole)
+    except Pending as exchange:
+        note_sent(context, exchange)
+        records = {key: ArrayRecord(), ANSWERS: to_record({exchange.tag: exchange.tensor})}
+        return Message(RecordDict({**records, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+    if kind == MessageType.TRAIN:
+        forget(context)
+        context.state.pop(_RANDOM, None)
+        _empty(context, INBOX)
+        _take_out(reply, key, local, store, context, int(told.get("server-round", 1)))
+    return _signed(reply, context)
+
+
+def answer_query(message: Message, context: Context, loader: Any) -> Message:
+    """Answer the strategies' ``query``: partition id, number of training examples, size of the first batch.
+
+    ::
+
+        @app.query()
+        def query(msg: Message, context: Context) -> Message:
+            return answer_query(msg, context, trainloader(context))
+
+    FedTAN needs it before its first round; the others sample repeatably, and leave out clients without data.
+
+    Args:
+        message: the query.
+        context: Flower's context.
+        loader: the training data, a ``DataLoader`` or anything with ``dataset`` and ``batch_size``.
+    """
+    size = len(loader.dataset)
+    answer = {"num-examples": size, "batch-size": min(loader.batch_size or size, size)}
+    if "partition-id" in context.node_config:
+        answer["partition-id"] = int(context.node_config["partition-id"])
+    return Message(RecordDict({"metrics": MetricRecord(answer)}), reply_to=message)
+
+
+def _call(call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:
+    """Call the app, again where a client was lost in the synchronised step."""
+    while True:
+        message.content[key] = ArrayRecord(dict(whole))
+        try:
+            return call_next(message, context)
+        except RetryStep:
+            continue
+
+
+def _completed(
+    received: ArrayRecord, context: Context, told: Mapping[str, Any]
+) -> tuple[ArrayRecord, list[str], LocalState]:
+    """Return the whole model in the server's order, the names of the entries that stay here, and what is kept."""
+    home = StateLocation.of(context, told)
+    if "local-parts" not in told:
+        frame = ModelSpec.of(received)
+    elif "local-entries" in told:  # the start, whole
+        frame = ModelSpec.of(received, json.loads(told["local-entries"]))
+        frame.note(context, home)
+    elif (noted := ModelSpec.recall(context, home)) is not None:
+        frame = noted
+    else:
+        raise StateError(_LOST)
+    store = frame.store(context, home)
+    store.settle(told.get("local-sha256"))
+    entries = {**received, **to_record(store.load(frame.local))}
+    if missing := [name for name in frame.shapes if name not in entries]:
+        raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
+    if extra := [name for name in received if name not in frame.shapes]:
+        raise StateError(f"received '{extra[0]}', which the model of this run did not have at its start")
+    return ArrayRecord({name: entries[name] for name in frame.shapes}), list(frame.local), store
+
+
+_LOST = "entries were neither sent nor kept by this client; the server will send the common start again"
+
+
+def _take_out(
+    reply: Message, key: str, local: list[str], store: LocalState, context: Context, server_round: int
+) -> None:
+    """Keep what stays here, and leave the rest in the reply; add what the training's rules left to be sent."""
+    if not reply.has_content():
+        return
+    if local:
+        state = reply.content.array_records.get(key, ArrayRecord())
+        if missing := [name for name in local if name not in state]:
+            raise StateError(
+                f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its ArrayRecord '{key}'. Reply with "
+                "the whole state dict, under the names received: the mod takes out what stays."
+            )
+        store.keep(from_record(ArrayRecord({name: state[name] for name in local})), server_round)
+        reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
+    store.save(server_round)
+    _say(reply, store.claim(server_round))
+    report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
+    numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
+    for metrics in reply.content.metric_records.values():
+        metrics.update(numbers)
+    _say(reply, {name: value for name, value in report.items() if isinstance(value, str)})
+    for name, record in _empty(context, OUTBOX).items():
+        reply.content[name] = record
+
+
+def _alone(message: Message, context: Context) -> tuple[str, ArrayRecord]:
+    """Return the model's record and its key, and lay out for the rules what was sent beside it."""
+    records = message.content.array_records
+    (key, received), *beside = list(records.items())
+    _empty(context, INBOX)
+    for name, record in beside:
+        context.state[f"{INBOX}/{name}"] = record
+        del records[name]
+    return key, received
+
+
+def _empty(context: Context, box: str) -> dict[str, ArrayRecord]:
+    """Take what lies in a box out of the context."""
+    names = [name for name in context.state.array_records if name.startswith(f"{box}/")]
+    return {name.removeprefix(f"{box}/"): context.state.array_records.pop(name) for name in names}
+
+
+def _signed(reply: Message, context: Context) -> Message:
+    """Return the reply with this client's partition id."""
+    if reply.has_content() and "partition-id" in context.node_config:
+        _say(reply, {"partition-id": int(context.node_config["partition-id"])})
+    return reply
+
+
+def _say(reply: Message, said: Mapping[str, Any]) -> None:
+    """Add to the record in which the client part speaks for itself."""
+    known: Mapping[str, Any] = reply.content.config_records.get(PROPERTIES, {})
+    if said:
+        reply.content[PROPERTIES] = ConfigRecord({**known, **said})
+
+
+def _reopen(message: Message, context: Context) -> None:
+    """Put the round's model into a message of FedTAN's exchange, and the random generators where they were."""
+    first = next(iter(message.content.array_records))
+    arrays, config = open_message(message)
+    if message.content.array_records[first]:
+        context.state[_RANDOM] = ConfigRecord(default_generators())  # type: ignore[arg-type]
+    else:
+        set_default_generators(context.state.config_records[_RANDOM])
+    model, config = recall(context, arrays, config)
+    for key, record in to_records(first, dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))).items():
+        message.content[key] = record
+
+
+def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:
+    """Answer ``query.statistics``: gather BN statistics under the received weights in one pass over the training data.
+
+    ::
+
+        @app.query("statistics")
+        def statistics(msg: Message, context: Context) -> Message:
+            return answer_statistics(msg, context, Net(), trainloader(context))
+
+    ``StaticBN``, ``recalibrate=True`` and ``eval_on="recalibrated"`` ask for it.
+
+    Args:
+        message: the query, with the model.
+        context: Flower's context.
+        model: takes the received state; on its device.
+        loader: a ``DataLoader`` whose batches are (inputs, targets); it is read in the order of its data set.
+
+    Raises:
+        StateError: the received entries do not fit the model.
+    """
+    received = next(iter(message.content.array_records.values()))
+    view_with_names(model, received).load_state_dict(tensors(from_record(received)))
+    data = _Loaded(loader)
+    found = reestimate_statistics(unwrap(model), data, batch_size=loader.batch_size or len(data))
+    prefix = wrapper_prefix(received, unwrap(model).state_dict())
+    entries = {prefix + name: entry for name, entry in to_entries(found, unwrap(model).state_dict()).items()}
+    key = next(iter(message.content.array_records))
+    metrics = MetricRecord({"num-examples": len(data)})
+    return Message(RecordDict({key: to_record(to_state(entries)), "metrics": metrics}), reply_to=message)
+
+
+class _Loaded:
+    """A loader's data set as ``Batches``."""
+
+    def __init__(self, loader: Any) -> None:
+        self._data, self._collate = loader.dataset, loader.collate_fn
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._collate([self._data[int(i)] for i in positions])
+        return inputs, targets

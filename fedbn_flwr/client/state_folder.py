@@ -1,0 +1,169 @@
+"""A client's durable copies of what it keeps: one sealed file per round, the newest and those a resume may ask for.
+
+``STATE_DIR/SERIES/partition-P/SEQUENCE.RUN.ROUND.safetensors``. A *run* is a run with all its resumptions; a *series*
+may hold several runs, each of which goes on with what the clients hold from the one before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from logging import WARNING
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flwr.app import Context
+from flwr.common import log
+
+from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
+
+__all__ = ["Continuity", "StateFolder", "partition_folder", "state_dir"]
+
+_WORD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")  # a path's component, from outside: no separator, no ".."
+_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FILE = re.compile(r"(?P<sequence>\d+)\.(?P<run>[A-Za-z0-9_-]+)\.(?P<round>\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class Continuity:
+    """What every message tells the clients of the run they work for.
+
+    Attributes:
+        series: ties runs together that go on with the same client parts.
+        run: this run and its resumptions.
+        committed: rounds of the server's checkpoints that stand; a resume starts from one of them.
+    """
+
+    series: str
+    run: str
+    committed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the names: a client makes paths of them."""
+        if not _WORD.fullmatch(self.series) or not _RUN.fullmatch(self.run):
+            raise StateError(
+                f"series {self.series!r} and run {self.run!r} must be 1 to 64 letters, digits, '-' or '_' (a series: "
+                "'.' inside, too)"
+            )
+
+    def told(self) -> dict[str, str]:
+        """Return it as entries of a message's config."""
+        return {"series": self.series, "run": self.run, "committed": ",".join(map(str, self.committed))}
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Continuity | None:
+        """Return what a message's config tells; None where the server tells nothing."""
+        if "series" not in config:
+            return None
+        rounds = tuple(int(text) for text in str(config["committed"]).split(",") if text)
+        return cls(str(config["series"]), str(config["run"]), rounds)
+
+
+def state_dir(context: Context, of_run: str) -> Path | None:
+    """Return the folder in which a node keeps its part: its own ``state-dir``, or the one the run names.
+
+    Raises:
+        ConfigError: it is not absolute.
+    """
+    named = str(context.node_config.get("state-dir", "")) or of_run
+    if named and not Path(named).is_absolute():
+        raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
+    return Path(named) if named else None
+
+
+def partition_folder(root: Path, continuity: Continuity, partition_id: int) -> Path:
+    """Return the folder of one client in one series."""
+    return root / continuity.series / f"partition-{partition_id}"
+
+
+class _File(NamedTuple):
+    sequence: int
+    run: str
+    server_round: int
+    path: Path
+
+
+class StateFolder:
+    """The files of one client in one series.
+
+    Args:
+        root: the state folder of the node.
+        continuity: the run the client works for.
+        partition_id: the client.
+        fingerprint: of the model; a file of another one is not used.
+    """
+
+    def __init__(self, root: Path, continuity: Continuity, partition_id: int, fingerprint: str) -> None:
+        self.path = partition_folder(root, continuity, partition_id)
+        self._continuity = continuity
+        self._owner = {"kind": "client", "series": continuity.series, "partition": partition_id}
+        self._owner |= {"fingerprint": fingerprint}
+
+    def newest(self) -> dict[str, Any] | None:
+        """Return what was written last, of any run; a damaged or foreign file is named in the log and passed over."""
+        return next((content for _, content in self._readable()), None)
+
+    def find(self, sha256: str) -> dict[str, Any] | None:
+        """Return what was written with this hash ("": by another run), and give up what this run wrote after it."""
+        for file, content in self._readable():
+            if content["sha256"] == sha256 or (not sha256 and file.run != self._continuity.run):
+                self._give_up_after(file.sequence)
+                return content
+        if not sha256:
+            self._give_up_after(-1)
+        return None
+
+    def write(self, content: Mapping[str, Any], server_round: int) -> None:
+        """Write what the client keeps after a round; remove what neither it nor a resume needs.
+
+        Raises:
+            StateError: the folder cannot be written; what was there stays.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            remove_leftovers(self.path)
+            files = self._files()
+            sequence = files[0].sequence + 1 if files else 0
+            run = self._continuity.run
+            path = self.path / f"{sequence:06d}.{run}.{server_round}.safetensors"
+            write_checked(path, {**self._owner, "run": run, "round": server_round, **content})
+            needed = {self._standing(files, committed) for committed in self._continuity.committed}
+            for file in files:
+                if file not in needed:
+                    file.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StateError(
+                f"state folder {self.path} cannot be written: {error}. What this client kept of earlier rounds is "
+                "there; make room, or name another folder (state-dir)."
+            ) from error
+
+    def _standing(self, files: Iterable[_File], committed: int) -> _File | None:
+        """Return the file a resume from this round asks for: this run's newest up to it, else another run's newest."""
+        own = (f for f in files if f.run == self._continuity.run and f.server_round <= committed)
+        return next(own, next((f for f in files if f.run != self._continuity.run), None))
+
+    def _give_up_after(self, sequence: int) -> None:
+        for file in self._files():
+            if file.run == self._continuity.run and file.sequence > sequence:
+                file.path.unlink(missing_ok=True)
+
+    def _files(self) -> list[_File]:
+        """Return the files, newest first."""
+        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        found = [(match, name) for name in names if (match := _FILE.fullmatch(name))]
+        files = [_File(int(m["sequence"]), m["run"], int(m["round"]), self.path / name) for m, name in found]
+        return sorted(files, reverse=True)
+
+    def _readable(self) -> Iterator[tuple[_File, dict[str, Any]]]:
+        for file in self._files():
+            try:
+                content = read_checked(file.path)
+                wanted = {**self._owner, "run": file.run, "round": file.server_round}
+                if wrong := [key for key, value in wanted.items() if content.get(key) != value]:
+                    raise StateError(f"{file.path} was written for another {wrong[0]}")
+            except StateError as error:
+                log(WARNING, "not used: %s; looking for an earlier one", error)
+                continue
+            yield file, content

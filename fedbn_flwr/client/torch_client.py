@@ -1,0 +1,327 @@
+"""The client half at Flower's edge: a NumPyClient around local training, and the adapter to Flower's Message API."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.transport import Pending
+from fedbn_flwr.errors import DataError, StateError
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.client.replay_log import ANSWERS, forget, recall
+from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.messages.records import listed, tensors, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.client.state_folder import Continuity
+from fedbn_flwr.strategies import client_hooks
+from fedbn_flwr.server.recalibration import to_entries
+from fedbn_flwr.server.nodes import UNUSABLE
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
+from fedbn_flwr.training.loop import Batches, LocalTraining, train
+from fedbn_flwr.messages.numpy_client import (
+    APPLIED,
+    ARRAY_NAMES,
+    MOD,
+    PROPERTIES,
+    Config,
+    describe,
+    open_message,
+    reply_to_evaluate,
+    reply_to_fit,
+)
+from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
+
+__all__ = ["ARRAY_NAMES", "TorchClient", "client_app"]
+
+
+class TorchClient(NumPyClient):
+    """Trains and evaluates a torch model for any strategy of this package, in any engine.
+
+    Args:
+        model: the model, on the device it shall run on. It is trained in place. It may be compiled or in DDP: what
+            travels and what is kept has the names of the module inside, or those received.
+        train_data: the client's training data; may be empty for a client that only evaluates.
+        test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
+        settings: steps, batch size, optimizer.
+        context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
+            its ``node_config["partition-id"]`` names the client.
+        partition_id: takes the place of the context's.
+        seed: of the run; batches, augmentation and dropout draw from streams of (seed, round, partition id).
+        task: the loss, ``Task(loss=...)`` for one of your own, and what counts in training and tests.
+        state_dir: folder for durable copies of what a method keeps with the client, for runs whose server tells their
+            series; they outlive the node's process and the run. It needs a partition id.
+
+    ``fit`` and ``evaluate`` take the entries named in ``config["array-names"]`` (a JSON list) or, without it, the whole
+    state dict in its order; ``fit`` returns the shared entries, named in its metrics where they are not all of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: Batches,
+        test_data: Batches | Mapping[str, Batches],
+        settings: LocalTraining,
+        *,
+        context: Context | None = None,
+        partition_id: int | None = None,
+        seed: int = 0,
+        task: Task = CLASSIFICATION,
+        state_dir: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.train_data = train_data
+        self.test_data = test_data if isinstance(test_data, Mapping) else {"": test_data}
+        self.settings = settings
+        self.plain = unwrap(model)
+        self.parts = split_state(self.plain)
+        self.context = context
+        if partition_id is None and context is not None and "partition-id" in context.node_config:
+            partition_id = int(context.node_config["partition-id"])
+        self.partition_id = partition_id
+        self.seed = seed
+        self.task = task
+        self.state_dir = state_dir
+
+    def get_properties(self, config: Config) -> Config:
+        """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``."""
+        known = {} if self.partition_id is None else {"partition-id": self.partition_id}
+        size = len(self.train_data)
+        return {**known, "num-examples": size, "batch-size": self.settings.first_batch(size)}
+
+    def get_parameters(self, config: Config) -> list[Array]:
+        """Return the whole state dict, in its order."""
+        return list(self._state().values())
+
+    def fit(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        """Train for one round.
+
+        Returns:
+            The shared entries, the size of the training set |D_i| (not the examples processed), and the metrics
+            ``train-loss``, ``train-accuracy``, ``examples-processed``, ``steps``, ``dropped-batches`` and the rules'.
+
+        Under FedTAN by messages it returns, until the synchronised step is through, the one array of the next
+        exchange, named ``fedtan/TAG``.
+
+        Raises:
+            StateError: the arrays, or the part kept here, do not fit the model.
+            DataError: nothing to train on.
+        """
+        server_round = int(config.get("server-round", 1))
+        local = self._local_parts(config)
+        store = self._store(config)
+        if "fedtan-attempt" in config:
+            parameters, config = recall(self.context, parameters, config)
+        rules = client_hooks({**config, "local-names": self.parts.select(local)})
+        extras, prefix = self._load(parameters, config, store)
+        for rule in rules:
+            rule.receive(extras, tensors(store.remembered(type(rule).__name__)))
+        try:
+            result = train(
+                self.model,
+                self.train_data,
+                self.settings,
+                learning_rate=self.settings.learning_rate.at(server_round, bool(config.get("frozen", False))),
+                stream=functools.partial(self._stream, server_round),
+                rules=rules,
+                task=self.task,
+            )
+        except Pending as exchange:
+            name = json.dumps([f"{ANSWERS}/{exchange.tag}"])
+            return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
+        forget(self.context)
+        state = self._state()
+        if local:
+            store.keep({name: state[name] for name in self.parts.select(local)}, server_round)
+        shared = [name for name in state if self.parts.part_of[name] not in local]
+        metrics: Config = {
+            "train-loss": result.loss,
+            "train-accuracy": result.accuracy,
+            "examples-processed": result.num_processed,
+            "steps": result.num_steps,
+            "dropped-batches": result.num_dropped,
+            **result.metrics,
+        }
+        store.remember({type(rule).__name__: to_state(rule.keep()) for rule in rules}, server_round)
+        store.save(server_round)
+        if rules:
+            metrics[APPLIED] = config["rules"]
+        metrics |= store.claim(server_round)
+        returned = {prefix + name: state[name] for name in shared}
+        for record, entries in ((r, e) for rule in rules for r, e in rule.reply().items()):
+            returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
+        if ARRAY_NAMES in config or len(returned) != len(self.parts.names):
+            metrics[ARRAY_NAMES] = json.dumps(list(returned))
+        return list(returned.values()), len(self.train_data), metrics
+
+    def evaluate(self, parameters: list[Array], config: Config) -> tuple[float, int, Config]:
+        """Evaluate the received entries joined with the part kept here, on each test set.
+
+        Returns:
+            Mean loss on the first test set, its size, and the metrics ``<name>-loss``, ``<name>-accuracy``,
+            ``<name>-num-examples`` and, of a segmentation, ``<name>-miou`` of each (without a
+            prefix where there is one unnamed set).
+        """
+        self._load(parameters, config, self._store(config))
+        metrics: Config = {}
+        first: tuple[float, int] | None = None
+        asked = listed(config, "test-sets") or list(self.test_data)
+        for name in asked:
+            result = evaluate(self.model, self.test_data[name], task=self.task)
+            prefix = f"{name}-" if name else ""
+            metrics |= result.named(prefix)
+            metrics[f"{prefix}num-examples" if name else "examples-tested"] = result.num_examples
+            first = first or (result.loss, result.num_examples)
+        loss, num_examples = first or (float("nan"), 0)
+        return loss, num_examples, metrics
+
+    def statistics(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        """Gather BN statistics from zero under the received weights, in one pass over the training data.
+
+        Returns:
+            ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
+            names in ``array-names``. See ``gathering.reestimate_statistics``; nothing is kept.
+        """
+        _, prefix = self._load(parameters, config, self._store(config))
+        seed = self._stream(int(config.get("server-round", 1)), "statistics").initial_seed()
+        found = reestimate_statistics(self.plain, self.train_data, batch_size=self.settings.batch_size, seed=seed)
+        entries = to_state(to_entries(found, self.plain.state_dict()))
+        names = json.dumps([prefix + name for name in entries])
+        return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
+
+    def _state(self) -> dict[str, Array]:
+        """Return a copy of the model's state: what was handed out does not change with later training."""
+        return {name: array.copy() for name, array in to_state(self.plain.state_dict()).items()}
+
+    def _stream(self, server_round: int, purpose: str) -> torch.Generator:
+        key = -1 if self.partition_id is None else self.partition_id
+        return torch_generator(self.seed, purpose, server_round, key)
+
+    def _store(self, config: Config) -> LocalState:
+        """Return what is kept with this client, brought to where the server wants to go on."""
+        if MOD in config:
+            raise StateError(
+                f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
+                "itself. Leave the mod out."
+            )
+        store, continuity = LocalState(self.context, self.parts, self.plain.state_dict()), Continuity.of(config)
+        if self.state_dir is not None and continuity is not None:
+            if self.partition_id is None:
+                raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
+            store.attach(self.state_dir, continuity, self.partition_id)
+        store.settle(config.get("local-sha256"))
+        return store
+
+    def _local_parts(self, config: Config) -> frozenset[Part]:
+        return frozenset(Part(name) for name in listed(config, "local-parts"))
+
+    def _load(
+        self, parameters: list[Array], config: Config, store: LocalState
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
+        """Fill the model: kept entries where there are some, received ones elsewhere, none left over or missing.
+
+        Returns:
+            What was sent beside the model, called ``record/entry``, by record; and the prefix of a wrapper in the
+            received names.
+        """
+        names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(self.parts.names)
+        if len(names) != len(parameters):
+            raise StateError(
+                f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(self.parts.names)}"
+            )
+        received = dict(zip(names, parameters, strict=True))
+        own = self.plain.state_dict()
+        extras: dict[str, dict[str, torch.Tensor]] = {}
+        for name in [name for name in received if name not in own and "/" in name]:
+            record, _, entry = name.partition("/")
+            extras.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
+        prefix = wrapper_prefix(received, own)
+        received = {name.removeprefix(prefix): array for name, array in received.items()}
+        state = {**received, **store.load(self.parts.select(self._local_parts(config)))}
+        if missing := [name for name in own if name not in state]:
+            raise StateError(
+                f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
+                "client; the server will send the common start again"
+            )
+        if extra := [name for name in state if name not in own]:
+            raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
+        self.plain.load_state_dict({name: _fit(name, state[name], own[name]) for name in own})
+        plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}
+        return plain, prefix
+
+
+def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return the array in the entry's dtype; counters that came back as floats are rounded, not cut off."""
+    if tuple(array.shape) != tuple(like.shape):
+        raise StateError(f"entry '{name}' has shape {tuple(array.shape)}, the model has {tuple(like.shape)}")
+    if not like.is_floating_point() and np.issubdtype(array.dtype, np.floating):
+        array = np.rint(array)
+    return tensors({name: array})[name].to(like.dtype)
+
+
+def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) -> ClientApp:
+    """Make a ``ClientApp`` that speaks the Message API from a function that returns a ``NumPyClient``.
+
+    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
+    partition id (from ``get_properties`` or the node's config) and the number of training examples, and
+    ``query.statistics`` with the ``statistics`` of a ``TorchClient``. How arrays and their names travel:
+    ``fedbn_flwr.messages.numpy_client``.
+
+    Args:
+        client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
+        mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
+            whole state dict keeps its part; a ``TorchClient`` needs no mod for that.
+    """
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def train_message(message: Message, context: Context) -> Message:
+        return reply_to_fit(message, *_client(client_fn, context).fit(*open_message(message)))
+
+    @app.query("statistics")
+    def statistics_message(message: Message, context: Context) -> Message:
+        client = _client(client_fn, context)
+        if not isinstance(client, TorchClient):
+            raise TypeError(f"{type(client).__name__} gathers no BN statistics; fedbn_flwr.TorchClient does")
+        return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
+
+    @app.evaluate()
+    def evaluate_message(message: Message, context: Context) -> Message:
+        return reply_to_evaluate(message, *_client(client_fn, context).evaluate(*open_message(message)))
+
+    @app.query()
+    def query_message(message: Message, context: Context) -> Message:
+        unusable = ""
+        try:
+            properties = _client(client_fn, context).get_properties({})
+        except DataError as error:  # an answer, not a failure: the server goes on with the others, and says why
+            properties, unusable = {"num-examples": 0}, str(error)
+        if "partition-id" in context.node_config:
+            properties = {"partition-id": int(context.node_config["partition-id"]), **properties}
+        reply = describe(message, properties)
+        if unusable:
+            reply.content[PROPERTIES] = ConfigRecord({UNUSABLE: unusable})
+        return reply
+
+    return app
+
+
+def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClient:
+    client = client_fn(context)
+    client = getattr(client, "numpy_client", client)  # what NumPyClient.to_client() wraps
+    if not isinstance(client, NumPyClient):
+        raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
+    return client

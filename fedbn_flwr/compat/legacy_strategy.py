@@ -1,0 +1,311 @@
+"""The strategies in Flower's legacy loop: ``to_legacy`` makes a ``flwr.server.strategy.Strategy`` of one.
+
+For projects on ``flwr.server.ServerApp`` with ``ServerAppComponents``. The legacy loop carries a list of arrays and a
+config of scalars each way, one ``fit`` and one ``evaluate`` a round: names travel in the config (``fedbn_flwr.messages.numpy_client``)
+as they do for ``client_app``, and the strategy's own hooks do the rest. What needs exchanges inside a round is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetPropertiesIns,
+    NDArrays,
+    Parameters,
+    Scalar,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.common.constant import ErrorCode
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+from flwr.serverapp import Grid
+
+from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.messages.numpy_client import CLIENT_WORDS, Config, describe, open_message, reply_to_evaluate, reply_to_fit
+
+__all__ = ["LegacyStrategy", "to_legacy"]
+
+ConfigFn = Callable[[int], dict[str, Scalar]]
+MetricsFn = Callable[[list[tuple[int, dict[str, Scalar]]]], dict[str, Scalar]]
+EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None]
+Failures = list[tuple[ClientProxy, Any] | BaseException]
+
+
+def to_legacy(
+    strategy: FedAvg,
+    initial_arrays: ArrayRecord,
+    *,
+    num_rounds: int | None = None,
+    evaluate_fn: EvaluateFn | None = None,
+    on_fit_config_fn: ConfigFn | None = None,
+    on_evaluate_config_fn: ConfigFn | None = None,
+    fit_metrics_aggregation_fn: MetricsFn | None = None,
+    evaluate_metrics_aggregation_fn: MetricsFn | None = None,
+    timeout: float = 3600,
+) -> LegacyStrategy:
+    """Return the strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
+
+    Clients are stock NumPyClients: bare under FedAvg and the server optimizers, with the mod ``local_bn`` (and
+    ``bn_rules`` in ``fit``) under the others; or a ``TorchClient``, through Flower's own ``ClientApp(client_fn=...)``.
+    The mod, or a ``get_properties`` that returns the ``partition-id``, makes runs repeatable: else sums follow ids.
+
+    Args:
+        strategy: of this package, with Flower's Message-API arguments (``fraction_train``, ...).
+        initial_arrays: the common start, ``ArrayRecord(model.state_dict())``; names and parts come from it.
+        num_rounds: rounds of the run, which the legacy loop does not tell; needed where a setting is a share of them.
+        evaluate_fn: as in Flower's legacy FedAvg, ``(round, arrays, config) -> (loss, metrics)``.
+        on_fit_config_fn: as there: what else the clients are told for training.
+        on_evaluate_config_fn: as there, for evaluation.
+        fit_metrics_aggregation_fn: as there, of the results that were used; without it numbers are averaged.
+        evaluate_metrics_aggregation_fn: as there, for evaluation.
+        timeout: seconds to wait for enough clients, and for their properties.
+
+    Raises:
+        ConfigError: a method that exchanges inside a round; settings that do not fit.
+    """
+    if strategy.exchange_cost("2L+1") != (0, 0):
+        _refuse(strategy, "exchanges statistics with its clients inside a local step")
+    if strategy.recalibrates:
+        _refuse(strategy, "gathers BN statistics from its clients before tests")
+    if after := strategy.prepare(initial_arrays, num_rounds, timeout):
+        raise ConfigError(f"Flower's legacy loop begins with round 1 and cannot go on after round {after}.")
+    tell = on_fit_config_fn, on_evaluate_config_fn
+    sum_up = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
+    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, tell, sum_up)
+
+
+class LegacyStrategy(Strategy):
+    """A strategy of this package behind Flower's legacy interface; made by ``to_legacy``.
+
+    Attributes:
+        strategy: the strategy itself, with its ``reports``.
+    """
+
+    def __init__(
+        self,
+        strategy: FedAvg,
+        initial_arrays: ArrayRecord,
+        evaluate_fn: EvaluateFn | None,
+        tell: tuple[ConfigFn | None, ConfigFn | None],
+        sum_up: tuple[MetricsFn | None, MetricsFn | None],
+    ) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self._names = list(initial_arrays)
+        self._initial = initial_arrays
+        self._evaluate_fn = evaluate_fn
+        self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in tell)
+        self._fit_metrics, self._evaluate_metrics = sum_up
+        self._asked: dict[str, Message] = {}
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
+        """Return the common start."""
+        return _parameters(self._initial)
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Return the strategy's training messages as FitIns."""
+        record, told = self._record(parameters), ConfigRecord(dict(self._fit_config(server_round)))
+        grid = _ManagerGrid(client_manager, self.strategy)
+        return [
+            (proxy, FitIns(ndarrays_to_parameters(arrays), config))
+            for proxy, arrays, config in self._open(
+                self.strategy.configure_train(server_round, record, told, grid), client_manager
+            )
+        ]
+
+    def aggregate_fit(
+        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Hand the clients' results to the strategy; None where it keeps the previous model."""
+
+        def reply(message: Message, res: FitRes) -> Message:
+            arrays = parameters_to_ndarrays(res.parameters)
+            return reply_to_fit(message, arrays, res.num_examples, res.metrics)
+
+        before = dict(self.strategy.reports[-1].rejected)
+        arrays, averaged = self.strategy.aggregate_train(server_round, self._replies(reply, results, failures))
+        metrics: dict[str, Any] = dict(averaged or {})
+        if self._fit_metrics:
+            metrics = self._summed_up(self._fit_metrics, results, before)
+        return None if arrays is None else _parameters(arrays), metrics
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Return the strategy's evaluation messages as EvaluateIns."""
+        record, told = self._record(parameters), ConfigRecord(dict(self._evaluate_config(server_round)))
+        grid = _ManagerGrid(client_manager, self.strategy)
+        return [
+            (proxy, EvaluateIns(ndarrays_to_parameters(arrays), config))
+            for proxy, arrays, config in self._open(
+                self.strategy.configure_evaluate(server_round, record, told, grid), client_manager
+            )
+        ]
+
+    def aggregate_evaluate(
+        self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Return the averaged loss and metrics."""
+
+        def reply(message: Message, res: EvaluateRes) -> Message:
+            return reply_to_evaluate(message, res.loss, res.num_examples, res.metrics)
+
+        before = dict(self.strategy.reports[-1].rejected)
+        averaged = self.strategy.aggregate_evaluate(server_round, self._replies(reply, results, failures))
+        metrics: dict[str, Any] = dict(averaged or MetricRecord())
+        loss = metrics.pop("loss", None)
+        if self._evaluate_metrics:
+            metrics = self._summed_up(self._evaluate_metrics, results, before)
+        return loss, metrics
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
+        """Evaluate on the server, where ``evaluate_fn`` was given."""
+        return self._evaluate_fn and self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
+
+    def _summed_up(
+        self, fn: MetricsFn, results: Sequence[tuple[ClientProxy, Any]], before: dict[int, str]
+    ) -> dict[str, Scalar]:
+        """Return what the project makes of its clients' metrics; a result that was refused just now is not among them.
+
+        Args:
+            fn: the project's.
+            results: of the clients.
+            before: what was noted of refusals in this round before.
+        """
+        noted = self.strategy.reports[-1].rejected
+        used = [res for proxy, res in results if noted.get(int(proxy.cid)) == before.get(int(proxy.cid))]
+        own = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_WORDS}) for res in used]
+        return fn(own) if own else {}
+
+    def _record(self, parameters: Parameters) -> ArrayRecord:
+        arrays = parameters_to_ndarrays(parameters)
+        return ArrayRecord({n: FlowerArray(array) for n, array in zip(self._names, arrays, strict=True)})
+
+    def _open(
+        self, messages: Iterable[Message], client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, NDArrays, Config]]:
+        proxies = client_manager.all()
+        self._asked = {str(message.metadata.dst_node_id): message for message in messages}
+        return [(_NamingProxy(proxies[cid]), *open_message(message)) for cid, message in self._asked.items()]
+
+    def _replies(
+        self, reply: Callable[[Message, Any], Message], results: Sequence[tuple[ClientProxy, Any]], failures: Failures
+    ) -> list[Message]:
+        """Return what came back as replies to the messages; failures whose client is known as errors."""
+        named = [failure for failure in failures if isinstance(failure, tuple)]
+        replies = []
+        for proxy, res in [*results, *named]:
+            message = self._asked[proxy.cid]
+            try:
+                if res.status.code is not Code.OK:
+                    raise StateError(res.status.message)
+                replies.append(reply(message, res))
+            except Exception as error:  # what a client sent may raise anything
+                reason = str(error) or type(error).__name__
+                replies.append(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message))
+        return replies
+
+
+class _NamingProxy(ClientProxy):
+    """A client whose exceptions become results that say what went wrong: the loop would drop whose they were."""
+
+    def __init__(self, proxy: ClientProxy) -> None:
+        super().__init__(proxy.cid)
+        self._proxy = proxy
+
+    def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
+        try:
+            return self._proxy.fit(ins, timeout, group_id)
+        except Exception as error:
+            return FitRes(Status(Code.FIT_NOT_IMPLEMENTED, str(error)), Parameters([], ""), 0, {})
+
+    def evaluate(self, ins: EvaluateIns, timeout: float | None, group_id: int | None) -> EvaluateRes:
+        try:
+            return self._proxy.evaluate(ins, timeout, group_id)
+        except Exception as error:
+            return EvaluateRes(Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error)), 0.0, 0, {})
+
+    def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        return self._proxy.get_properties(ins, timeout, group_id)
+
+    def get_parameters(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        return self._proxy.get_parameters(ins, timeout, group_id)
+
+    def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        return self._proxy.reconnect(ins, timeout, group_id)
+
+
+class _ManagerGrid(Grid):
+    """As much of a Grid as configuring a round takes: who is there, and their properties."""
+
+    def __init__(self, client_manager: ClientManager, strategy: FedAvg) -> None:
+        self._manager = client_manager
+        self._strategy = strategy
+
+    def get_node_ids(self) -> list[int]:
+        return [int(cid) for cid in self._manager.all()]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Return the clients' properties; of one that has none to tell the error of an app that does not answer."""
+        batch = list(messages)
+        if any(message.metadata.message_type != MessageType.QUERY or message.content for message in batch):
+            _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")
+        proxies = self._manager.all()
+
+        def ask(message: Message) -> Message:
+            silent = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "no properties"), reply_to=message)
+            try:
+                res = proxies[str(message.metadata.dst_node_id)].get_properties(GetPropertiesIns({}), timeout, None)
+            except Exception:  # Flower's proxy raises what the client raised
+                return silent
+            return describe(message, dict(res.properties)) if res.status.code is Code.OK else silent
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(ask, batch))
+
+    def push_messages(self, messages: Iterable[Message]) -> NoReturn:
+        _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return []
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+def _parameters(arrays: ArrayRecord) -> Parameters:
+    return ndarrays_to_parameters(list(from_record(arrays).values()))
+
+
+def _refuse(strategy: FedAvg, does: str) -> NoReturn:
+    raise ConfigError(
+        f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and one evaluate a round. Keep the "
+        "NumPyClient, give it to fedbn_flwr.client_app(client_fn), and start the strategy from the Message API's "
+        "ServerApp."
+    )

@@ -1,0 +1,108 @@
+"""Loading data sets in the shape a model needs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+
+import torch
+
+from fedbn_flwr.data.registry import DATASETS, DatasetInfo
+from fedbn_flwr.data.folders import TooLargeError
+from fedbn_flwr.data.readers import READ_ERRORS
+from fedbn_flwr.data.samples import Dataset
+from fedbn_flwr.data.shapes import Shape, reshaped
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+
+__all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
+
+MAX_BYTES = 16 * 2**30
+"""Limit on the decoded images of one data set (ours): ImageNet fits at 65 pixels, Cityscapes at 786x1572."""
+
+# A functools.cache alone lets two threads that come at once both load: with the lock the second one waits.
+_LOADING = threading.Lock()
+
+
+def load_dataset(
+    name: str,
+    data_dir: str | Path = "",
+    channels: int | None = None,
+    size: int | None = None,
+    device: str | torch.device = "cpu",
+    max_bytes: int = MAX_BYTES,
+) -> Dataset:
+    """Return a data set in the shape a model needs, on a device.
+
+    Memoised per process: all clients that run in one process share one copy of the images, whatever their number. That
+    is safe because the result is a function of the arguments alone (no seed enters it) and nobody writes into it.
+
+    Args:
+        name: a name of ``DATASETS``.
+        data_dir: the folder that holds the files, or where they are downloaded; not used by embedded data sets.
+            Folders of image files are decoded once per process, never downloaded.
+        channels: 1 or 3; None as published. Grey is repeated over 3 channels (without a copy); RGB becomes grey by
+            ITU-R 601 luma, with mean and std averaged over the channels.
+        size: height in pixels, and width but for the data sets whose ``aspect`` is not 1; None as published. Images
+            are resized once, bilinear with antialiasing, and rounded to bytes; mean and std stay those of the
+            published size.
+        device: where the samples lie.
+        max_bytes: image files that would take more memory once decoded are refused before the first is decoded.
+
+    Raises:
+        ConfigError: the name is unknown, or channels or size cannot be had.
+        DataError: data_dir is not set or not a folder, the files are absent and cannot be downloaded, or they are too
+            large.
+    """
+    if name not in DATASETS:
+        raise unknown_name("dataset", name, DATASETS)
+    info = DATASETS[name]
+    channels = info.channels if channels is None else channels
+    size = info.size if size is None else size
+    if channels not in (1, 3) or size < 1:
+        raise ConfigError(f"data set {name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1.")
+    # Arguments are brought to one form first: the cache must not hold a second copy under another spelling.
+    shape = Shape(channels, size, info.aspect * size, max_bytes)
+    with _LOADING:
+        return _load(name, _folder(info, data_dir), shape, str(torch.device(device)))
+
+
+@functools.cache
+def _load(name: str, folder: Path, shape: Shape, device: str) -> Dataset:
+    info = DATASETS[name]
+    try:
+        train, test, group_names = info.loader(folder, shape)
+    except TooLargeError as error:
+        raise DataError(f"data set {name!r}: {error}") from error
+    except READ_ERRORS as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise DataError(
+            f"data set {name!r} could not be read from {folder}{' or downloaded to it' if info.downloads else ''}: "
+            f"{reason}. Expected in the folder: "
+            f"{info.files}. Put these files there, or set data-dir to the folder that holds them, or use "
+            f"dataset='digits', which is embedded."
+        ) from error
+    mean, std = info.mean, info.std
+    if shape.channels != info.channels:
+        mean, std = (values * 3 if shape.channels == 3 else (sum(values) / 3,) for values in (mean, std))
+    train, test = (reshaped(part, shape).to(device) for part in (train, test))
+    return Dataset(name, train, test, info.num_classes, mean, std, group_names)
+
+
+def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
+    """Return the absolute data folder, or an unused one for an embedded data set."""
+    if not info.files:
+        return Path()
+    if not str(data_dir):
+        raise DataError(
+            f"data set {info.name!r} is not embedded and data-dir is not set. Set data-dir to the folder that holds "
+            f"{info.files}{', or to one where they may be downloaded' if info.downloads else ''}; or use "
+            f"dataset='digits', which is embedded."
+        )
+    folder = Path(data_dir).expanduser().resolve()
+    if not folder.is_dir():
+        raise DataError(
+            f"data set {info.name!r}: data-dir {str(folder)!r} is not an existing folder. Create it, or set data-dir "
+            f"to the folder that holds {info.files}."
+        )
+    return folder

@@ -1,0 +1,85 @@
+"""A client's own data: an npz file, or a folder of images by class, that lies with the client and never leaves it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedbn_flwr.data.registry import DATASETS
+from fedbn_flwr.data.loading import MAX_BYTES
+from fedbn_flwr.data.domains import read_archive, read_class_folders
+from fedbn_flwr.data.folders import Files, image_files, refuse_too_large
+from fedbn_flwr.data.readers import READ_ERRORS
+from fedbn_flwr.data.samples import Dataset
+from fedbn_flwr.data.shapes import Shape, reshaped
+from fedbn_flwr.errors import DataError
+
+__all__ = ["load_local_dataset"]
+
+
+@functools.lru_cache(maxsize=4)  # in Ray, and in process, a client is made for every message
+def load_local_dataset(
+    path: str,
+    like: str,
+    channels: int,
+    size: int,
+    classes: tuple[str, ...] = (),
+    device: str = "cpu",
+    num_classes: int = 0,
+) -> Dataset:
+    """Return the data at a path, in the shape a model needs.
+
+    Args:
+        path: an npz file with ``x_train``, ``y_train``, ``x_test``, ``y_test`` (uint8 images (N, H, W) or (N, H, W, 3)
+            and their classes), or a folder with a folder of images per class, of which every 5th, by name, is a test
+            image. Absolute.
+        like: the data set of the run: mean and std of the pixels, height to width, and the number of classes.
+        channels: 1 or 3.
+        size: height and width in pixels.
+        classes: names of the class folders in the order of their numbers; those that are absent have no images here.
+            Without names the folders are called by their numbers: ``0``, ``1``, ...
+        device: where the samples lie.
+        num_classes: of the model, where it has another number than the data set of the run; 0 = that one's.
+
+    Raises:
+        DataError: nothing there, nothing usable, or not in that form; with the path.
+    """
+    info, where = DATASETS[like], Path(path)
+    num_classes = num_classes or info.num_classes
+    shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
+    if not where.is_absolute():
+        raise DataError(
+            f"data-path={path!r} is relative, and apps run in folders of their own. Write an absolute path."
+        )
+    try:
+        if where.is_file():
+            train, test = read_archive(where, num_classes)
+        else:
+            files = _class_files(where, classes or tuple(map(str, range(num_classes))))
+            refuse_too_large(len(files), shape, channels)
+            train, test = read_class_folders(files, shape)
+    except READ_ERRORS as error:
+        raise DataError(f"data-path={path!r} could not be read: {error}") from error
+    if not len(train):
+        raise DataError(f"data-path={path!r} has no training images.")
+    train, test = (reshaped(samples, shape).to(device) for samples in (train, test))
+    return Dataset(path, train, test, num_classes, _per_channel(info.mean, channels), _per_channel(info.std, channels))
+
+
+def _class_files(folder: Path, classes: Sequence[str]) -> Files:
+    """Return the image files of those classes that are there."""
+    if not folder.is_dir():
+        raise DataError("there is no such file or folder")
+    present = [(label, name) for label, name in enumerate(classes) if (folder / name).is_dir()]
+    if not present:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise DataError(
+            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {found}). Name the classes in "
+            "the node config: data-classes='cat,dog'"
+        )
+    return [(path, label) for label, name in present for path in image_files(folder / name)]
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    return values if len(values) == channels else (sum(values) / len(values),) * channels

@@ -1,0 +1,235 @@
+"""The registry of splits of the training examples over the clients.
+
+Every split is a function of its arguments: the same seed gives the same indices on every machine. A split is a list of
+sorted, disjoint int64 index vectors by partition id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedbn_flwr.data.partition_test_set import partition_test_set, partition_counts
+from fedbn_flwr.data.group_splits import split_domain, split_natural
+from fedbn_flwr.data.samples import Dataset
+from fedbn_flwr.data.shards import split_shards, split_unbalanced_shards
+from fedbn_flwr.data.splits import (
+    Indices,
+    PartitionRequest,
+    listed,
+    split_classes,
+    split_dirichlet,
+    split_dirichlet_equal,
+    split_iid,
+)
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+
+__all__ = ["PARTITIONS", "PartitionInfo", "PartitionRequest", "partition_test_set", "make_partition", "partition_counts"]
+__all__ += ["split_dataset"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionInfo:
+    """A kind of split.
+
+    Attributes:
+        name: name in the registry.
+        summary: one line.
+        source: where it comes from.
+        split: the function that makes it.
+        by_class: it looks at the classes of images, which images with a class for each pixel do not have.
+        by_group: it needs a data set with groups.
+    """
+
+    name: str
+    summary: str
+    source: str
+    split: Callable[[PartitionRequest], list[Indices]]
+    by_class: bool = False
+    by_group: bool = False
+
+
+def make_partition(
+    name: str,
+    labels: Indices,
+    num_clients: int,
+    *,
+    seed: int,
+    num_classes: int | None = None,
+    alpha: float = 0.5,
+    classes_per_client: int = 2,
+    min_size: int = 10,
+    num_shards: int = 0,
+    shards_per_client: int = 0,
+    domain_share: float = 1.0,
+    groups: Indices | None = None,
+    group_names: Sequence[str] = (),
+) -> list[Indices]:
+    """Return the indices of each client's training examples.
+
+    Args:
+        name: a name of ``PARTITIONS``.
+        labels: class of each training example, int64 (N,).
+        num_clients: number of parts.
+        seed: the run's seed.
+        num_classes: number of classes; None for the largest label + 1.
+        alpha: ``dirichlet``, ``dirichlet-equal``: concentration; small values give clients of few classes.
+        classes_per_client: ``classes``: number of consecutive classes of each client.
+        min_size: ``dirichlet``: redrawn until every client has as many examples (default as in flwr-datasets).
+        num_shards: ``shards``: must be clients times shards-per-client; ``unbalanced-shards``: number of shards. 0 for
+            that product, or for shards of 50 examples.
+        shards_per_client: ``shards``: of each client, 0 for 2; ``unbalanced-shards``: at most, 0 for 30.
+        domain_share: ``domain``: fraction of each domain's examples (up to 1) or number of them (above 1).
+        groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits do not look at it.
+        group_names: of the groups 0, 1, ..., for messages; their numbers where empty.
+
+    Raises:
+        ConfigError: a name or number is out of range.
+        DataError: the examples do not suffice for the split asked for.
+    """
+    if name not in PARTITIONS:
+        raise unknown_name("partition", name, PARTITIONS)
+    labels = np.asarray(labels, dtype=np.int64)
+    if num_clients < 1:
+        raise ConfigError(f"num-clients={num_clients}: at least 1 needed.")
+    if num_clients > len(labels):
+        raise DataError(f"num-clients={num_clients}: more than the {len(labels)} training examples. Use fewer clients.")
+    found = int(labels.max()) + 1
+    num_classes = found if num_classes is None else num_classes
+    if labels.min() < 0 or found > num_classes:
+        raise DataError(
+            f"labels run from {labels.min()} to {found - 1}; num-classes={num_classes} allows 0 to {num_classes - 1}."
+        )
+    for key, value in (("num-shards", num_shards), ("shards-per-client", shards_per_client)):
+        if value < 0:
+            raise ConfigError(f"{key}={value}: 0 (not set) or more needed.")
+    if groups is not None:
+        groups = np.asarray(groups, dtype=np.int64)
+        if groups.shape != labels.shape:
+            raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
+    request = PartitionRequest(
+        labels,
+        num_classes,
+        num_clients,
+        seed,
+        alpha,
+        classes_per_client,
+        min_size,
+        num_shards,
+        shards_per_client,
+        domain_share,
+        groups,
+        tuple(group_names),
+    )
+    partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
+    _refuse_empty(name, partition)
+    return partition
+
+
+def split_dataset(
+    dataset: Dataset, name: str, num_clients: int, *, seed: int, **settings: Any
+) -> tuple[list[Indices], list[Indices]]:
+    """Return the training and the test examples of each client: ``make_partition``, then ``partition_test_set``.
+
+    Args:
+        dataset: the data to split.
+        name: a name of ``PARTITIONS``.
+        num_clients: number of parts.
+        seed: the run's seed.
+        settings: further keyword arguments of ``make_partition``; classes and groups come from the data set.
+
+    Raises:
+        ConfigError: as ``make_partition``; a split by class of images that have a class for each pixel.
+        DataError: as ``make_partition``.
+    """
+    if name in PARTITIONS and PARTITIONS[name].by_class and dataset.train.by_pixel:
+        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
+        raise ConfigError(
+            f"partition {name!r} splits by class; the images of dataset {dataset.name!r} have a class for each pixel. "
+            f"Use one of {allowed}."
+        )
+    labels, test_labels = (part.labels.cpu().numpy() for part in (dataset.train, dataset.test))
+    groups, test_groups = (
+        None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
+    )
+    train = make_partition(
+        name,
+        labels,
+        num_clients,
+        seed=seed,
+        num_classes=dataset.num_classes,
+        groups=groups,
+        group_names=dataset.group_names,
+        **settings,
+    )
+    return train, partition_test_set(train, labels, test_labels, seed, groups, test_groups)
+
+
+def _refuse_empty(name: str, partition: Sequence[Indices]) -> None:
+    """Raise DataError where a client has no examples."""
+    empty = {client: 0 for client, part in enumerate(partition) if len(part) == 0}
+    if empty:
+        raise DataError(
+            f"partition {name!r} leaves clients without examples ({listed(empty)}; the other "
+            f"{len(partition) - len(empty)} share {sum(map(len, partition))}). Use fewer clients, more classes per "
+            "client or a larger data set."
+        )
+
+
+_INFOS = (
+    PartitionInfo("iid", "equal random parts", "flwr-datasets IidPartitioner", split_iid),
+    PartitionInfo(
+        "dirichlet",
+        "each class split in proportions drawn from Dirichlet(partition-alpha), unequal sizes",
+        "Yurochkin et al. 2019 (arXiv 1905.12022); flwr-datasets DirichletPartitioner",
+        split_dirichlet,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "dirichlet-equal",
+        "each client draws its class mix from Dirichlet(partition-alpha), equal sizes",
+        "Hsu, Qi & Brown 2019 (arXiv 1909.06335)",
+        split_dirichlet_equal,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "classes",
+        "classes-per-client consecutive classes per client, each class evenly over its holders",
+        "Wang, Shi & Chang 2023 (FedTAN), Appendix D",
+        split_classes,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "shards",
+        "sorted by class, cut into num-shards equal shards, shards-per-client random ones per client",
+        "McMahan et al. 2017; FedBS, balanced label distribution skew",
+        split_shards,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "unbalanced-shards",
+        "sorted by class, cut into num-shards equal shards, 1 to shards-per-client random ones per client, all used",
+        "FedBS, unbalanced label distribution skew",
+        split_unbalanced_shards,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "domain",
+        "one domain per client, domain-share of each domain evenly over its clients",
+        "Li et al. 2021 (FedBN)",
+        split_domain,
+        by_group=True,
+    ),
+    PartitionInfo(
+        "natural",
+        "a client per group of the data (domain, city, writer)",
+        "Caldas et al. 2018 (LEAF); FixBN's Cityscapes",
+        split_natural,
+        by_group=True,
+    ),
+)
+
+PARTITIONS: dict[str, PartitionInfo] = {info.name: info for info in _INFOS}

@@ -1,0 +1,132 @@
+"""Messages of Flower's legacy loop as messages with named arrays: so that one mod works on both.
+
+The loop's messages number their arrays; ``to_legacy`` tells the names in ``config["array-names"]``, as ``wire`` does. A
+reply has a config of scalars and one list of arrays, so what a client part says for itself goes among the metrics.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common import Code
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.records import decode, to_record
+from fedbn_flwr.messages.numpy_client import ARRAY_NAMES, PROPERTIES, to_records
+
+__all__ = ["with_names"]
+
+_REPLY = {"fitins": "fitres", "evaluateins": "evaluateres"}
+_ASKED, _KNOWN = "getpropertiesins.config", "getpropertiesres"
+
+
+def with_names(mod: Mod) -> Mod:
+    """Let a mod that works on named arrays work on the legacy loop's messages, too.
+
+    Messages of other strategies than ``to_legacy``'s, whose arrays have no names, pass the mod by.
+    """
+
+    @functools.wraps(mod)
+    def either(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        if _ASKED in message.content:
+            return _introduced(call_next(message, context), context)
+        kind = next((ins for ins in _REPLY if f"{ins}.config" in message.content), None)
+        if kind is None:
+            return mod(message, context, call_next)
+        if ARRAY_NAMES not in message.content.config_records[f"{kind}.config"]:
+            return call_next(message, context)
+        return _through(mod, kind, message, context, call_next)
+
+    return either
+
+
+def _through(mod: Mod, kind: str, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    key, result = f"{kind}.parameters", _REPLY[kind]
+    config = message.content.config_records[f"{kind}.config"]
+    names = json.loads(str(config[ARRAY_NAMES]))
+    entries = dict(zip(names, _decoded(message.content.array_records[key]), strict=True))
+    for name, record in to_records(key, entries).items():
+        message.content[name] = record
+
+    def by_number(message: Message, context: Context) -> Message:
+        """Call the client, which knows its arrays by their order; name those it returns."""
+        names = list(message.content.array_records[key])
+        config[ARRAY_NAMES] = json.dumps(names)
+        reply = call_next(message, context)
+        if not _answered(reply, result):
+            raise _Unanswered(reply)
+        if f"{result}.parameters" in reply.content:
+            returned = _decoded(reply.content.array_records.pop(f"{result}.parameters"))
+            if len(returned) != len(names):
+                raise StateError(
+                    f"fit returned {len(returned)} arrays; the mod takes out what stays from the whole state dict, "
+                    f"{len(names)} arrays in the order received"
+                )
+            reply.content[key] = to_record(dict(zip(names, returned, strict=True)))
+        return reply
+
+    try:
+        reply = mod(message, context, by_number)
+    except _Unanswered as unanswered:
+        return unanswered.reply
+    if reply.has_content():
+        _numbered(reply, key, result)
+    return reply
+
+
+class _Unanswered(Exception):
+    """The client did not do what it was asked: its reply goes back as it is, past the mod."""
+
+    def __init__(self, reply: Message) -> None:
+        super().__init__()
+        self.reply = reply
+
+
+def _answered(reply: Message, result: str) -> bool:
+    """Tell whether the client did what it was asked; where not, the reply says why.
+
+    Raises:
+        StateError: the reply is no answer to the legacy loop's message.
+    """
+    if not reply.has_content():
+        return False
+    if f"{result}.status" not in reply.content:
+        raise StateError(
+            "the app answers the Message API, and the server runs Flower's legacy loop (to_legacy): there it is "
+            "ClientApp(client_fn, mods=[local_bn])"
+        )
+    return reply.content.config_records[f"{result}.status"]["code"] == Code.OK.value
+
+
+def _decoded(record: ArrayRecord) -> list[Array]:
+    return [decode(array) for array in record.values() if array.data]  # an empty list travels as one empty array
+
+
+def _numbered(reply: Message, key: str, result: str) -> None:
+    """Put a reply into the legacy form: one list of arrays, and all that is said in the metrics."""
+    records, metrics = reply.content.array_records, reply.content.config_records[f"{result}.metrics"]
+    if key in records:
+        entries = {n if k == key else f"{k}/{n}": array for k in list(records) for n, array in records.pop(k).items()}
+        metrics[ARRAY_NAMES] = json.dumps(list(entries))
+        reply.content[f"{result}.parameters"] = to_record({name: decode(array) for name, array in entries.items()})
+    counted = reply.content.metric_records[f"{result}.num_examples"]
+    said: Mapping[str, Any] = reply.content.config_records.pop(PROPERTIES, {})
+    reported = {name: counted.pop(name) for name in list(counted) if name != "num_examples"}
+    # A partition id among the metrics would be averaged; the properties tell it.
+    metrics.update({name: value for name, value in {**reported, **said}.items() if name != "partition-id"})
+
+
+def _introduced(reply: Message, context: Context) -> Message:
+    """Return the client's properties with its partition id, also of a client that has none to tell."""
+    if reply.has_content() and "partition-id" in context.node_config:
+        known: Mapping[str, Any] = reply.content.config_records.get(f"{_KNOWN}.properties", {})
+        own = int(context.node_config["partition-id"])
+        reply.content[f"{_KNOWN}.properties"] = ConfigRecord({"partition-id": own, **known})
+        reply.content[f"{_KNOWN}.status"] = ConfigRecord({"code": Code.OK.value, "message": ""})
+    return reply

@@ -1,0 +1,117 @@
+"""What a NumPyClient takes and returns, to and from the strategies' messages: a list of arrays, names in a config.
+
+Array names travel in ``config["array-names"]`` (a JSON list); entries of further ArrayRecords follow the model's in the
+list, named ``record/entry``. A client that returns other arrays than it received names them in its metrics likewise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.records import decode, merged_config, to_record
+
+__all__ = [
+    "APPLIED",
+    "ARRAY_NAMES",
+    "CLIENT_WORDS",
+    "MOD",
+    "PROPERTIES",
+    "Config",
+    "describe",
+    "open_message",
+    "reply_to_evaluate",
+    "reply_to_fit",
+    "to_records",
+]
+
+Config = dict[str, Any]
+ARRAY_NAMES = "array-names"
+PROPERTIES = "properties"  # the ConfigRecord of a reply in which the client part speaks for itself
+MOD = "client-mod"  # in a config, from the mod to the client: it did the client's part
+APPLIED = "rules-applied"  # its word there: which of the rules it was told it applied
+CLIENT_WORDS = (ARRAY_NAMES, APPLIED, "local-sha256", "local-home", "local-began")
+"""What the client part says among the metrics of a ``NumPyClient``; not for whoever sums the metrics up."""
+
+
+def open_message(message: Message) -> tuple[list[Array], Config]:
+    """Return arrays and config of a message, as a NumPyClient takes them; the first ArrayRecord is the model's."""
+    arrays = [decode(array) for record in message.content.array_records.values() for array in record.values()]
+    return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
+
+
+def reply_to_fit(
+    message: Message, arrays: Sequence[Array], num_examples: int, metrics: Config, of: str = "fit"
+) -> Message:
+    """Return the reply to a training message from what ``fit``, or the method ``of``, returned.
+
+    Raises:
+        StateError: more or fewer arrays than names.
+    """
+    metrics = dict(metrics)
+    names = json.loads(str(metrics.pop(ARRAY_NAMES))) if ARRAY_NAMES in metrics else _names(message)
+    if len(names) != len(arrays):
+        raise StateError(
+            f"{of} returned {len(arrays)} arrays for {len(names)} names; where they differ from those received, "
+            f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
+        )
+    content = _seal(message, dict(zip(names, arrays, strict=True)))
+    _report(content, num_examples, metrics)
+    return Message(content, reply_to=message)
+
+
+def reply_to_evaluate(message: Message, loss: float, num_examples: int, metrics: Config) -> Message:
+    """Return the reply to an evaluation message from what ``evaluate`` returned."""
+    content = RecordDict()
+    _report(content, num_examples, {"loss": loss, **metrics})
+    return Message(content, reply_to=message)
+
+
+def describe(message: Message, properties: Config) -> Message:
+    """Return the reply to the strategies' query from what ``get_properties`` returned: its numbers."""
+    record = MetricRecord({key: value for key, value in properties.items() if isinstance(value, (int, float))})
+    return Message(RecordDict({"metrics": record}), reply_to=message)
+
+
+def to_records(first: str, entries: Mapping[str, Array]) -> dict[str, ArrayRecord]:
+    """Return arrays by name as records again: the model's, called ``first``, and those of ``record/entry``.
+
+    A record's name has no dot: what stands before the "/" in a model's entry, as in ``blocks.a/b.weight``, has one.
+    """
+    records: dict[str, dict[str, Array]] = {first: {}}
+    for name, array in entries.items():
+        record, slash, entry = name.partition("/")
+        own = not slash or "." in record
+        records.setdefault(first if own else record, {})[name if own else entry] = array
+    return {key: to_record(record) for key, record in records.items()}
+
+
+def _names(message: Message) -> list[str]:
+    records = enumerate(message.content.array_records.items())
+    return [name if index == 0 else f"{key}/{name}" for index, (key, record) in records for name in record]
+
+
+def _seal(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
+    """Return the arrays in records called as those of the message."""
+    keys: Sequence[str] = list(message.content.array_records)
+    first, others = keys[0], keys[1:]
+    records: dict[str, dict[str, FlowerArray]] = {key: {} for key in keys}
+    for name, array in arrays.items():
+        key = next((k for k in others if name.startswith(f"{k}/")), first)
+        records[key][name.removeprefix(f"{key}/") if key in others else name] = FlowerArray(np.asarray(array))
+    return RecordDict({key: ArrayRecord(record) for key, record in records.items()})
+
+
+def _report(content: RecordDict, num_examples: int, metrics: Config) -> None:
+    """Add the metrics: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
+    numbers = {key: +value for key, value in metrics.items() if isinstance(value, (int, float))}  # +True is 1
+    content["metrics"] = MetricRecord({"num-examples": num_examples, **numbers})
+    if any(isinstance(value, (str, bytes)) for value in metrics.values()):
+        content[PROPERTIES] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})

@@ -1,0 +1,122 @@
+"""State dicts to Flower's ArrayRecords and back: dtype, shape and order exact, 0-dim and int64 entries included."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, Message
+
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.errors import StateError
+
+__all__ = [
+    "decode",
+    "from_record",
+    "listed",
+    "merged_config",
+    "num_bytes",
+    "state_sha256",
+    "tensors",
+    "to_record",
+    "to_state",
+]
+
+# Version 1.0 of NumPy's file format, an array in C order; the header ends in a line feed.
+_NPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype>[<>|][a-z]\d+)', 'fortran_order': False, "
+    rb"'shape': \((?P<shape>[\d, ]*)\), \} *\n",
+    re.DOTALL,
+)
+
+
+def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    """Return the tensors as NumPy arrays, detached and on the CPU; memory is shared where torch allows it.
+
+    Raises:
+        StateError: an entry's dtype has no NumPy counterpart (bfloat16, float8), by name.
+    """
+    arrays: dict[str, Array] = {}
+    for name, tensor in state_dict.items():
+        try:
+            arrays[name] = tensor.detach().cpu().contiguous().numpy()
+        except TypeError as error:
+            raise StateError(
+                f"entry '{name}' is {tensor.dtype}, which Flower's records cannot carry. Keep the model's state in "
+                "float32 (mixed precision goes through autocast, amp=true)."
+            ) from error
+    return arrays
+
+
+def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
+    """Return an ArrayRecord with the entries of a state dict (tensors) or of a state (arrays), in their order."""
+    if any(isinstance(value, torch.Tensor) for value in state.values()):
+        state = to_state(state)  # type: ignore[arg-type]
+    return ArrayRecord({name: FlowerArray(np.asarray(array)) for name, array in state.items()})
+
+
+def from_record(record: ArrayRecord) -> dict[str, Array]:
+    """Return the record's arrays by name; each is a fresh copy."""
+    return {name: decode(array) for name, array in record.items()}
+
+
+def decode(array: FlowerArray) -> Array:
+    """Return a Flower array's numbers, a fresh copy: ``array.numpy()`` that may be called in several threads at once.
+
+    NumPy reads the header of its format with ``ast``, which in threads of Python 3.11.7 now and then raises
+    "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
+    """
+    if (header := _NPY.match(array.data)) is None:
+        return array.numpy()  # another version, Fortran order, or no array at all: NumPy says what is wrong
+    shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
+    flat = np.frombuffer(array.data, dtype=header["dtype"].decode(), offset=header.end())
+    return flat.reshape(shape).copy()
+
+
+def merged_config(message: Message) -> dict[str, Any]:
+    """Return all that the message's ConfigRecords say."""
+    return {key: value for record in message.content.config_records.values() for key, value in record.items()}
+
+
+def listed(config: Mapping[str, Any], key: str) -> list[str]:
+    """Return the words of the comma list ``key``; none where it is not told."""
+    return [word for word in str(config.get(key, "")).split(",") if word]
+
+
+def tensors(state: State) -> dict[str, torch.Tensor]:
+    """Return the arrays as tensors by name, sharing their memory."""
+    return {name: torch.from_numpy(np.asarray(array)) for name, array in state.items()}
+
+
+def num_bytes(record: ArrayRecord) -> tuple[int, int]:
+    """Return the payload in bytes of floating entries, and of all others (the int64 counters), without headers."""
+    floats = others = 0
+    for array in record.values():
+        dtype = np.dtype(array.dtype)
+        size = int(np.prod(array.shape, dtype=np.int64)) * dtype.itemsize
+        if np.issubdtype(dtype, np.inexact):
+            floats += size
+        else:
+            others += size
+    return floats, others
+
+
+def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
+    """Return the SHA-256 of a state (names, dtypes, shapes, bytes, in order) and of the clients' local parts.
+
+    Args:
+        state: the global state.
+        local: hash of each client's local part by partition id; added in the order of partition ids.
+    """
+    digest = hashlib.sha256()
+    for name, array in state.items():
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    for partition, own in sorted((local or {}).items(), key=lambda item: int(item[0])):
+        digest.update(f"local {partition} {own}\n".encode())
+    return digest.hexdigest()

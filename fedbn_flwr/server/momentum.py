@@ -1,0 +1,87 @@
+"""Momentum across rounds (Zhong et al. 2023, arXiv:2303.06530, section 7): SGD's buffers outlive the round.
+
+=========  ================================================================================================
+sent down  scope "global": the averaged buffers beside the model; else nothing more
+sent up    scope "global": the buffers of shared entries
+kept       scope "local": all buffers; scope "global": those of local parts
+cost       scope "global": the trainable shared floats once more, down and up per client
+=========  ================================================================================================
+
+Scope "none": a fresh optimizer each round. Law: global momentum with one step, full participation and a norm without
+batch statistics (or BN frozen) equals centralized SGD with momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.loop import Entries, Extras, ClientHook
+
+__all__ = ["MOMENTUM", "MomentumBuffers", "MomentumScope", "average_buffers", "make_momentum"]
+
+MOMENTUM = "momentum"  # the record
+MomentumScope = Literal["none", "local", "global"]
+
+
+class MomentumBuffers(ClientHook):
+    """Client half: SGD starts the round with the buffers that were sent or kept, and hands them on at its end."""
+
+    def __init__(self, scope: MomentumScope, local: frozenset[str]) -> None:
+        self._scope = scope
+        self._local = local
+        self._start: dict[str, Tensor] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizer: torch.optim.SGD | None = None
+
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take the server's buffers, and the kept ones over them."""
+        self._start = {**sent.get(MOMENTUM, {}), **kept}
+
+    def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
+        """Put the buffers into the optimizer.
+
+        Raises:
+            ConfigError: the optimizer has no momentum.
+        """
+        if not optimizer.param_groups[0]["momentum"]:
+            raise ConfigError(f"momentum-scope={self._scope} needs sgd-momentum above 0")
+        self._optimizer = optimizer
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, parameter in self._parameters.items():
+            if name in self._start:
+                optimizer.state[parameter]["momentum_buffer"] = self._start[name].to(parameter).clone()
+
+    def reply(self) -> Extras:
+        """Return the buffers of shared entries, where the server averages them."""
+        return {MOMENTUM: self._buffers(shared=True)} if self._scope == "global" else {}
+
+    def keep(self) -> Entries:
+        """Return the buffers that stay: all of them, or those of local parts."""
+        return self._buffers(shared=False) | (self._buffers(shared=True) if self._scope == "local" else {})
+
+    def _buffers(self, shared: bool) -> dict[str, Tensor]:
+        state = self._optimizer.state if self._optimizer else {}
+        chosen = {name: p for name, p in self._parameters.items() if (name not in self._local) == shared}
+        return {name: state[p]["momentum_buffer"] for name, p in chosen.items() if state.get(p)}
+
+
+def make_momentum(config: Mapping[str, Any]) -> ClientHook:
+    """Return the rule a training message asks for."""
+    return MomentumBuffers(config["momentum-scope"], frozenset(config.get("local-names", ())))
+
+
+def average_buffers(sent: Sequence[State], weights: Sequence[float]) -> dict[str, Any]:
+    """Return the p-weighted mean of the clients' buffers, entry by entry over the clients that have it."""
+    p = normalise(weights)
+    averaged = {}
+    for name in dict.fromkeys(name for state in sent for name in state):
+        having = [(state[name], w) for state, w in zip(sent, p, strict=True) if name in state]
+        arrays, shares = [array for array, _ in having], normalise([w for _, w in having])
+        averaged[name] = weighted_sum(arrays, shares).astype(arrays[0].dtype)
+    return averaged

@@ -1,0 +1,38 @@
+"""Sending to the clients of a round and receiving until enough of them have answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedbn_flwr.transport.polling_grid import pull, push
+
+__all__ = ["Enough", "gather"]
+
+Enough = Callable[[Mapping[int, Message], float], bool]
+"""``enough(replies, seconds)``: whether to stop, given the replies so far by node id and the seconds waited."""
+
+_SHARE, _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.001, 0.1
+
+
+def gather(grid: Grid, messages: Sequence[Message], enough: Enough) -> dict[int, Message]:
+    """Send all messages; return the replies by node id, once all are there or ``enough`` says so.
+
+    Beside ``Grid.send_and_receive`` this does not wait for clients the caller has given up. It polls every 2% of the
+    time waited, at least 1 ms and at most 0.1 s.
+
+    Raises:
+        EngineError: the messages could not be pushed.
+    """
+    waiting = push(grid, messages)
+    start, replies = time.monotonic(), dict[int, Message]()
+    while waiting:
+        replies |= {reply.metadata.src_node_id: reply for reply in pull(grid, waiting)}
+        seconds = time.monotonic() - start
+        if not waiting or enough(replies, seconds):
+            break
+        time.sleep(min(max(_SHARE * seconds, _FIRST_WAIT), _LONGEST_WAIT))
+    return replies

@@ -1,0 +1,178 @@
+"""Reading the clients' replies: what makes one usable, and why another is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import WARNING
+from typing import Any, TypeVar
+
+from flwr.app import Message
+from flwr.common import log
+
+from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
+from fedbn_flwr.errors import ClientPartError, ReplyError
+from fedbn_flwr.messages.records import from_record, listed, num_bytes
+from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.messages.numpy_client import APPLIED, PROPERTIES
+
+__all__ = ["Reply", "Terms", "acknowledged", "read_arrays", "read_metrics", "sort_out", "tested_nothing"]
+
+Size = tuple[int, int]  # bytes of floats, and of others
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A usable reply.
+
+    Attributes:
+        node: who sent it.
+        num_examples: the weight's count |D_i|.
+        state: the shared entries.
+        metrics: numbers of the client's training.
+        extras: further records, by name.
+        sizes: bytes of each record it came in.
+    """
+
+    node: Node
+    num_examples: float
+    state: State
+    metrics: Mapping[str, float]
+    extras: Mapping[str, State] = field(default_factory=dict)
+    sizes: Sequence[Size] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a reply to a round's training messages must be.
+
+    Attributes:
+        strategy: its name, for errors.
+        parts: the split of the model's state.
+        local: the parts that stay with the client.
+        before: the global state that was sent.
+        rules: the client rules that the client must say it applied.
+        arrays_key: the record of the model.
+        count_key: the metric that weights the reply.
+    """
+
+    strategy: str
+    parts: Parts
+    local: frozenset[Part]
+    before: State
+    rules: frozenset[str]
+    arrays_key: str
+    count_key: str
+
+    def read(self, node: Node, message: Message) -> Reply:
+        """Return the reply of a node.
+
+        Raises:
+            ReplyError: it is an error, has no count, or its arrays are missing, misshapen or not finite.
+            ClientPartError: it shows that the app lacks the method's client part.
+        """
+        metrics = read_metrics(message, self.count_key)
+        state, extras, sizes = read_arrays(message, self.arrays_key)
+        self._refuse_missing_part(state, message)
+        part_of = self.parts.part_of
+        check_state(state, {n: a for n, a in self.before.items() if part_of[n] not in self.local}, self.parts)
+        for key, extra in extras.items():
+            check_finite(extra, f"record '{key}': ")
+        count = metrics[self.count_key]
+        if self.count_key == "num-examples" and node.num_examples is not None:
+            count = node.num_examples
+        return Reply(node, count, state, metrics, extras, sizes)
+
+    def _refuse_missing_part(self, state: State, message: Message) -> None:
+        """Refuse a reply from an app that lacks what the method needs at the client, by what is missing."""
+        part_of = self.parts.part_of
+        if kept := [name for name in state if part_of.get(name) in self.local]:
+            raise ClientPartError(
+                f"the reply holds {len(kept)} entries that stay with the client under strategy '{self.strategy}' "
+                f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.client.mod."
+            )
+        if missing := sorted(self.rules - acknowledged(message)):
+            raise ClientPartError(
+                f"the client did not apply the rule '{missing[0]}' of strategy '{self.strategy}'. Its training must "
+                "run inside `with bn_rules(model, msg, context) as rules:` (what to call there: "
+                "docs/flower-projects.md), and its app be `ClientApp(mods=[local_bn])`, both from fedbn_flwr.client.mod."
+            )
+
+
+def sort_out(
+    replies: Iterable[tuple[Node, Message]], read: Callable[[Node, Message], Read], report: RoundReport, what: str = ""
+) -> tuple[list[tuple[Node, Message, Read]], list[tuple[Node, Message, ReplyError]]]:
+    """Read all replies; return the usable ones, and the refused ones with why, each in their order.
+
+    Args:
+        replies: with who sent each.
+        read: raises a ReplyError on what cannot be used.
+        report: takes note of the refusals.
+        what: the kind of reply; "" where it is the training's.
+    """
+    usable, refused = [], []
+    for node, message in replies:
+        try:
+            usable.append((node, message, read(node, message)))
+        except ReplyError as error:
+            report.reject(node.node_id, f"{node}: {what}{': ' if what else ''}{error}")
+            log(WARNING, "round %d: %s of %s refused: %s", report.server_round, what or "reply", node, error)
+            refused.append((node, message, error))
+    return usable, refused
+
+
+def read_metrics(message: Message, count_key: str) -> dict[str, float]:
+    """Return the numbers of a reply, its count among them.
+
+    Raises:
+        ReplyError: it is an error; there is not one MetricRecord; the count is no finite number above 0.
+    """
+    if message.has_error():
+        reason = str(message.error.reason)
+        raise ReplyError(f"error {message.error.code}: {reason}{_advice(reason)}")
+    if len(message.content.metric_records) != 1:
+        raise ReplyError(f"{len(message.content.metric_records)} MetricRecords, expected 1")
+    (metrics,) = message.content.metric_records.values()
+    count = metrics.get(count_key)
+    if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
+        raise ReplyError(f"'{count_key}' is {count}, which must be a finite number above 0")
+    return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+
+
+def read_arrays(message: Message, arrays_key: str) -> tuple[State, dict[str, State], list[Size]]:
+    """Return the entries, those of further records, and the bytes of all records.
+
+    Raises:
+        ReplyError: the record of the model is missing, or what came cannot be read.
+    """
+    try:
+        states: dict[str, State] = {key: from_record(r) for key, r in message.content.array_records.items()}
+        state = states.pop(arrays_key)
+        return state, states, [num_bytes(record) for record in message.content.array_records.values()]
+    except KeyError as error:
+        raise ReplyError(f"no ArrayRecord '{arrays_key}'") from error
+    except Exception as error:  # bytes from outside: NumPy's parser may raise anything
+        raise ReplyError(f"arrays that cannot be read: {type(error).__name__}: {error}") from error
+
+
+def tested_nothing(message: Message, count_key: str) -> bool:
+    """Tell whether a client without test data answered an evaluation: nothing to average, nothing wrong."""
+    if not message.has_content():
+        return False
+    return [metrics.get(count_key) for metrics in message.content.metric_records.values()] == [0]
+
+
+def acknowledged(message: Message) -> frozenset[str]:
+    """Return the rules that the client says it applied."""
+    properties: Mapping[str, Any] = message.content.config_records.get(PROPERTIES, {})
+    return frozenset(listed(properties, APPLIED))
+
+
+def _advice(reason: str) -> str:
+    if "fitins.parameters" in reason:
+        return ". This ClientApp is built from a NumPyClient: make it with fedbn_flwr.client_app(client_fn)"
+    return ""

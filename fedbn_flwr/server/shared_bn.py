@@ -1,0 +1,79 @@
+"""Averaged BN parts of clients that keep their own: the BN of a global model, and of a client that has none yet.
+
+Idrissi, Berrada, Noubir 2021, "FEDBS", section V. Opt-in, for tests only (``eval-on`` holds ``averaged-bn``): training
+does not see the average. A client whose training does not apply the rule shares nothing and is left out.
+
+=========  =======================================================================
+sent down  nothing; in a test, the average to clients without own parts
+sent up    the client's BN parts, beside the model
+cost       the floats of the local BN parts up per client
+=========  =======================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State, Variance, average
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.training.loop import Extras, ClientHook
+
+__all__ = ["SHARED_BN", "LatestBN", "ShareBN", "make_share_bn"]
+
+SHARED_BN = "averaged-bn"  # the record, and the name in eval-on
+
+
+class ShareBN(ClientHook):
+    """Client half: hand a copy of the local parts to the server after training."""
+
+    def __init__(self, local: frozenset[str]) -> None:
+        self._local = local
+        self._own: dict[str, torch.Tensor] = {}
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Take the copy."""
+        self._own = {name: value.clone() for name, value in model.state_dict().items() if name in self._local}
+        return {}
+
+    def reply(self) -> Extras:
+        """Return it."""
+        return {SHARED_BN: self._own}
+
+
+def make_share_bn(config: Mapping[str, Any]) -> ClientHook:
+    """Return the rule a training message asks for."""
+    return ShareBN(frozenset(config.get("local-names", ())))
+
+
+class LatestBN:
+    """Server half: what each client shared last, and its number of examples.
+
+    Args:
+        tree: what ``tree`` was before.
+    """
+
+    def __init__(self, tree: Sequence[Any] = ()) -> None:
+        # By partition id, or by node id where there is none: node ids change when a node or a run begins again.
+        self._latest: dict[tuple[bool, int], tuple[State, float]] = {(a, b): (state, n) for a, b, state, n in tree}
+
+    @property
+    def tree(self) -> list[list[Any]]:
+        """All of it, as lists, mappings and arrays."""
+        return [[*key, *self._latest[key]] for key in sorted(self._latest)]
+
+    def take(self, order: tuple[bool, int, int], shared: State, num_examples: float) -> None:
+        """Keep what the client of this sorting key shared, where it shared something."""
+        if shared:
+            silent, partition_id, node_id = order
+            self._latest[silent, node_id if silent else partition_id] = shared, num_examples
+
+    def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
+        """Return the p-weighted average over all clients that ever shared; empty before the first."""
+        latest = [self._latest[order] for order in sorted(self._latest)]
+        if not latest:
+            return {}
+        return average([state for state, _ in latest], [count for _, count in latest], parts, variance)

@@ -1,0 +1,230 @@
+"""The server's half of the carriers: opens a round's exchanges over a Grid, and accounts for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr.transport import Barrier, Member
+from fedbn_flwr.transport.grpc_channel import ChannelServer
+from fedbn_flwr.errors import EngineError, FedBNError, ReplyError
+from fedbn_flwr.transport.polling_grid import in_simulation
+from fedbn_flwr.client.replay_log import ANSWERS
+from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
+from fedbn_flwr.server.polling import Enough, gather
+from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.batchnorm.sync import combine
+
+__all__ = ["StepResult", "step_by_channel", "step_by_barrier", "step_by_messages", "with_config"]
+
+ENDED = "ended its work before the step was done"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The exchanges of one round, done.
+
+    Attributes:
+        replies: the clients' replies, with their models.
+        traffic: what the exchanges moved, without the models.
+        dropped: node id to why the client was dropped in mid-step.
+    """
+
+    replies: list[Message]
+    traffic: Traffic
+    dropped: Mapping[int, str]
+
+
+def step_by_barrier(
+    grid: Any, messages: Sequence[Message], members: Mapping[int, Member], timeout: float, wait: float, least: int
+) -> StepResult:
+    """Let the clients meet in this process, at a barrier of ``grid``; each gets its one TRAIN message.
+
+    Args:
+        grid: with ``open_barrier`` and ``close_barrier``.
+        messages: the round's TRAIN messages.
+        members: the round's clients by node id.
+        timeout: seconds an exchange waits for its last client.
+        wait: seconds to wait for the models.
+        least: clients below which the step is given up.
+    """
+    meeting = Barrier(members, timeout, least)
+    barrier_id = str(uuid4())
+    grid.open_barrier(barrier_id, meeting)
+    try:
+        return _meet(
+            grid, [with_config(message, {"fedtan-meeting": barrier_id}) for message in messages], meeting, wait
+        )
+    finally:
+        grid.close_barrier(barrier_id)
+
+
+def step_by_channel(
+    grid: Grid,
+    channel: ChannelServer,
+    messages: Sequence[Message],
+    members: Mapping[int, Member],
+    timeout: float,
+    wait: float,
+    least: int,
+) -> StepResult:
+    """Let the clients meet behind the server's port; each gets its one TRAIN message, with a token of its own.
+
+    Raises:
+        EngineError: Flower's simulation does not run them all at once.
+    """
+    meeting = Barrier(members, timeout, least)
+    tokens = channel.admit(meeting)
+    told = {"fedtan-address": channel.address, "fedtan-ca": channel.certificate, "fedtan-timeout": timeout}
+    try:
+        own = [with_config(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages]
+        carried = _meet(grid, own, meeting, wait)
+        if in_simulation(grid) and meeting.late:  # no machine is slow there: it would be so in every round
+            raise EngineError(f"{len(meeting.late)} of {len(members)} clients {meeting.late[0]}")
+        return carried
+    finally:
+        channel.dismiss(meeting)
+
+
+def _meet(grid: Grid, messages: Sequence[Message], meeting: Barrier, wait: float) -> StepResult:
+    """Send the messages; return when all clients that were not dropped have replied, or ``wait`` seconds are over."""
+
+    def enough(replies: Mapping[int, Message], seconds: float) -> bool:
+        for node_id in replies:  # no news to the meeting of a client that was through with the step
+            meeting.leave(node_id, ENDED)
+        return seconds > wait or all(i in replies or i in meeting.dropped for i in meeting.members)
+
+    replies = gather(grid, messages, enough)
+    moved = Traffic(meeting.exchanges, meeting.bytes_down, meeting.bytes_up)
+    return StepResult(list(replies.values()), moved, dict(meeting.dropped))
+
+
+def step_by_messages(
+    grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], timeout: float, wait: float, least: int
+) -> StepResult:
+    """Drive the exchanges with TRAIN messages, as many as it takes; the last replies hold the models.
+
+    Every message after the first carries the newest answer alone: model, batch and earlier answers stay in the
+    client's ``Context.state``. A client that fails, stalls or sends what cannot be used is dropped, and the others
+    begin again. Clients that are through with the step do the rest of the round (local steps 2..E) and reply with the
+    model: that may take ``wait`` seconds, an exchange ``timeout`` seconds from its first tensor.
+    """
+    first = {message.metadata.dst_node_id: message for message in messages}
+    left = dict(members)
+    dropped: dict[int, str] = {}
+    traffic = Traffic()
+    attempt, answer, begun = 0, ArrayRecord(), False
+    while len(left) >= least:
+        told = {"fedtan-attempt": attempt, "fedtan-union": sum(member.batch_size for member in left.values())}
+        outgoing = [_exchange(first[node_id], answer, told, begun) for node_id in left]
+        replies = gather(grid, outgoing, _patience(timeout, wait))
+        begun = True
+        sent, done, lost = _sort(left, replies, timeout, wait)
+        if done and not sent:
+            return StepResult(list(done.values()), traffic, {**dropped, **lost})
+        lost |= dict.fromkeys(done, "was done with the step when others were not")
+        if not lost:
+            (tag, _), *_ = sent.values()
+            try:
+                total = combine(tag, [sent[i][1] for i in left], [left[i].weight for i in left])
+            except FedBNError as error:  # what all of them sent is no exchange
+                lost = dict.fromkeys(left, f"sent what cannot be combined: {error}")
+        if lost:
+            dropped |= lost
+            left = {node_id: member for node_id, member in left.items() if node_id not in lost}
+            attempt, answer = attempt + 1, ArrayRecord()
+            continue
+        answer = to_record({tag: total})
+        traffic.exchanges += 1
+        traffic.down += num_bytes(answer)[0]
+        traffic.up += sum(t.numel() * t.element_size() for _, t in sent.values())
+    return StepResult([], traffic, dropped)
+
+
+def _patience(timeout: float, wait: float) -> Enough:
+    """Return the limit of one round trip: ``timeout`` from the first tensor on, ``wait`` where there is none."""
+    since: list[float] = []
+
+    def enough(replies: Mapping[int, Message], seconds: float) -> bool:
+        if not since and any(reply.has_content() and _tensors_of(reply) for reply in replies.values()):
+            since.append(seconds)
+        return seconds > (since[0] + timeout if since else wait)
+
+    return enough
+
+
+def with_config(message: Message, told: Mapping[str, Any]) -> Message:
+    """Return the message with further entries in its config."""
+    content = RecordDict(dict(message.content))
+    for key, record in message.content.config_records.items():
+        content[key] = ConfigRecord({**record, **told})
+    return Message(content, message.metadata.dst_node_id, message.metadata.message_type)
+
+
+def _exchange(first: Message, answer: ArrayRecord, told: Mapping[str, Any], begun: bool) -> Message:
+    """Return the message of one exchange: the model only in the first of the round."""
+    message = with_config(first, told)
+    if begun:
+        for key in message.content.array_records:
+            message.content[key] = ArrayRecord()
+    message.content[ANSWERS] = answer
+    return message
+
+
+_Sent = tuple[str, torch.Tensor]
+
+
+def _sort(
+    left: Mapping[int, Member], replies: Mapping[int, Message], timeout: float, wait: float
+) -> tuple[dict[int, _Sent], dict[int, Message], dict[int, str]]:
+    """Sort the replies: tensors of the next exchange, models of clients that are done, and who is lost and why."""
+    sent: dict[int, _Sent] = {}
+    done: dict[int, Message] = {}
+    lost: dict[int, str] = {}
+    for node_id in left:
+        reply = replies.get(node_id)
+        if reply is None:
+            continue
+        if reply.has_error():
+            lost[node_id] = f"failed in mid-step: error {reply.error.code}: {reply.error.reason}"
+        elif not _tensors_of(reply):
+            done[node_id] = reply
+        else:
+            try:
+                sent[node_id] = _read(_tensors_of(reply))
+            except ReplyError as error:
+                lost[node_id] = str(error)
+    limit = f"within {timeout:g} s of the first" if sent else f"within {wait:g} s"
+    lost |= {node_id: f"did not answer an exchange {limit}" for node_id in left if node_id not in replies}
+    kinds = {node_id: (tag, tuple(t.shape), t.dtype) for node_id, (tag, t) in sent.items()}
+    if kinds:
+        usual, _ = Counter(kinds.values()).most_common(1)[0]
+        for node_id, kind in kinds.items():
+            if kind != usual:
+                lost[node_id] = f"sent {kind} where the others sent {usual}"
+                del sent[node_id]
+    return sent, done, lost
+
+
+def _tensors_of(reply: Message) -> ArrayRecord:
+    return reply.content.array_records.get(ANSWERS, ArrayRecord())
+
+
+def _read(record: ArrayRecord) -> _Sent:
+    """Return tag and tensor of an exchange; ReplyError where there is not one finite floating tensor."""
+    if len(record) != 1:
+        raise ReplyError(f"sent {len(record)} tensors in one exchange")
+    try:
+        ((tag, tensor),) = tensors(from_record(record)).items()
+    except Exception as error:  # bytes from outside: NumPy's parser may raise anything
+        raise ReplyError(f"sent a tensor that cannot be read: {type(error).__name__}: {error}") from error
+    if not bool(torch.isfinite(tensor).all()):
+        raise ReplyError(f"sent a value that is not finite in exchange '{tag}'")
+    return tag, tensor

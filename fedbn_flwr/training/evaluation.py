@@ -1,0 +1,101 @@
+"""The one function that evaluates: always in eval mode, and the modes are restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
+from fedbn_flwr.training.loop import Batches, as_model_input
+
+__all__ = ["EvalResult", "evaluate"]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What was found on ``num_examples`` examples.
+
+    Attributes:
+        loss: mean loss of the targets that count.
+        accuracy: share of them that is classified right.
+        num_examples: images.
+        miou: mean intersection over union, see ``tasks.mean_iou``; None for a task that is not judged by it.
+    """
+
+    loss: float
+    accuracy: float
+    num_examples: int
+    miou: float | None = None
+
+    def named(self, prefix: str = "") -> dict[str, float]:
+        """Return the metrics there are, by name behind ``prefix``."""
+        found = {"loss": self.loss, "accuracy": self.accuracy, "miou": self.miou}
+        return {prefix + name: value for name, value in found.items() if value is not None}
+
+
+def evaluate(
+    model: nn.Module,
+    data: Batches,
+    *,
+    task: Task = CLASSIFICATION,
+    batch_size: int = 0,
+    batch_statistics: bool = False,
+) -> EvalResult:
+    """Evaluate ``model`` in eval mode on all of ``data``; every module's mode is restored afterwards.
+
+    Args:
+        model: the model.
+        data: the test data, in batches in their order.
+        task: the loss, which targets count, and the score.
+        batch_size: examples per batch; 0 = the task's.
+        batch_statistics: BatchNorm normalises with the test batch's own statistics in place of the running ones, which
+            are neither used nor changed; everything else is in eval mode.
+
+    Returns:
+        Mean loss (each target that counts does so once, also in a smaller last batch), accuracy in [0, 1], and the mean
+        IoU of a task judged by it; NaN where nothing counts.
+    """
+    if len(data) == 0:
+        return EvalResult(float("nan"), float("nan"), 0)
+    parameter = next(model.parameters())
+    modes = {module: module.training for module in model.modules()}
+    totals = torch.zeros(3, dtype=torch.float64, device=parameter.device)  # summed loss, correct, counted
+    matrix: torch.Tensor | None = None
+    model.eval()
+    try:
+        with torch.inference_mode(), _without_running_statistics(model) if batch_statistics else nullcontext():
+            for positions in torch.split(torch.arange(len(data)), batch_size or task.test_batch):
+                inputs, targets = data.batch(positions)
+                outputs = model(as_model_input(inputs, parameter.device, parameter.dtype))
+                targets = targets.to(parameter.device)
+                counted = task.counted(targets)
+                totals += torch.stack(
+                    [task.loss(outputs, targets).double() * counted, (outputs.argmax(1) == targets).sum(), counted]
+                )
+                if task.score == "miou":
+                    counts = confusion(outputs, targets, task.ignore)
+                    matrix = counts if matrix is None else matrix + counts
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    loss, correct, _ = (totals / totals[2]).tolist()
+    return EvalResult(loss, correct, len(data), None if matrix is None else mean_iou(matrix))
+
+
+@contextmanager
+def _without_running_statistics(model: nn.Module) -> Iterator[None]:
+    """Take the running statistics away: a BatchNorm in eval mode without them uses its batch's own."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
+    try:
+        for layer in layers:
+            layer.running_mean = layer.running_var = None
+        yield
+    finally:
+        for layer, mean, var in kept:
+            layer.running_mean, layer.running_var = mean, var

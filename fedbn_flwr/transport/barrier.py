@@ -1,0 +1,223 @@
+"""A barrier that reduces: the clients of one round, each in a thread, meet at every exchange.
+
+In process the clients' own threads wait here; over the channel the server's threads wait for them. A member that
+leaves, stalls, or sends what cannot be used is dropped, and the others begin the step again, so that it stays exact.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.transport.reducer import Dropped, RetryStep, Reducer
+from fedbn_flwr.errors import EngineError, FedBNError
+from fedbn_flwr.batchnorm.sync import combine
+
+__all__ = ["Barrier", "Member", "reducer_here", "reducers_of"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of the round: its weight |D_i|, the examples b_i of its first batch, and its name in messages."""
+
+    weight: float
+    batch_size: int
+    name: str
+
+
+@dataclass
+class _Exchange:
+    """One exchange of one attempt."""
+
+    attempt: int
+    deadline: float | None = None
+    sent: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    answer: Tensor | None = None
+    aborted: bool = False
+
+
+class Barrier:
+    """The members of one round; thread-safe.
+
+    Args:
+        members: by node id, in the order in which sums are taken.
+        timeout: seconds an exchange waits for its last member, from its first.
+        min_members: members below which the step is given up.
+
+    Attributes:
+        members: as given.
+        dropped: node id to the reason why it was dropped.
+        late: the reasons of those that had not even begun the step in time.
+        exchanges: exchanges answered, of all attempts.
+        bytes_down: bytes of the answers, each broadcast counted once.
+        bytes_up: bytes of what the members sent.
+    """
+
+    def __init__(self, members: Mapping[int, Member], timeout: float, min_members: int = 1) -> None:
+        self.members = dict(members)
+        self._timeout = timeout
+        self._min_members = min_members
+        self._changed = threading.Condition()
+        self._exchange = _Exchange(0)
+        self._begun: set[int] = set()
+        self._closed: set[int] = set()
+        self.dropped: dict[int, str] = {}
+        self.late: list[str] = []
+        self.exchanges = self.bytes_down = self.bytes_up = 0
+
+    def seat(self, node_id: int) -> Reducer:
+        """Return the place of a member."""
+        return _MemberReducer(self, node_id)
+
+    def begin(self, node_id: int) -> tuple[int, int]:
+        """Return (attempt, examples in the union of the batches of the members that are left)."""
+        with self._changed:
+            self._refuse_dropped(node_id)
+            self._begun.add(node_id)
+            return self._exchange.attempt, sum(self.members[i].batch_size for i in self._left())
+
+    def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
+        """Wait for all members' tensors of this exchange and return the answer; see ``Reducer.reduce``."""
+        with self._changed:
+            self._refuse_dropped(node_id)
+            exchange = self._exchange
+            if attempt != exchange.attempt:
+                raise RetryStep(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
+            if not bool(torch.isfinite(tensor).all()):
+                self._drop({node_id: f"sent a value that is not finite in exchange '{tag}'"})
+                self._refuse_dropped(node_id)
+            exchange.sent[node_id] = (tag, tensor)
+            exchange.deadline = exchange.deadline or time.monotonic() + self._timeout
+            self.bytes_up += tensor.numel() * tensor.element_size()
+            self._settle()
+            while exchange.answer is None and not exchange.aborted:
+                in_time = self._changed.wait(exchange.deadline - time.monotonic())
+                if not in_time and exchange is self._exchange:  # no other thread has noticed before this one
+                    missing = {i: self._late(i, tag) for i in self._left() if i not in exchange.sent}
+                    self.late += [reason for i, reason in missing.items() if i not in self._begun]
+                    self._drop(missing)
+            if exchange.answer is not None:
+                return exchange.answer
+            self._refuse_dropped(node_id)
+            raise RetryStep("a client was lost in mid-step")
+
+    def close(self, node_id: int) -> None:
+        """Note that a member needs no more exchanges."""
+        with self._changed:
+            self._closed.add(node_id)
+            self._settle()
+
+    def leave(self, node_id: int, reason: str) -> None:
+        """Note that a member is gone; before it has closed its seat, that drops it."""
+        with self._changed:
+            if node_id in self._left() and node_id not in self._closed:
+                self._drop({node_id: reason})
+
+    def _left(self) -> list[int]:
+        return [node_id for node_id in self.members if node_id not in self.dropped]
+
+    def _refuse_dropped(self, node_id: int) -> None:
+        if node_id not in self.members:
+            raise Dropped(f"node {node_id} is not a member of this round")
+        if node_id in self.dropped:
+            name, reason = self.members[node_id].name, self.dropped[node_id]
+            raise Dropped(f"{name} was dropped from the synchronised step: it {reason}")
+        if len(self._left()) < self._min_members:
+            raise Dropped(f"{len(self._left())} clients are left for the synchronised step, {self._min_members} needed")
+
+    def _late(self, node_id: int, tag: str) -> str:
+        """Return why a member that has not sent exchange ``tag`` in time is dropped."""
+        if node_id in self._begun:
+            return f"did not send exchange '{tag}' within {self._timeout:g} s"
+        return (
+            f"did not begin the step within {self._timeout:g} s of the first: all clients of a round must run at the "
+            "same time; in simulation add --federation-config "
+            f"'client-resources-num-cpus=1 init-args-num-cpus={len(self.members)}'"
+        )
+
+    def _drop(self, reasons: Mapping[int, str]) -> None:
+        """Drop members and abort the exchange: those left begin the step again."""
+        self.dropped.update(reasons)
+        self._exchange.aborted = True
+        self._exchange = _Exchange(self._exchange.attempt + 1)
+        self._changed.notify_all()
+
+    def _settle(self) -> None:
+        """Answer the exchange once every member left has sent, or drop those that do not fit the others."""
+        exchange, left = self._exchange, self._left()
+        if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
+            return
+        kinds = {i: (tag, tuple(t.shape), t.dtype) for i, (tag, t) in exchange.sent.items()}
+        usual, _ = Counter(kinds.values()).most_common(1)[0]
+        odd = {i: f"sent {kind} where the others sent {usual}" for i, kind in kinds.items() if kind != usual}
+        if closed := [i for i in left if i not in exchange.sent]:
+            odd = {i: f"wanted exchange {kinds[i]} when {len(closed)} others were done" for i in kinds}
+        if odd:
+            self._drop(odd)
+            return
+        order = [i for i in left if i in exchange.sent]
+        weights = [self.members[i].weight for i in order]
+        try:
+            exchange.answer = combine(usual[0], [exchange.sent[i][1] for i in order], weights)
+        except FedBNError as error:  # what all of them sent is no exchange
+            self._drop(dict.fromkeys(order, f"sent what cannot be combined: {error}"))
+            return
+        self.exchanges += 1
+        self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
+        self._exchange = _Exchange(exchange.attempt)
+        self._changed.notify_all()
+
+
+class _MemberReducer:
+    """A member's place, in its own thread."""
+
+    def __init__(self, meeting: Barrier, node_id: int) -> None:
+        self._meeting = meeting
+        self._node_id = node_id
+        self._attempt = 0
+
+    def begin(self) -> int:
+        self._attempt, union = self._meeting.begin(self._node_id)
+        return union
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        return self._meeting.reduce(self._node_id, self._attempt, tag, tensor)
+
+    def close(self) -> None:
+        self._meeting.close(self._node_id)
+
+
+# Which meetings the code running in this thread may sit at: set by the engine around a client's work.
+_HERE: ContextVar[Callable[[str], Reducer]] = ContextVar("seats")
+
+
+@contextmanager
+def reducers_of(find: Callable[[str], Reducer]) -> Iterator[None]:
+    """Let the code of the block find its seats through ``find(barrier_id)``."""
+    token = _HERE.set(find)
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
+
+
+def reducer_here(barrier_id: str) -> Reducer:
+    """Return this client's seat at a meeting in this process.
+
+    Raises:
+        EngineError: no engine of this process has such a meeting.
+    """
+    try:
+        return _HERE.get()(barrier_id)
+    except (LookupError, KeyError) as error:
+        raise EngineError(
+            f"no meeting {barrier_id!r} in this process; fedtan-exchange must be messages or channel"
+        ) from error

@@ -1,0 +1,73 @@
+"""The step replayed from recorded answers: no state between messages but what was answered so far.
+
+Each time the step is run again from its beginning, with the same batch and the same random numbers; exchanges that
+were answered take their answer, and the first one that was not ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import DataError, FedBNError
+
+__all__ = ["Pending", "Replay"]
+
+_SAME = 1e-2, 1e-5  # relative, absolute: above what the order of a sum on a GPU may change, far below another batch
+
+
+class Pending(FedBNError):
+    """The step has come to an exchange without an answer.
+
+    Attributes:
+        tag: the exchange.
+        tensor: what this client sends.
+    """
+
+    def __init__(self, tag: str, tensor: Tensor) -> None:
+        super().__init__(f"exchange '{tag}' waits for its answer")
+        self.tag = tag
+        self.tensor = tensor
+
+
+class Replay:
+    """A seat that answers from a record.
+
+    Args:
+        answers: by tag.
+        union_batch_size: examples in the union of all clients' batches.
+        sent: what this client sent before, by tag, where the training is not ours and may not repeat itself.
+    """
+
+    def __init__(
+        self, answers: Mapping[str, Tensor], union_batch_size: int, sent: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._answers = answers
+        self._union = union_batch_size
+        self._sent = sent or {}
+
+    def begin(self) -> int:
+        """See ``Reducer.begin``."""
+        return self._union
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        """Return the recorded answer.
+
+        Raises:
+            Pending: there is none yet.
+            DataError: the step did not repeat itself.
+        """
+        if tag not in self._answers:
+            raise Pending(tag, tensor)
+        if tag in self._sent and not torch.allclose(tensor.cpu(), self._sent[tag], *_SAME):
+            raise DataError(
+                f"the step was run again and sent something else in exchange '{tag}': by messages the first batch "
+                "must be the same each time the training function is called in a round. Draw it from a generator "
+                "seeded with the round, or use the channel."
+            )
+        return self._answers[tag]
+
+    def close(self) -> None:
+        """See ``Reducer.close``."""

@@ -1,0 +1,205 @@
+"""Clients as threads that meet at a barrier, and the centralised steps they are held against."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedbn_flwr.batchnorm.sync import combine, synchronised
+
+LR, WEIGHT_DECAY = 0.1, 1e-2
+Batch = tuple[Tensor, Tensor]
+State = dict[str, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Barrier:
+    """The server: the last client to arrive combines, all leave with the answer."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = list(weights)
+        self.slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * len(self.weights)
+        self.log: list[tuple[str, torch.Size, torch.dtype]] = []
+        self.barrier = threading.Barrier(len(self.weights), action=self.answer, timeout=30)
+
+    def answer(self) -> None:
+        tags = {tag for tag, _ in self.slots}
+        if len(tags) != 1:
+            raise ValueError(f"clients met with different tags: {tags}")
+        tag = tags.pop()
+        self.result = combine(tag, [tensor for _, tensor in self.slots], self.weights)
+        self.log.append((tag, self.result.shape, self.result.dtype))
+
+    def reduce(self, client: int, tag: str, tensor: Tensor) -> Tensor:
+        self.slots[client] = (tag, tensor)
+        self.barrier.wait()
+        return self.result
+
+
+def sgd_step(model: nn.Module) -> State:
+    torch.optim.SGD(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY).step()
+    return model.state_dict()
+
+
+def federated(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    weights: Sequence[float],
+    *,
+    loss: Loss = functional.cross_entropy,
+    forge: Callable[[int, str, Tensor], Tensor] | None = None,
+    meeting: Barrier | None = None,
+    autocast: bool = False,
+    **options: str,
+) -> State:
+    """One round of one step: the average of the clients' models. ``forge`` alters what a client sends."""
+    meeting = meeting or Barrier(weights)
+    union = sum(len(x) for x, _ in batches)
+    models = [copy.deepcopy(model) for _ in batches]
+    failures: list[BaseException] = []
+
+    def client(i: int) -> None:
+        def reduce(tag: str, tensor: Tensor) -> Tensor:
+            return meeting.reduce(i, tag, forge(i, tag, tensor) if forge else tensor)
+
+        x, target = batches[i]
+        try:
+            with synchronised(models[i], reduce, batch_size=len(x), union_batch_size=union, **options):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    value = loss(models[i](x), target)
+                value.backward()
+            sgd_step(models[i])
+        except BaseException as error:
+            failures.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    if failures:
+        raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
+    return average([m.state_dict() for m in models], weights)
+
+
+def average(states: Sequence[State], weights: Sequence[float]) -> State:
+    result = {}
+    for name, first in states[0].items():
+        if first.is_floating_point():
+            terms = [w / sum(weights) * s[name].double() for w, s in zip(weights, states, strict=True)]
+            result[name] = torch.stack(terms).sum(0)
+        else:
+            result[name] = torch.stack([s[name] for s in states]).max(0).values
+    return result
+
+
+def centralised(
+    model: nn.Module, batches: Sequence[Batch], *, loss: Loss = functional.cross_entropy, autocast: bool = False
+) -> State:
+    """One plain torch step on the union of the batches."""
+    model = copy.deepcopy(model)
+    x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value = loss(model(x), target)
+    value.backward()
+    return sgd_step(model)
+
+
+class WeightedBatchNorm(nn.Module):
+    """BatchNorm whose moments weigh example j by q_j (sum 1), in plain differentiable operations."""
+
+    def __init__(self, layer: nn.Module, q: Tensor) -> None:
+        super().__init__()
+        self.q, self.eps, self.momentum = q, layer.eps, layer.momentum
+        self.weight, self.bias = layer.weight, layer.bias
+        for name, buffer in layer.named_buffers():
+            self.register_buffer(name, buffer)
+
+    def moment(self, y: Tensor) -> Tensor:
+        return (self.q.view(-1, 1) * y.mean(2)).sum(0)
+
+    def forward(self, y: Tensor) -> Tensor:
+        flat = y.reshape(*y.shape[:2], -1)
+        mean = self.moment(flat)
+        centred = flat - mean.view(1, -1, 1)
+        var = self.moment(centred**2)
+        n = flat.shape[0] * flat.shape[2]
+        with torch.no_grad():
+            self.running_mean += self.momentum * (mean - self.running_mean)
+            self.running_var += self.momentum * (var * n / (n - 1) - self.running_var)
+            self.num_batches_tracked += 1
+        x = centred / (var + self.eps).sqrt().view(1, -1, 1)
+        return (x * self.weight.view(1, -1, 1) + self.bias.view(1, -1, 1)).view_as(y)
+
+
+def weighted_centralised(model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]) -> State:
+    """One step on the loss sum p_i mean_i(loss): examples of client i weigh p_i / b_i, in BatchNorm too."""
+    q = torch.cat(
+        [x.new_full((len(x),), w / sum(weights) / len(x)) for w, (x, _) in zip(weights, batches, strict=True)]
+    )
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                setattr(module, name, WeightedBatchNorm(child, q))
+    x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    (q * functional.cross_entropy(model(x), target, reduction="none")).sum().backward()
+    return sgd_step(model)
+
+
+def distance(found: State, oracle: State, start: State) -> float:
+    """The larger of ||found - oracle|| / ||oracle - start|| over parameters and over running statistics."""
+    ratios = []
+    for statistics in (False, True):
+        names = [n for n, v in oracle.items() if v.is_floating_point() and ("running_" in n) == statistics]
+        if names:
+            off, update = (
+                torch.cat([(a[n].double() - b[n].double()).flatten() for n in names]).norm()
+                for a, b in ((found, oracle), (oracle, start))
+            )
+            ratios.append(float(off / update))
+    for name, value in oracle.items():
+        if not value.is_floating_point():
+            assert torch.equal(found[name], value), name
+    return max(ratios)
+
+
+def client_batches(shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0) -> list[Batch]:
+    """Float64 batches of clients that differ in offset and scale."""
+    g = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(size, *shape, generator=g, dtype=torch.float64) * (1 + 0.3 * i) + 0.5 * i,
+            torch.randint(classes, (size,), generator=g),
+        )
+        for i, size in enumerate(sizes)
+    ]
+
+
+@pytest.fixture(scope="session")
+def lab() -> SimpleNamespace:
+    return SimpleNamespace(
+        Barrier=Barrier,
+        sgd_step=sgd_step,
+        federated=federated,
+        centralised=centralised,
+        weighted_centralised=weighted_centralised,
+        distance=distance,
+        client_batches=client_batches,
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

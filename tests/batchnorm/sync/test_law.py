@@ -1,0 +1,207 @@
+"""Law: one synchronised step of all clients, averaged, is one centralised step; float64, models by others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+MODES = ("3L+1", "2L+1")
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """Float64, with affine parameters (one gamma zero) and running statistics as after some training."""
+    g = torch.Generator().manual_seed(4)
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
+                if value.is_floating_point():
+                    value.data.uniform_(-1 if name in {"bias", "running_mean"} else 0.5, 1.5, generator=g)
+            if layer.affine:
+                layer.weight.data[0] = 0
+    return model.double()
+
+
+def vision_model(name: str) -> nn.Module:
+    options = {
+        "mobilenet_v2": {"dropout": 0.0},
+        "googlenet": {"aux_logits": False, "init_weights": False, "dropout": 0.0},
+    }.get(name, {})
+    torch.manual_seed(1)
+    return trained(torchvision.models.get_model(name, num_classes=3, **options))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return trained(
+        nn.Sequential(
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            nn.ReLU(),
+            nn.Linear(8, 7),
+            nn.BatchNorm1d(7),
+            nn.Tanh(),
+            nn.Linear(7, 3),
+        )
+    )
+
+
+class OwnForward(nn.BatchNorm2d):
+    """A subclass that calls batch_norm itself, as timm's BatchNormAct2d does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        return functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
+        ).relu()
+
+
+class Branches(nn.Module):
+    """Parallel branches, a layer used twice, every option of the layer, one frozen, one functional, one builtin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(2, 4, 3), nn.Conv2d(2, 4, 3, stride=1, bias=False)
+        self.a, self.b = nn.BatchNorm2d(4, momentum=None), OwnForward(4, momentum=0.3)
+        self.twice = nn.BatchNorm2d(4, eps=1e-2)
+        self.plain = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+        self.untracked = nn.BatchNorm2d(4, track_running_stats=False)
+        self.no_affine = nn.BatchNorm2d(4, affine=False)
+        self.frozen = nn.BatchNorm2d(4).eval()
+        self.unused = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 3)
+        self.a.num_batches_tracked.fill_(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.a(self.left(x))) + self.twice(self.b(self.right(x)))
+        x = torch.tanh(self.untracked(x) + self.frozen(self.plain(x * x)) + self.no_affine(x.abs()))
+        x = functional.batch_norm(x**3, None, None, training=True)
+        x = torch.batch_norm(x * x, None, None, None, None, True, 0.1, 1e-5, False)
+        return self.head(x.square().mean((2, 3)))
+
+
+def check(lab, model: nn.Module, batches, weights, oracle) -> None:
+    for exchanges in MODES:
+        found = lab.federated(model, batches, weights, exchanges=exchanges)
+        assert lab.distance(found, oracle, model.state_dict()) < 1e-10, exchanges
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "densenet121", "googlenet"])
+def test_federated_step_equals_centralised_step(lab, name):
+    model = vision_model(name)
+    batches = lab.client_batches((3, 40, 40), (2, 3, 1))
+    check(lab, model, batches, (2, 3, 1), lab.centralised(model, batches))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_clients_may_weigh_other_than_their_batches(lab, name):
+    model = vision_model(name)
+    batches, weights = lab.client_batches((3, 40, 40), (2, 3, 1)), (0.3, 0.1, 0.6)
+    check(lab, model, batches, weights, lab.weighted_centralised(model, batches, weights))
+
+
+def test_every_way_to_call_batch_norm(lab):
+    torch.manual_seed(2)
+    model = trained(Branches())
+    batches = lab.client_batches((2, 6, 6), (1, 4))
+    check(lab, model, batches, (1, 4), lab.centralised(model, batches))
+
+
+def test_three_dimensions(lab):
+    torch.manual_seed(2)
+    layers = [nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 2), nn.BatchNorm3d(3), nn.Flatten()]
+    model = trained(nn.Sequential(*layers, nn.Tanh()))
+    batches = lab.client_batches((2, 4, 4, 4), (2, 2, 2))
+    check(lab, model, batches, (1, 1, 1), lab.centralised(model, batches))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=6),
+    uneven=st.booleans(),
+    exchanges=st.sampled_from(MODES),
+    seed=st.integers(0, 99),
+)
+def test_any_number_and_size_of_clients(lab, sizes, uneven, exchanges, seed):
+    model = mlp()
+    batches = lab.client_batches((6,), sizes, seed=seed)
+    weights = [1 + (i * 7 + seed) % 5 for i in range(len(sizes))] if uneven else sizes
+    oracle = lab.weighted_centralised(model, batches, weights) if uneven else lab.centralised(model, batches)
+    found = lab.federated(model, batches, weights, exchanges=exchanges)
+    assert lab.distance(found, oracle, model.state_dict()) < 1e-10
+
+
+def test_a_frozen_backbone_exchanges_nothing_backward(lab):
+    model = mlp()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    batches, meeting = lab.client_batches((6,), (2, 3)), lab.Barrier((2, 3))
+    found = lab.federated(model, batches, (2, 3), meeting=meeting)
+    assert lab.distance(found, lab.centralised(model, batches), model.state_dict()) < 1e-10
+    assert [tag for tag, _, _ in meeting.log][-1] == "gradients/1"
+
+
+@pytest.mark.parametrize("exchanges", MODES)
+def test_own_gradients_do_not_obey_the_law(lab, exchanges):
+    model, batches = mlp(), lab.client_batches((6,), (4, 4))
+    found = lab.federated(model, batches, (1, 1), exchanges=exchanges, backward="own")
+    oracle = lab.centralised(model, batches)
+    assert lab.distance(found, oracle, model.state_dict()) > 1e-2
+    # The forward half is exact all the same: after one step the running statistics agree.
+    for name in ("1.running_mean", "1.running_var", "4.running_mean", "4.running_var"):
+        torch.testing.assert_close(found[name], oracle[name], rtol=1e-12, atol=1e-12)
+
+
+def test_own_gradients_are_each_client_s_derivative(lab):
+    """FedDNA in plain autograd: mean and variance have the union's values and the client's derivatives."""
+    model, batches = mlp()[:2], lab.client_batches((6,), (3, 5))
+    sums = [float(len(x)) for x, _ in batches]
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return (x.sin() * torch.arange(8).double()).mean()
+
+    found = lab.federated(model, batches, sums, backward="own", loss=loss)
+    start = model.state_dict()
+    with torch.no_grad():
+        y_all = model[0](torch.cat([x for x, _ in batches]))
+        mean, var = y_all.mean(0), y_all.var(0, correction=0)
+    expected = 0
+    for x, target in batches:
+        y = model[0](x)
+        own_mean = y.mean(0) - y.mean(0).detach() + mean
+        # The variance is a function of y at a mean that is held: the path through the mean is not counted.
+        spread = (y - mean).square().mean(0)
+        own_var = spread - spread.detach() + var
+        out = (y - own_mean) / (own_var + model[1].eps).sqrt() * model[1].weight + model[1].bias
+        (gradient,) = torch.autograd.grad(loss(out, target), model[0].weight)
+        expected = expected + len(x) / 8 * gradient
+    got = (start["0.weight"] - found["0.weight"]) / 0.1 - 1e-2 * start["0.weight"]
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_the_path_through_the_local_variance_must_be_left_out(lab):
+    """With d var_i / d mean = -2 (mean_i - mean) added to what a client sends, the step is off."""
+    model, batches = mlp(), lab.client_batches((6,), (4, 4))
+    oracle, start, meeting = lab.centralised(model, batches), model.state_dict(), lab.Barrier((1, 1))
+    own: dict[tuple[int, str], Tensor] = {}
+    shared: dict[str, Tensor] = {}
+
+    def forge(client: int, tag: str, tensor: Tensor) -> Tensor:
+        kind, _, layer = tag.partition("/")
+        if kind == "mean":
+            own[client, layer] = tensor
+        if kind == "variance":
+            shared[layer] = meeting.result
+        if kind == "gradients":
+            path = tensor[0] * -2 * (own[client, layer] - shared[layer])
+            return torch.stack([tensor[0], tensor[1] + path])
+        return tensor
+
+    wrong = lab.distance(lab.federated(model, batches, (1, 1), meeting=meeting, forge=forge), oracle, start)
+    right = lab.distance(lab.federated(model, batches, (1, 1)), oracle, start)
+    assert wrong > 1e-4
+    assert right < 1e-10

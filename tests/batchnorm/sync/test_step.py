@@ -1,0 +1,310 @@
+"""The interface: what is exchanged, what is refused, what an error leaves behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
+from fedbn_flwr.batchnorm.sync import combine, num_exchanges, synchronised
+
+
+def alone(tag: str, tensor: Tensor) -> Tensor:
+    """The only client of a round."""
+    return combine(tag, [tensor], [1.0])
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+
+
+def inputs(n: int = 4) -> Tensor:
+    return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, reduce=alone, n: int = 4, union: int = 8, **options: str) -> None:
+    with synchronised(model, reduce, batch_size=n, union_batch_size=union, **options):
+        model(inputs(n)).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "backward", "tags"),
+    [
+        ("3L+1", "global", "mean/0 variance/0 mean/1 variance/1 gradients/1 gradients/0"),
+        ("2L+1", "global", "moments/0 moments/1 gradients/1 gradients/0"),
+        ("3L+1", "own", "mean/0 variance/0 mean/1 variance/1"),
+        ("2L+1", "own", "moments/0 moments/1"),
+    ],
+)
+def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
+    seen = []
+    model = small().float()
+
+    def reduce(tag: str, tensor: Tensor) -> Tensor:
+        assert not tensor.requires_grad
+        assert tensor.dtype == torch.float32
+        seen.append(tag)
+        channels = {"0": 5, "1": 3}[tag[-1]]
+        rows = {"moments": (3,), "gradients": (2,)}.get(tag[:-2], ())
+        assert tensor.shape == (*rows, channels)
+        return tensor
+
+    with synchronised(
+        model, reduce, batch_size=4, union_batch_size=8, exchanges=exchanges, backward=backward
+    ) as watched:
+        model(inputs().float()).square().sum().backward()
+    assert " ".join(seen) == tags
+    assert watched.num_layers == 2
+    assert watched.num_exchanges == len(seen) == num_exchanges(2, exchanges, backward) - 1
+
+
+def test_exchanges_of_a_round():
+    """ResNet-20 has 19 layers: methods of 3L + 1, 2L + 1 and, without the backward half, 2L + 1, L + 1."""
+    assert [num_exchanges(19, e, b) for b in ("global", "own") for e in ("3L+1", "2L+1")] == [58, 39, 39, 20]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchanges": "3L"}, r"fedtan-exchanges '3L'.*'3L\+1'"),
+        ({"backward": "globl"}, "Did you mean 'global'"),
+        ({"n": 9}, "batch_size 9"),
+        ({"n": 0}, "batch_size 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        step(small(), **options)
+
+
+class Pending(BaseException):
+    """Not even an Exception."""
+
+
+@pytest.mark.parametrize("error", [ReplyError, Pending])
+@pytest.mark.parametrize("stop", ["mean/0", "variance/1", "gradients/1", "gradients/0"])
+def test_what_reduce_raises_comes_out_unchanged_and_leaves_no_trace(stop, error):
+    model, raised = small(), error("dropped")
+
+    def reduce(tag: str, tensor: Tensor) -> Tensor:
+        if tag == stop:
+            raise raised
+        return alone(tag, tensor)
+
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error) as caught:
+        step(model, reduce)
+    assert caught.value is raised
+    assert not _get_current_function_mode_stack()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    # With state and gradients restored, the redone step equals an undisturbed one.
+    model.load_state_dict(start)
+    model.zero_grad()
+    step(model)
+    fresh = small()
+    step(fresh)
+    for ours, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    for ours, theirs in zip(model.buffers(), fresh.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_only_the_thread_of_the_step_is_synchronised():
+    model, other, tags = small(), small(), []
+    with synchronised(model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4):
+        thread = threading.Thread(target=lambda: other(inputs()).sum().backward())
+        thread.start()
+        thread.join()
+        assert tags == []
+        model(inputs())
+    assert len(tags) == 4
+    model(inputs()).sum().backward()
+    assert len(tags) == 4
+
+
+def test_backward_may_run_in_another_thread():
+    """As autograd does on an accelerator."""
+    model, reference = small(), small()
+    step(reference)
+    with synchronised(model, alone, batch_size=4, union_batch_size=8):
+        loss = model(inputs()).square().sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_evaluation_mode_is_left_alone_and_no_grad_is_not():
+    tags = []
+    model = small().eval()
+    with synchronised(model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4):
+        model(inputs()).sum().backward()
+        assert tags == []
+        with torch.no_grad():
+            model.train()(inputs())
+    assert tags == ["mean/0", "variance/0", "mean/1", "variance/1"]
+
+
+def test_the_union_not_the_client_needs_more_than_one_value():
+    step(small(), n=1, union=2)
+    with pytest.raises(NormLayerError, match=r"layer '1' has 1 values per channel in the union.*\(1, 5\)"):
+        step(small(), n=1, union=1)
+    with (
+        pytest.raises(NormLayerError, match=r"layer '1' has 0 values"),
+        synchronised(model := small(), alone, batch_size=1, union_batch_size=4),
+    ):
+        model(inputs(0))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, run) -> None:
+        super().__init__()
+        self.body, self.run = small(), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.body, x.requires_grad_())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_are_refused_by_name_before_any_exchange(reentrant):
+    tags = []
+    model = Checkpointed(lambda body, x: checkpoint(body, x, use_reentrant=reentrant))
+    with pytest.raises(NormLayerError, match=r"layer 'body\.1' runs inside torch\.utils\.checkpoint"):
+        step(model, lambda tag, t: tags.append(tag) or t)
+    assert tags == []
+    functional_model = Checkpointed(
+        lambda body, x: checkpoint(
+            lambda y: functional.batch_norm(y, None, None, training=True), x, use_reentrant=reentrant
+        )
+    )
+    with pytest.raises(NormLayerError, match=r"functional batch_norm of call 0 runs inside"):
+        step(functional_model)
+
+
+class Recompute(torch.autograd.Function):
+    """Somebody else's activation checkpointing."""
+
+    @staticmethod
+    def forward(ctx, body, x):
+        ctx.body = body
+        ctx.save_for_backward(x)
+        return body(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.body(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+def test_a_layer_called_again_in_the_backward_pass_is_refused():
+    with pytest.raises(NormLayerError, match=r"layer 'body\.1'.*called again in the backward pass"):
+        step(Checkpointed(Recompute.apply))
+
+
+class Arithmetic(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / x.std(0)
+
+
+class DataParallelLike(nn.DataParallel):
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_layers_out_of_reach_are_refused_by_name():
+    with pytest.raises(NormLayerError, match=r"layer '1' \(Arithmetic\) made no call"):
+        step(nn.Sequential(nn.Linear(4, 3), Arithmetic(3)).double())
+    with pytest.raises(NormLayerError, match="module '0' is a DataParallelLike"):
+        step(nn.Sequential(DataParallelLike(small())))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_is_refused():
+    with pytest.raises(NormLayerError, match="module '0' is a"):
+        step(nn.Sequential(torch.jit.script(small())))
+
+
+def test_a_second_backward_pass_is_refused():
+    model = small()
+    with synchronised(model, alone, batch_size=4, union_batch_size=8):
+        loss = model(inputs()).square().sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(NormLayerError, match="layer '4' was reached by a second backward pass"):
+            loss.backward()
+
+
+def test_backward_belongs_in_the_block():
+    model = small()
+    with synchronised(model, alone, batch_size=4, union_batch_size=8):
+        loss = model(inputs()).square().sum()
+    with pytest.raises(NormLayerError, match=r"'gradients/1' comes after the synchronised block"):
+        loss.backward()
+
+
+def test_an_answer_of_another_shape_is_refused():
+    with pytest.raises(ReplyError, match=r"'mean/0' was answered with shape \(2, 5\); \(5,\) was sent"):
+        step(small(), lambda tag, t: t.expand(2, -1))
+
+
+def test_an_answer_of_another_type_is_converted():
+    with synchronised(small(), lambda tag, t: t.double().requires_grad_(), batch_size=4, union_batch_size=8) as watched:
+        answer = watched.exchange("mean/0", torch.ones(5))
+    assert answer.dtype == torch.float32
+    assert not answer.requires_grad
+
+
+@pytest.mark.parametrize("method", ["function", "in place"])
+def test_a_compiled_model_is_synchronised(method):
+    torch.compiler.reset()
+    model, reference, tags = small(), small(), []
+    step(reference)
+    if method == "in place":
+        model.compile(backend="eager")
+        step(model, lambda tag, t: tags.append(tag) or alone(tag, t))
+    else:
+        step(torch.compile(model, backend="eager"), lambda tag, t: tags.append(tag) or alone(tag, t))
+    assert tags == ["mean/0", "variance/0", "mean/1", "variance/1", "gradients/1", "gradients/0"]
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_combine_weighs_in_the_given_order_and_keeps_the_type():
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, -2.0])]
+    assert torch.equal(combine("mean/0", tensors, (3, 1)), torch.tensor([1.75, 1.0]))
+    assert torch.equal(combine("gradients/2", tensors, (0.75, 0.25)), torch.tensor([1.75, 1.0]))
+    moments = [torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[4.0], [0.0], [6.0]])]
+    assert torch.equal(
+        combine("moments/0", moments, (3, 1)), torch.tensor([[1.75], [0.0], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]])
+    )
+    assert combine("mean/0", [t.half() for t in tensors], (1, 1)).dtype == torch.float16
+    assert torch.equal(tensors[0], torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("tag", "shapes", "weights", "error"),
+    [
+        ("median/0", [2], [1], ConfigError),
+        ("mean/0", [], [], ReplyError),
+        ("mean/0", [2, 3], [1, 1], ReplyError),
+        ("moments/0", [(2, 5)], [1], ReplyError),
+        ("moments/0", [3], [1], ReplyError),
+        ("mean/0", [2, 2], [1], ReplyError),
+        ("mean/0", [2, 2], [1, 0], ReplyError),
+        ("mean/0", [2, 2], [1, float("nan")], ReplyError),
+    ],
+)
+def test_combine_refuses_what_does_not_fit(tag, shapes, weights, error):
+    with pytest.raises(error, match=tag.partition("/")[0]):
+        combine(tag, [torch.zeros(n) for n in shapes], weights)

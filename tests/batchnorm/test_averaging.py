@@ -1,0 +1,198 @@
+"""Averaging against exact rational arithmetic, and the laws that make it safe for BatchNorm."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr.batchnorm.averaging import State, average, check_state, normalise
+from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.batchnorm.parts import split_state
+
+NAMES = ["w", "bn.weight", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "half"]
+PARTS = split_state(dict.fromkeys(NAMES))
+
+
+def client(seed: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return {
+        "w": draw.normal(size=(2, 3)),
+        "bn.weight": draw.normal(size=3).astype(np.float32),
+        "bn.running_mean": draw.normal(size=3) * 10,
+        "bn.running_var": draw.exponential(size=3),
+        "bn.num_batches_tracked": np.asarray(int(draw.integers(1, 100)), dtype=np.int64),
+        "half": np.asarray(draw.normal(), dtype=np.float16),
+    }
+
+
+def exact_mean(values: list[float], counts: list[int]) -> Fraction:
+    return sum((Fraction(float(v)) * n for v, n in zip(values, counts, strict=True)), Fraction(0)) / sum(counts)
+
+
+def oracle(states: list[dict[str, np.ndarray]], counts: list[int], pooled: bool) -> dict[str, np.ndarray]:
+    """The definition, element by element, without rounding until the end."""
+    result = {}
+    for name, first in states[0].items():
+        out = np.empty(first.shape, dtype=first.dtype)
+        for index in np.ndindex(first.shape):
+            values = [state[name][index] for state in states]
+            if first.dtype == np.int64:
+                out[index] = max(values)
+                continue
+            mean = exact_mean([float(v) for v in values], counts)
+            if pooled and name == "bn.running_var":
+                means = [Fraction(float(state["bn.running_mean"][index])) for state in states]
+                centre = exact_mean([float(m) for m in means], counts)
+                mean += sum(((m - centre) ** 2 * n for m, n in zip(means, counts, strict=True)), Fraction(0)) / sum(
+                    counts
+                )
+            out[index] = float(mean)
+        result[name] = out
+    return result
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_against_exact_arithmetic(pooled: bool) -> None:
+    states, counts = [client(i) for i in range(5)], [3, 1, 400, 17, 80]
+    got = average(states, [float(n) for n in counts], PARTS, "pooled" if pooled else "mean")
+    want = oracle(states, counts, pooled)
+    assert list(got) == NAMES
+    for name in NAMES:
+        assert (got[name].dtype, got[name].shape) == (states[0][name].dtype, states[0][name].shape)
+        rtol = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-3, "int64": 0}[str(got[name].dtype)]
+        np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=1e-14)
+
+
+def test_sums_are_in_float64_also_for_half_precision() -> None:
+    states = [{"x": np.asarray([1.0], dtype=np.float16)}] + [{"x": np.asarray([2.0**-11], np.float16)}] * 2048
+    got = average(states, [1.0] * 2049, split_state({"x": None}))["x"]
+    assert got.dtype == np.float16
+    assert got == np.float16(2 / 2049)
+
+
+def test_counters_take_the_maximum_and_stay_int64() -> None:
+    states = [{"c": np.asarray(n, dtype=np.int64)} for n in (9, 2**53 + 1, 10)]
+    got = average(states, [1.0, 1.0, 1.0], split_state({"c": None}))["c"]
+    assert (got.dtype, got.shape, int(got)) == (np.int64, (), 2**53 + 1)
+    flags = [{"f": np.asarray([False, True])}, {"f": np.asarray([False, False])}]
+    assert average(flags, [1.0, 1.0], split_state({"f": None}))["f"].tolist() == [False, True]
+
+
+def test_ten_times_the_same_counter_is_that_counter() -> None:
+    """Flower's FedAvg makes 9.999999999999998 of it."""
+    states = [{"bn.num_batches_tracked": np.asarray(10)}] * 10
+    assert average(states, [0.1] * 10, PARTS)["bn.num_batches_tracked"] == 10
+
+
+def test_one_client_is_its_own_average(same_bits) -> None:
+    state = client(3)
+    for variance in ("mean", "pooled"):
+        same_bits(average([state], [17.0], PARTS, variance), state)
+
+
+def test_inputs_are_not_changed(same_bits) -> None:
+    states, before = [client(1), client(2)], [client(1), client(2)]
+    average(states, [1.0, 2.0], PARTS, "pooled")
+    for state, copy in zip(states, before, strict=True):
+        same_bits(state, copy)
+
+
+counts_of = st.lists(st.integers(1, 500), min_size=2, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(counts=counts_of, seed=st.integers(0, 1000), data=st.data())
+def test_the_order_of_arrival_does_not_matter_once_sorted(counts: list[int], seed: int, data: st.DataObject) -> None:
+    """Callers sort by partition id: any permutation of the replies then gives the same bits."""
+    replies = [(i, client(seed + i), float(n)) for i, n in enumerate(counts)]
+    arrived = data.draw(st.permutations(replies))
+    orders = (replies, sorted(arrived, key=lambda reply: reply[0]))
+    results = [average([r[1] for r in order], [r[2] for r in order], PARTS, "pooled") for order in orders]
+    for name in NAMES:
+        assert results[0][name].tobytes() == results[1][name].tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=counts_of, seed=st.integers(0, 1000), shift=st.floats(-1e3, 1e3))
+def test_pooled_variance_is_that_of_the_concatenated_data(counts: list[int], seed: int, shift: float) -> None:
+    draw = np.random.default_rng(seed)
+    data = [draw.normal(shift * i, 1 + i, size=(n, 2)) for i, n in enumerate(counts)]
+    states = [{"running_mean": x.mean(0), "running_var": x.var(0)} for x in data]
+    got = average(states, [float(n) for n in counts], split_state(states[0]), "pooled")
+    union = np.concatenate(data)
+    scale = np.abs(union).max() + 1
+    np.testing.assert_allclose(got["running_mean"], union.mean(0), rtol=1e-12, atol=1e-12 * scale)
+    np.testing.assert_allclose(got["running_var"], union.var(0), rtol=1e-11, atol=1e-13 * scale**2)
+
+
+def test_pooled_variance_does_not_cancel() -> None:
+    """The means' spread is 2.25; their squares differ in the digits that float64 has left."""
+    states = [{"running_mean": np.asarray([1e9 + d]), "running_var": np.asarray([1e-3])} for d in (-1.5, 1.5)]
+    got = average(states, [1.0, 1.0], split_state(states[0]), "pooled")["running_var"]
+    assert got == pytest.approx([2.251], rel=1e-14)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    means=st.lists(st.floats(-1e18, 1e18, allow_subnormal=False), min_size=2, max_size=5),
+    small=st.floats(0, 1e-30, allow_subnormal=False),
+    variance=st.sampled_from(["mean", "pooled"]),
+)
+def test_a_variance_is_never_negative(means: list[float], small: float, variance: str) -> None:
+    one = np.float32
+    states = [{"running_mean": np.asarray([m], one), "running_var": np.asarray([small], one)} for m in means]
+    got = average(states, [0.1 * (i + 1) for i in range(len(means))], split_state(states[0]), variance)
+    assert got["running_var"][0] >= 0
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0], []])
+def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
+    with pytest.raises(ReplyError, match="cannot be averaged: all finite and >= 0, at least one above 0"):
+        normalise(weights)
+
+
+def test_normalise() -> None:
+    assert normalise([1.0, 3.0, 0.0]) == [0.25, 0.75, 0.0]
+
+
+def problem(change: dict[str, np.ndarray | None]) -> str:
+    like = client(0)
+    state: State = {k: v for k, v in {**like, **change}.items() if v is not None}
+    with pytest.raises(ReplyError) as error:
+        check_state(state, like, PARTS)
+    return str(error.value)
+
+
+def test_check_state_says_what_is_wrong_with_which_entry() -> None:
+    check_state(client(1), client(0), PARTS)
+    assert problem({"w": None}) == "entry 'w' is missing"
+    assert problem({"extra": np.zeros(1)}) == "entry 'extra' was not asked for"
+    assert problem({"w": np.zeros((3, 2))}) == "entry 'w' has shape (3, 2), expected (2, 3)"
+    assert problem({"w": np.zeros((2, 3), np.float32)}) == "entry 'w' has dtype float32, expected float64"
+    assert problem({"bn.num_batches_tracked": np.asarray(9.5)}) == (
+        "entry 'bn.num_batches_tracked' has dtype float64, expected int64"
+    )
+    bad = np.asarray([0.0, np.nan, np.inf])
+    assert problem({"bn.running_mean": bad}) == "entry 'bn.running_mean' holds nan"
+    assert problem({"bn.weight": np.asarray([1, -np.inf, 1], np.float32)}) == "entry 'bn.weight' holds -inf"
+    assert problem({"half": np.asarray(np.nan, np.float16)}) == "entry 'half' holds nan"
+    assert problem({"bn.running_var": np.asarray([1.0, -0.25, 0.0])}) == (
+        "entry 'bn.running_var' holds a negative variance, -0.25"
+    )
+
+
+def test_check_state_lists_the_first_two_of_many() -> None:
+    assert problem({**dict.fromkeys(NAMES), "x": np.zeros(1)}) == (
+        "; ".join(f"entry '{name}' is missing" for name in NAMES[:2]) + " (and 5 more)"
+    )
+
+
+def test_check_state_allows_zero_variance_and_empty_entries() -> None:
+    state = {"running_mean": np.zeros(0), "running_var": np.zeros(0)}
+    check_state(state, state, split_state(state))
+    zero = {"running_mean": np.zeros(2), "running_var": np.zeros(2)}
+    check_state(zero, zero, split_state(zero))

@@ -1,0 +1,143 @@
+"""The split of a model's state is made by layer type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision.models as tv
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """A subclass with an entry of its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("warm_up", torch.zeros(()))
+
+
+def unnamed() -> nn.Module:
+    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), block, nn.Flatten(), nn.Linear(4, 2), nn.BatchNorm1d(2))
+
+
+def sizes(parts: Parts) -> tuple[int, int, int, int]:
+    return len(parts.affine), len(parts.statistics), len(parts.counters), len(parts.rest)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_layers", "num_rest"),
+    [(tv.resnet18, 20, 22), (tv.densenet121, 121, 122), (tv.mobilenet_v2, 52, 54), (unnamed, 3, 6)],
+)
+def test_all_layers_of_known_models(make: Callable[[], nn.Module], num_layers: int, num_rest: int) -> None:
+    with torch.device("meta"):
+        model = make()
+    parts = split_state(model)
+    assert (
+        len(parts.layers) == num_layers == sum(isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d) for m in model.modules())
+    )
+    assert sizes(parts) == (2 * num_layers, 2 * num_layers, num_layers, num_rest)
+    assert parts.names == tuple(model.state_dict())
+    assert sorted(parts.affine + parts.statistics + parts.counters + parts.rest) == sorted(parts.names)
+
+
+@pytest.mark.parametrize("make", [tv.resnet18, tv.densenet121, tv.mobilenet_v2, unnamed])
+def test_a_bare_state_dict_gives_the_same_parts(make: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        model = make()
+    assert dict(split_state(model.state_dict()).part_of) == dict(split_state(model).part_of)
+
+
+def test_downsample_layers_of_resnet_are_found() -> None:
+    parts = split_state(tv.resnet18())
+    assert parts.part_of["layer2.0.downsample.1.weight"] is Part.AFFINE
+    assert parts.part_of["layer2.0.downsample.1.running_var"] is Part.STATISTICS
+    assert parts.part_of["layer2.0.downsample.1.num_batches_tracked"] is Part.COUNTERS
+    assert parts.part_of["layer2.0.downsample.0.weight"] is Part.REST
+
+
+def test_names_do_not_decide() -> None:
+    model = nn.ModuleDict({"bn1": nn.Linear(2, 2), "conv": nn.BatchNorm1d(2), "running_mean": nn.Linear(2, 1)})
+    parts = split_state(model)
+    assert parts.rest == ("bn1.weight", "bn1.bias", "running_mean.weight", "running_mean.bias")
+    assert split_state(model.state_dict()).rest == parts.rest
+    assert split_state({"a.best_running_mean": 0, "a.best_weight": 0, "a.weight": 0}).layers == ()
+
+
+def test_a_path_that_is_a_prefix_of_another() -> None:
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(11)])
+    model[1] = nn.BatchNorm1d(1)
+    assert all(name.startswith("1.") for name in split_state(model).affine)
+    assert "10.weight" in split_state(model).rest
+
+
+def test_subclass_keeps_its_own_entries_in_rest() -> None:
+    parts = split_state(nn.Sequential(OwnNorm(3)))
+    assert sizes(parts) == (2, 2, 1, 1)
+    assert parts.rest == ("0.warm_up",)
+
+
+@pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.LazyBatchNorm2d(), nn.BatchNorm3d(3), nn.BatchNorm1d(3)])
+def test_every_kind_of_batch_norm(layer: nn.Module) -> None:
+    assert isinstance(layer, _BatchNorm)
+    assert sizes(split_state(nn.Sequential(nn.Conv2d(3, 3, 1), layer))) == (2, 2, 1, 2)
+
+
+def test_a_module_at_two_paths_stands_twice() -> None:
+    norm = nn.BatchNorm1d(2)
+    model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm)})
+    parts = split_state(model)
+    assert parts.names == tuple(model.state_dict())
+    assert sizes(parts) == (4, 4, 2, 0)
+    assert [layer.path for layer in parts.layers] == ["a", "b.0"]
+
+
+def test_without_affine_or_statistics() -> None:
+    assert sizes(split_state(nn.Sequential(nn.BatchNorm1d(2, affine=False)))) == (0, 2, 1, 0)
+    no_statistics = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
+    assert sizes(split_state(no_statistics)) == (2, 0, 0, 0)
+    assert list(split_state(no_statistics).moments()) == []
+    assert sizes(split_state(no_statistics.state_dict())) == (0, 0, 0, 2), "names alone cannot tell"
+
+
+def test_the_model_itself_is_the_layer() -> None:
+    norm = nn.BatchNorm1d(2)
+    for parts in (split_state(norm), split_state(norm.state_dict())):
+        assert sizes(parts) == (2, 2, 1, 0)
+        assert list(parts.moments()) == [("running_mean", "running_var")]
+        assert parts.layers[0].path == ""
+
+
+def test_instance_norm_is_rest_by_type_and_batch_norm_by_name() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(2, affine=True, track_running_stats=True), nn.BatchNorm2d(2))
+    assert sizes(split_state(model)) == (2, 2, 1, 5)
+    assert sizes(split_state(model.state_dict())) == (4, 4, 2, 0)
+
+
+def test_other_norms_are_rest() -> None:
+    model = nn.Sequential(nn.GroupNorm(1, 2), nn.LayerNorm(2))
+    assert sizes(split_state(model)) == (0, 0, 0, 4)
+
+
+def test_select_keeps_the_order_of_the_state_dict() -> None:
+    model = unnamed()
+    parts = split_state(model)
+    wanted = {Part.REST, Part.AFFINE}
+    assert parts.select(wanted) == tuple(n for n in model.state_dict() if parts.part_of[n] in wanted)
+    assert parts.select([]) == ()
+
+
+def test_fingerprint_sees_names_types_and_shapes() -> None:
+    def of(model: nn.Module) -> str:
+        return split_state(model).fingerprint({name: tuple(t.shape) for name, t in model.state_dict().items()})
+
+    base = of(nn.Sequential(nn.BatchNorm1d(2)))
+    assert base == of(nn.Sequential(nn.BatchNorm1d(2)))
+    others = [nn.BatchNorm1d(3), nn.BatchNorm1d(2, affine=False), nn.InstanceNorm1d(2, True, track_running_stats=True)]
+    prints = {base, of(nn.Sequential(nn.Identity(), nn.BatchNorm1d(2))), *[of(nn.Sequential(m)) for m in others]}
+    assert len(prints) == 5

@@ -1,0 +1,141 @@
+"""Statistics gathered from zero: merging is exact, every layer is that of plain passes written out, nothing changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torchvision.models as tv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, merge, moments_of
+from fedbn_flwr.training.loop import Batches
+
+
+def slow(model: nn.Module, datasets: list[Batches], batches: list[list[list[int]]]) -> dict[str, np.ndarray]:
+    """All inputs of every BN layer, (values, C): plain passes of a copy in train mode, layer after layer."""
+    net, seen = copy.deepcopy(model).train(), {}
+    for path, layer in net.named_modules():
+        if isinstance(layer, _BatchNorm):
+            seen[path] = []
+            layer.register_forward_pre_hook(lambda _, args, path=path: seen[path].append(args[0].detach()))
+    with torch.no_grad():
+        for data, split in zip(datasets, batches, strict=True):
+            for positions in split:
+                net(data.batch(torch.tensor(positions))[0])
+    flat = {path: torch.cat([x.movedim(1, -1).flatten(0, -2) for x in inputs]) for path, inputs in seen.items()}
+    return {path: values.numpy() for path, values in flat.items()}
+
+
+@pytest.mark.parametrize("make", [tv.resnet18, tv.mobilenet_v3_small], ids=["resnet18", "mobilenet_v3_small"])
+def test_every_layer_of_a_torchvision_model_over_uneven_clients(points, make) -> None:
+    """Last batches are smaller, one of them a single example: 64 x 64 leaves every layer several values of it."""
+    torch.manual_seed(0)
+    options = {"dropout": 0.0} if make is tv.mobilenet_v3_small else {}
+    model = make(num_classes=3, **options).double()
+    datasets = [points(n, i, shape=(3, 64, 64)) for i, n in enumerate((4, 5, 2))]
+    split = [[[0, 1, 2, 3]], [[0, 1, 2, 3], [4]], [[0, 1]]]
+    expected = slow(model, datasets, split)
+    own = [reestimate_statistics(model, data, batch_size=4) for data in datasets]
+    assert [list(moments) for moments in own] == [list(expected)] * 3
+    for path, values in expected.items():
+        total = functools.reduce(merge, (moments[path] for moments in own))
+        assert total.count == len(values)
+        np.testing.assert_allclose(total.mean, values.mean(0), rtol=1e-10, atol=1e-12, err_msg=path)
+        np.testing.assert_allclose(total.variance, values.var(0, ddof=1), rtol=1e-10, atol=1e-14, err_msg=path)
+
+
+class Many(nn.Module):
+    """A layer called twice, one registered twice, one the model keeps in eval mode, one never called, one untracked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.a, self.frozen, self.idle = (nn.BatchNorm1d(5) for _ in range(4))
+        self.b = self.a
+        self.bare = nn.BatchNorm1d(5, track_running_stats=False)
+
+    def train(self, mode: bool = True) -> Many:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bare(self.twice(self.frozen(x)) + self.twice(self.a(input=x * x)))
+
+
+def test_layers_called_twice_never_frozen_or_at_two_paths(points) -> None:
+    model, data = Many().double(), points(9, 1)
+    found = reestimate_statistics(model, data, batch_size=0)
+    assert list(found) == ["twice", "a", "b"]
+    inputs = data.inputs
+    np.testing.assert_allclose(found["b"].variance, (inputs * inputs).var(0))
+    second = nn.functional.batch_norm(inputs * inputs, None, None, training=True)
+    both = torch.cat([inputs / (1 + 1e-5) ** 0.5, second])
+    assert found["twice"].count == 18
+    np.testing.assert_allclose(found["twice"].mean, both.mean(0), atol=1e-12)
+    np.testing.assert_allclose(found["twice"].variance, both.var(0), rtol=1e-12)
+
+
+def test_the_model_is_left_as_it_was(points, mlp) -> None:
+    model = mlp(dropout=0.5)
+    model.train()
+    model[3].eval()
+    before = copy.deepcopy(model.state_dict())
+    about = {path: (module.training, getattr(module, "track_running_stats", None)) for path, module in named(model)}
+    state = torch.get_rng_state()
+    reestimate_statistics(model, points(9), batch_size=4)
+    with pytest.raises(RuntimeError):
+        reestimate_statistics(model, points(9, shape=(6,)), batch_size=4)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert about == {
+        path: (module.training, getattr(module, "track_running_stats", None)) for path, module in named(model)
+    }
+    assert not any(module._forward_pre_hooks for _, module in named(model))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules())
+
+
+def test_batches_in_order_and_a_lone_last_example(points, mlp) -> None:
+    data = points(9)
+    assert reestimate_statistics(mlp(), data, batch_size=4)["1"].count == 9
+    assert data.asked[-2:] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]], "BatchNorm1d cannot take one example: it joins"
+    conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).double()
+    images = points(5, shape=(1, 6, 6))
+    assert reestimate_statistics(conv, images, batch_size=4)["1"].count == 5 * 16
+    assert images.asked[-2:] == [[0, 1, 2, 3], [4]]
+    assert reestimate_statistics(mlp(), points(1), batch_size=4) == {}
+    assert reestimate_statistics(mlp(), points(0), batch_size=4) == {}
+
+
+def test_dropout_draws_from_its_own_seed(points) -> None:
+    model, data = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)).double(), points(9, 1)
+    first, same, other = (reestimate_statistics(model, data, batch_size=4, seed=seed)["1"] for seed in (1, 1, 2))
+    assert torch.equal(first.mean, same.mean)
+    assert not torch.equal(first.mean, other.mean)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    offset=st.sampled_from([0.0, 1e4, 1e8]),
+    seed=st.integers(0, 9),
+)
+def test_merging_is_one_pass_over_all_values(sizes: list[int], offset: float, seed: int) -> None:
+    """Without cancellation: at an offset of 1e8 the naive E[x^2] - E[x]^2 would have no digit left."""
+    values = np.random.default_rng(seed).normal(size=(sum(sizes), 3)) + offset
+    parts = np.split(values, np.cumsum(sizes)[:-1])
+    total = functools.reduce(merge, (moments_of(torch.from_numpy(part)) for part in parts))
+    assert total.count == len(values)
+    centred = (values - offset).astype(np.longdouble)
+    np.testing.assert_allclose(total.mean - offset, centred.mean(0).astype(float), atol=1e-15 * max(offset, 1) * 8)
+    m2 = ((centred - centred.mean(0)) ** 2).sum(0).astype(float)
+    np.testing.assert_allclose(total.m2, m2, rtol=1e-6 if offset > 1e6 else 1e-9, atol=1e-12)

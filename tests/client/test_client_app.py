@@ -1,0 +1,246 @@
+"""The client behind Flower's ClientApps: its legacy one with stock FedAvg, and ours that speaks the Message API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import Server, ServerConfig, SimpleClientManager
+from flwr.server.compat import start_grid
+from flwr.server.strategy import FedAvg as LegacyFedAvg
+
+from fedbn_flwr.batchnorm.averaging import Array, average
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.messages.records import from_record, to_record, to_state
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+SIZES = (8, 12, 20)
+MakeClient = Callable[[Context], TorchClient]
+
+
+@pytest.fixture
+def client_fn(points, mlp) -> MakeClient:
+    def make(context: Context) -> TorchClient:
+        data = points(SIZES[int(context.node_config["partition-id"])], int(context.node_config["partition-id"]))
+        return TorchClient(mlp(dropout=0.3), data, data, SETTINGS, context=context)
+
+    return make
+
+
+def state_of(model) -> dict[str, Array]:
+    return {name: array.copy() for name, array in to_state(model.state_dict()).items()}
+
+
+@pytest.fixture
+def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
+    grids: list[InProcessGrid] = []
+
+    def make(app: ClientApp, num_nodes: int = len(SIZES)) -> InProcessGrid:
+        grids.append(InProcessGrid(app, num_nodes, max_workers=1))
+        return grids[-1]
+
+    yield make
+    for grid in grids:
+        grid.close()
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_stock_legacy_fedavg_through_flowers_own_client_app(client_fn, mlp, open_grid, inplace: bool) -> None:
+    """Flower averages the counters as floats, or in place as zeros: either must load in the next round, rounded."""
+    grid = open_grid(ClientApp(client_fn=lambda context: client_fn(context).to_client()))
+    start = state_of(mlp(dropout=0.3))
+    seen: list[list[Array]] = []
+
+    class Watched(LegacyFedAvg):
+        def aggregate_fit(self, server_round, results, failures):
+            assert not failures
+            results.sort(key=lambda pair: pair[0].node_id)
+            parameters, metrics = super().aggregate_fit(server_round, results, failures)
+            seen.append(parameters_to_ndarrays(parameters))
+            return parameters, metrics
+
+    strategy = Watched(
+        initial_parameters=ndarrays_to_parameters(list(start.values())),
+        min_fit_clients=3,
+        min_evaluate_clients=3,
+        min_available_clients=3,
+        inplace=inplace,
+        on_fit_config_fn=lambda server_round: {"server-round": server_round},
+    )
+    server = Server(client_manager=SimpleClientManager(), strategy=strategy)
+    server.set_max_workers(1)
+    history = start_grid(grid=grid, server=server, config=ServerConfig(num_rounds=2))
+
+    names, parts = list(start), split_state(mlp(dropout=0.3))
+    clients = [client_fn(grid.context(i)) for i in range(3)]
+    state = start
+    for server_round in (1, 2):
+        states = []
+        for client in clients:
+            arrays, _, _ = client.fit(list(state.values()), {"server-round": server_round})
+            states.append(dict(zip(names, arrays, strict=True)))
+        state = average(states, [float(n) for n in SIZES], parts)
+        got = dict(zip(names, seen[server_round - 1], strict=True))
+        for name in set(names) - set(parts.counters):
+            np.testing.assert_allclose(got[name], state[name], rtol=1e-9, atol=1e-12, err_msg=name)
+        counter = got["1.num_batches_tracked"]
+        counts = [int(s["1.num_batches_tracked"]) for s in states]
+        assert counter == (0 if inplace else pytest.approx(np.average(counts, weights=SIZES)))
+        if server_round == 2 and not inplace:
+            assert counts == [4 + 2, 4 + 3, 4 + 5], "3.8 loads as 4"
+        state = got  # ours takes the maximum: go on from what Flower sent
+    assert len(history.losses_distributed) == 2
+
+
+def test_a_float_counter_from_flower_loads_rounded_through_the_legacy_app(client_fn, mlp, open_grid) -> None:
+    from flwr.common import EvaluateIns
+    from flwr.compat.common.recorddict_compat import evaluateins_to_recorddict, recorddict_to_evaluateres
+
+    clients: list[TorchClient] = []
+
+    def keep(context: Context):
+        clients.append(client_fn(context))
+        return clients[-1].to_client()
+
+    grid = open_grid(ClientApp(client_fn=keep), 1)
+    state = state_of(mlp(dropout=0.3))
+    state["1.num_batches_tracked"] = np.asarray(9.999999999999998)
+    content = evaluateins_to_recorddict(EvaluateIns(ndarrays_to_parameters(list(state.values())), {}), keep_input=True)
+    (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[0], MessageType.EVALUATE)])
+    assert recorddict_to_evaluateres(reply.content).num_examples == SIZES[0]
+    assert clients[0].model[1].num_batches_tracked == 10
+
+
+def ask(grid: InProcessGrid, content: RecordDict, kind: str, partition: int = 0) -> Message:
+    (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[partition], kind)])
+    return reply
+
+
+def test_train_over_the_message_api_is_fit(client_fn, mlp, open_grid, same_bits) -> None:
+    grid = open_grid(client_app(client_fn))
+    start = state_of(mlp(dropout=0.3, seed=2))
+    config = ConfigRecord({"server-round": 3})
+    reply = ask(grid, RecordDict({"model": to_record(start), "any": config}), MessageType.TRAIN, 1)
+    arrays, num_examples, metrics = client_fn(grid.context(1)).fit(list(start.values()), {"server-round": 3})
+    same_bits(from_record(reply.content["model"]), dict(zip(start, arrays, strict=True)))
+    assert dict(reply.content["metrics"]) == {"num-examples": num_examples, **metrics}
+    assert list(reply.content.config_records) == []
+
+
+def test_evaluate_over_the_message_api(client_fn, mlp, open_grid) -> None:
+    grid = open_grid(client_app(client_fn))
+    start = state_of(mlp(dropout=0.3, seed=2))
+    reply = ask(grid, RecordDict({"model": to_record(start), "any": ConfigRecord()}), MessageType.EVALUATE, 2)
+    loss, num_examples, metrics = client_fn(grid.context(2)).evaluate(list(start.values()), {})
+    assert dict(reply.content["metrics"]) == {"num-examples": num_examples, **metrics, "loss": loss}
+    assert list(reply.content.array_records) == []
+
+
+def test_query_tells_partition_and_size(client_fn, open_grid) -> None:
+    grid = open_grid(client_app(client_fn))
+    for partition, size in enumerate(SIZES):
+        reply = ask(grid, RecordDict(), MessageType.QUERY, partition)
+        assert dict(reply.content["metrics"]) == {"partition-id": partition, "num-examples": size, "batch-size": 4}
+
+
+class Plain(NumPyClient):
+    """Somebody's own client."""
+
+    def __init__(self, answer: Callable[[list[Array], dict], tuple] | None = None) -> None:
+        self.answer = answer
+
+    def fit(self, parameters, config):
+        if self.answer:
+            return self.answer(parameters, config)
+        return [a + 1 for a in parameters], 4, {"loss": 0.5, "note": "fine", "blob": b"x"}
+
+    def evaluate(self, parameters, config):
+        return 0.25, 5, {"accuracy": 0.75}
+
+
+@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: c.to_client()])
+def test_any_numpy_client_works(open_grid, wrap) -> None:
+    grid = open_grid(client_app(lambda _: wrap(Plain())))
+    content = RecordDict({"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()})
+    reply = ask(grid, content, MessageType.TRAIN)
+    assert from_record(reply.content["arrays"])["x"].tolist() == [1, 1]
+    assert dict(reply.content["metrics"]) == {"num-examples": 4, "loss": 0.5}
+    assert dict(reply.content["properties"]) == {"note": "fine", "blob": b"x"}
+    assert dict(ask(grid, content, MessageType.EVALUATE).content["metrics"]) == {
+        "num-examples": 5,
+        "loss": 0.25,
+        "accuracy": 0.75,
+    }
+    assert dict(ask(grid, RecordDict(), MessageType.QUERY, 2).content["metrics"]) == {"partition-id": 2}
+
+
+def test_further_records_follow_the_model_in_the_list(open_grid) -> None:
+    seen: dict[str, list] = {}
+
+    def answer(parameters, config):
+        seen["names"], seen["values"] = json.loads(config["array-names"]), [a.tolist() for a in parameters]
+        return [a * 2 for a in parameters], 1, {}
+
+    grid = open_grid(client_app(lambda _: Plain(answer)))
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord(dict(to_record({"x": np.ones(1), "y": np.ones(2)}))),
+            "momentum": to_record({"x": np.full(1, 3.0)}),
+            "config": ConfigRecord(),
+        }
+    )
+    reply = ask(grid, content, MessageType.TRAIN)
+    assert seen == {"names": ["x", "y", "momentum/x"], "values": [[1], [1, 1], [3]]}
+    assert {k: v.tolist() for k, v in from_record(reply.content["arrays"]).items()} == {"x": [2], "y": [2, 2]}
+    assert {k: v.tolist() for k, v in from_record(reply.content["momentum"]).items()} == {"x": [6]}
+
+
+def test_other_arrays_than_received_need_names(open_grid) -> None:
+    content = RecordDict({"arrays": to_record({"x": np.ones(1), "y": np.ones(2)}), "config": ConfigRecord()})
+
+    def named(parameters, config):
+        return [parameters[1]], 1, {"array-names": json.dumps(["y"])}
+
+    reply = ask(open_grid(client_app(lambda _: Plain(named))), content, MessageType.TRAIN)
+    assert list(reply.content["arrays"]) == ["y"]
+    assert list(reply.content.config_records) == []
+    reply = ask(open_grid(client_app(lambda _: Plain(lambda p, _: (p[1:], 1, {})))), content, MessageType.TRAIN)
+    assert "fit returned 1 arrays for 2 names; where they differ from those received" in reply.error.reason
+
+
+def test_a_client_fn_that_returns_something_else(open_grid) -> None:
+    reply = ask(open_grid(client_app(lambda _: "client")), RecordDict(), MessageType.QUERY)
+    assert "client_fn returned str; client_app needs a flwr.client.NumPyClient" in reply.error.reason
+
+
+def test_an_error_rolls_the_context_back(client_fn, mlp, open_grid, same_bits) -> None:
+    grid = open_grid(client_app(client_fn))
+    keep = ConfigRecord({"local-parts": "statistics,counters"})
+    content = RecordDict({"arrays": to_record(state_of(mlp(dropout=0.3))), "config": keep})
+    ask(grid, content, MessageType.TRAIN)
+    kept = from_record(grid.context(0).state["fedbn-flwr.local"])
+    assert kept["1.num_batches_tracked"] == 2
+
+    def breaks(context: Context) -> TorchClient:
+        client = client_fn(context)
+        real = client.fit
+
+        def fit(parameters, config):
+            real(parameters, config)
+            raise RuntimeError("power cut")
+
+        client.fit = fit  # type: ignore[method-assign]
+        return client
+
+    grid._client_app = client_app(breaks)
+    assert "power cut" in ask(grid, content, MessageType.TRAIN).error.reason
+    same_bits(from_record(grid.context(0).state["fedbn-flwr.local"]), kept)

@@ -1,0 +1,101 @@
+"""What a client keeps on disk: which file is taken, which ones stay, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.client.state_folder import Continuity, StateFolder
+
+
+def folder(root: Path, run: str = "r1", committed: tuple[int, ...] = (), fingerprint: str = "f", partition: int = 2):
+    return StateFolder(root, Continuity("s", run, committed), partition, fingerprint)
+
+
+def write(root: Path, server_round: int, sha256: str, **options: Any) -> None:
+    folder(root, **options).write({"sha256": sha256, "kept": {"a": {"x": np.ones(2)}}}, server_round)
+
+
+def rounds(root: Path) -> list[str]:
+    """Run and round of the files that stand, oldest first."""
+    return [".".join(path.name.split(".")[1:3]) for path in sorted((root / "s/partition-2").glob("*.safetensors"))]
+
+
+def test_the_newest_and_the_committed_ones_stay(tmp_path: Path) -> None:
+    """Checkpoints every 4 rounds, the last two stand; the client is not drawn in rounds 4 and 8."""
+    for server_round in (1, 2, 3, 5, 6, 7, 9, 10):
+        committed = tuple(r for r in (0, 4, 8) if r < server_round)[-2:]
+        write(tmp_path, server_round, f"h{server_round}", committed=committed)
+    assert rounds(tmp_path) == ["r1.3", "r1.7", "r1.10"]
+    assert folder(tmp_path).newest()["round"] == 10
+
+
+def test_a_resume_finds_its_part_and_gives_up_what_came_after(tmp_path: Path) -> None:
+    for server_round in (3, 7, 9):
+        write(tmp_path, server_round, f"h{server_round}", committed=(4, 8))
+    assert folder(tmp_path).find("h7")["round"] == 7
+    assert rounds(tmp_path) == ["r1.3", "r1.7"], "round 9 will be done again"
+    assert folder(tmp_path).find("unknown") is None
+    assert rounds(tmp_path) == ["r1.3", "r1.7"]
+    assert folder(tmp_path).find("") is None, "nothing was kept by the checkpoint's round"
+    assert rounds(tmp_path) == []
+
+
+def test_a_new_run_of_the_series_goes_on_with_the_part_of_the_one_before(tmp_path: Path) -> None:
+    write(tmp_path, 40, "old")
+    assert folder(tmp_path, "r2").newest()["sha256"] == "old"
+    write(tmp_path, 1, "h1", run="r2", committed=(0,))
+    write(tmp_path, 2, "h2", run="r2", committed=(0,))
+    assert rounds(tmp_path) == ["r1.40", "r2.2"], "a resume from round 0 starts from the old part again"
+    assert folder(tmp_path, "r2").newest()["sha256"] == "h2"
+    assert folder(tmp_path, "r2").find("")["sha256"] == "old"
+    assert rounds(tmp_path) == ["r1.40"]
+
+
+@pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "of another client", "of another model"])
+def test_what_cannot_be_used_is_named_and_the_one_before_is_taken(tmp_path: Path, harm: str, caplog) -> None:
+    write(tmp_path, 3, "h3", committed=(3,))
+    options = {"of another model": {"fingerprint": "g"}}.get(harm, {})
+    write(tmp_path, 7, "h7", committed=(3,), **options)
+    newest = max((tmp_path / "s/partition-2").iterdir())
+    data = newest.read_bytes()
+    if harm == "cut":
+        newest.write_bytes(data[:-3])
+    elif harm == "edited":
+        newest.write_bytes(data.replace(b"h7", b"h8"))
+    elif harm == "renamed":
+        newest.rename(newest.with_name(newest.name.replace(".7.", ".9.")))
+    elif harm == "of another client":
+        write(tmp_path, 7, "h7", partition=5)
+        (other,) = (tmp_path / "s/partition-5").iterdir()
+        newest.write_bytes(other.read_bytes())
+    with caplog.at_level(logging.WARNING, "flwr"):
+        assert folder(tmp_path).newest()["round"] == 3
+    assert "000001.r1." in caplog.text
+    assert "looking for an earlier one" in caplog.text
+
+
+@pytest.mark.parametrize("series", ["", "..", ".a", "a/b", "a\\b", "a b", "x" * 65, "a\n"])
+def test_a_server_cannot_name_another_folder(series: str) -> None:
+    with pytest.raises(StateError, match="must be 1 to 64 letters"):
+        Continuity(series, "r")
+    with pytest.raises(StateError, match="must be 1 to 64 letters"):
+        Continuity.of({"series": "s", "run": series or "/", "committed": ""})
+
+
+def test_what_is_told_comes_back() -> None:
+    told = Continuity("s", "r", (4, 8))
+    assert Continuity.of(told.told()) == told
+    assert Continuity.of(Continuity("s", "r").told()) == Continuity("s", "r")
+    assert Continuity.of({"server-round": 3}) is None
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "s").write_text("a file in the way")
+    with pytest.raises(StateError, match=r"state folder .*partition-2 cannot be written: .*Not a directory.*state-dir"):
+        write(tmp_path, 1, "h1")

@@ -1,0 +1,180 @@
+"""TorchClient, driven directly."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError, DataError, StateError
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training import LearningRate, LocalTraining, train
+
+SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)
+
+
+def context(partition_id: int = 3) -> Context:
+    return Context(1, 2, {"partition-id": partition_id, "num-partitions": 5}, RecordDict(), {})
+
+
+@pytest.fixture
+def client(points, mlp) -> TorchClient:
+    return TorchClient(mlp(dropout=0.2), points(10, 1), points(6, 2), SETTINGS, context=context(), seed=5)
+
+
+def arrays(model: nn.Module) -> list[np.ndarray]:
+    return [array.copy() for array in to_state(model.state_dict()).values()]
+
+
+def test_get_parameters_is_the_whole_state_dict_in_order(client) -> None:
+    got = client.get_parameters({})
+    assert [a.shape for a in got] == [tuple(t.shape) for t in client.model.state_dict().values()]
+    assert got[6].dtype == np.int64
+
+
+def test_get_properties(client, points, mlp) -> None:
+    assert client.get_properties({}) == {"partition-id": 3, "num-examples": 10, "batch-size": 4}
+    assert TorchClient(mlp(), points(4), points(1), SETTINGS).get_properties({}) == {"num-examples": 4, "batch-size": 4}
+    named = TorchClient(mlp(), points(4), points(1), SETTINGS, context=context(), partition_id=1)
+    assert named.get_properties({}) == {"partition-id": 1, "num-examples": 4, "batch-size": 4}
+
+
+@pytest.mark.parametrize("server_round", [1, 2])
+def test_fit_is_the_training_loop_with_the_rounds_streams_and_rate(client, points, mlp, server_round: int) -> None:
+    start = mlp(dropout=0.2, seed=9)
+    got, num_examples, metrics = client.fit(arrays(start), {"server-round": server_round})
+    result = train(
+        start,
+        points(10, 1),
+        SETTINGS,
+        learning_rate={1: 0.1, 2: 0.05}[server_round],
+        stream=lambda purpose: torch_generator(5, purpose, server_round, 3),
+    )
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(got, arrays(start), strict=True))
+    assert num_examples == 10, "the size of the training set, not the examples processed"
+    assert metrics == {
+        "train-loss": result.loss,
+        "train-accuracy": result.accuracy,
+        "examples-processed": 10,
+        "steps": 3,
+        "dropped-batches": 0,
+    }
+
+
+def test_what_fit_returned_does_not_change_afterwards(client) -> None:
+    """Nor do the arrays the caller passed in."""
+    start = client.get_parameters({})
+    before = [a.copy() for a in start]
+    first, _, _ = client.fit(start, {})
+    copies = [a.copy() for a in first]
+    client.fit(first, {"server-round": 2})
+    for held, kept in ((first, copies), (start, before)):
+        assert all(np.array_equal(a, b) for a, b in zip(held, kept, strict=True))
+
+
+def test_evaluate_one_unnamed_test_set(client, points, mlp) -> None:
+    model = mlp(dropout=0.2, seed=4)
+    loss, num_examples, metrics = client.evaluate(arrays(model), {})
+    want = evaluate(model, points(6, 2))
+    assert (loss, num_examples) == (want.loss, 6)
+    assert metrics == {"loss": want.loss, "accuracy": want.accuracy, "examples-tested": 6}
+
+
+def test_evaluate_named_test_sets(points, mlp) -> None:
+    tests = {"own": points(6, 2), "global": points(8, 3)}
+    client = TorchClient(mlp(), points(4), tests, SETTINGS)
+    own, union = evaluate(mlp(), tests["own"]), evaluate(mlp(), tests["global"])
+    loss, num_examples, metrics = client.evaluate(arrays(mlp()), {})
+    assert (loss, num_examples) == (own.loss, 6)
+    assert metrics["own-accuracy"] == own.accuracy
+    assert (metrics["global-loss"], metrics["global-num-examples"]) == (union.loss, 8)
+    loss, num_examples, metrics = client.evaluate(arrays(mlp()), {"test-sets": "global"})
+    assert (loss, num_examples) == (union.loss, 8)
+    assert "own-loss" not in metrics
+
+
+def test_evaluate_changes_no_entry(client, mlp) -> None:
+    model = mlp(dropout=0.2)
+    client.evaluate(arrays(model), {})
+    assert all(np.array_equal(a, b) for a, b in zip(arrays(client.model), arrays(model), strict=True))
+
+
+def test_counters_that_come_as_floats_are_rounded(client) -> None:
+    start = client.get_parameters({})
+    start[6] = np.asarray(9.999999999999998)
+    client.evaluate(start, {})
+    assert client.model[1].num_batches_tracked == 10
+    assert client.model[1].num_batches_tracked.dtype == torch.int64
+
+
+def test_local_parts_are_kept_and_not_returned(client) -> None:
+    start = client.get_parameters({})
+    config = {"local-parts": "affine,counters,statistics", "server-round": 1}
+    names = ["0.weight", "0.bias", "4.weight", "4.bias"]
+    got, _, metrics = client.fit(start, config)
+    assert json.loads(metrics["array-names"]) == names
+    assert [a.shape for a in got] == [(4, 5), (4,), (3, 4), (3,)]
+    own = copy.deepcopy(client.model[1].state_dict())
+    client.model[1].reset_parameters()
+
+    zeros = [np.zeros_like(a) for a in got]
+    client.evaluate(zeros, {**config, "array-names": json.dumps(names)})
+    assert not client.model[0].weight.any()
+    assert all(torch.equal(own[name], tensor) for name, tensor in client.model[1].state_dict().items())
+
+
+def test_kept_entries_win_over_received_ones(client) -> None:
+    """A common start that is sent again does not undo what the client learnt."""
+    start = client.get_parameters({})
+    client.fit(start, {"local-parts": "statistics"})
+    mean = client.model[1].running_mean.clone()
+    client.evaluate(start, {"local-parts": "statistics"})
+    assert torch.equal(client.model[1].running_mean, mean)
+    client.evaluate(start, {})
+    assert not client.model[1].running_mean.any()
+
+
+def test_a_client_that_lost_its_part_says_so(client) -> None:
+    names = ["0.weight", "0.bias", "4.weight", "4.bias"]
+    values = [client.get_parameters({})[i] for i in (0, 1, 7, 8)]
+    with pytest.raises(StateError) as error:
+        client.fit(values, {"local-parts": "affine,counters,statistics", "array-names": json.dumps(names)})
+    assert str(error.value) == (
+        "no value for 5 entries ('1.weight', ...): they were neither sent nor kept by this client; the server will "
+        "send the common start again"
+    )
+
+
+def test_arrays_that_do_not_fit(client) -> None:
+    start = client.get_parameters({})
+    with pytest.raises(StateError, match=r"^received 8 arrays for 9 entries; the model has 9$"):
+        client.fit(start[:-1], {})
+    swapped = [start[0].T, *start[1:]]
+    with pytest.raises(StateError, match=r"^entry '0.weight' has shape \(5, 4\), the model has \(4, 5\)$"):
+        client.fit(swapped, {})
+    names = [*client.parts.names, "9.weight"]
+    with pytest.raises(StateError, match=r"^received 1 entries the model does not have \('9.weight', ...\)$"):
+        client.fit([*start, start[0]], {"array-names": json.dumps(names)})
+
+
+def test_local_parts_need_a_context(points, mlp) -> None:
+    client = TorchClient(mlp(), points(8), points(1), SETTINGS)
+    with pytest.raises(StateError, match="this client has no Context"):
+        client.fit(client.get_parameters({}), {"local-parts": "affine"})
+
+
+def test_no_data_and_unknown_rules(points, mlp) -> None:
+    client = TorchClient(mlp(), points(0), points(1), SETTINGS)
+    with pytest.raises(DataError, match="no training examples"):
+        client.fit(client.get_parameters({}), {})
+    client = TorchClient(mlp(), points(8), points(1), SETTINGS)
+    with pytest.raises(ConfigError, match=r"unknown client rule 'proximall'\. Did you mean 'proximal'?"):
+        client.fit(client.get_parameters({}), {"rules": "proximall"})

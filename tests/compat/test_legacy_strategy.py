@@ -1,0 +1,336 @@
+"""``to_legacy``: in Flower's own legacy loop the same bits as by messages; what it refuses; whose failures they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from torch import nn
+
+from fedbn_flwr import TorchClient, to_legacy
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.messages.records import to_record, to_state
+from fedbn_flwr.strategies import (
+    MTFL,
+    STRATEGIES,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedBN,
+    FedBS,
+    FedProx,
+    FedWon,
+    FedYogi,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    Standalone,
+)
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+CARRIED: dict[str, Callable[[], FedAvg]] = {
+    "fedavg": FedAvg,
+    "sampled": lambda: FedAvg(fraction_train=0.5, fraction_evaluate=0.5, min_train_nodes=1, min_evaluate_nodes=1),
+    "pooled": lambda: FedAvg(variance="pooled"),
+    "fedprox": lambda: FedProx(proximal_mu=0.3),
+    "scaffold": lambda: Scaffold(server_learning_rate=0.7),
+    "fedavgm": lambda: FedAvgM(server_momentum=0.9),
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedadagrad": FedAdagrad,
+    "fedwon": FedWon,
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "mtfl": MTFL,
+    "fixbn": lambda: FixBN(freeze_at=0.5),
+    "fedbs": lambda: FedBS(fedbs_eps=10.0, fedbs_rounds=2),
+    "standalone": Standalone,
+    "global momentum": lambda: FedBN(momentum_scope="global"),
+    "local momentum": lambda: FedAvg(momentum_scope="local"),
+}
+ROUNDS, SEED = 4, 7
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate((6, 14, 10))]
+
+
+@dataclass
+class Legacy:
+    """A finished legacy run: the arrays before round 1 and after each, and Flower's history."""
+
+    history: list[list[Array]]
+    flower: Any
+    strategy: FedAvg
+    grid: InProcessGrid
+
+
+@pytest.fixture
+def run_legacy() -> Iterator[Callable[..., Legacy]]:
+    """``run_legacy(strategy, model, client_fn, nodes)``: Flower's ServerApp and ClientApp, both of the old kind."""
+    grids: list[InProcessGrid] = []
+
+    def run(strategy: FedAvg, model: Callable[[], nn.Module], client_fn: Any, nodes: int, **options: Any) -> Legacy:
+        history: list[list[Array]] = []
+        options = {"num_rounds": ROUNDS, "timeout": 60, **options}
+        legacy = to_legacy(
+            strategy,
+            to_record(model().state_dict()),
+            evaluate_fn=lambda _, arrays, config: history.append(arrays),  # type: ignore[func-returns-value]
+            **options,
+        )
+        seen: list[Any] = []
+
+        def server_fn(context: Context) -> ServerAppComponents:
+            return ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=ROUNDS))
+
+        grid = InProcessGrid(ClientApp(client_fn=client_fn), nodes, max_workers=1)
+        grids.append(grid)
+        fit = legacy.aggregate_evaluate
+
+        def watch(server_round: int, results: Any, failures: Any) -> Any:
+            seen.append(fit(server_round, results, failures))
+            return seen[-1]
+
+        legacy.aggregate_evaluate = watch  # type: ignore[method-assign]
+        ServerApp(server_fn=server_fn)(grid, Context(0, 0, {}, RecordDict(), {}))
+        return Legacy(history, seen, strategy, grid)
+
+    yield run
+    for grid in grids:
+        grid.close()
+
+
+def torch_client_fn(model: Callable[[], nn.Module], datasets: list, **settings: Any) -> Any:
+    training = LocalTraining(learning_rate=LearningRate(0.1), **{"batch_size": 4, **settings})
+
+    def client_fn(context: Context) -> Any:
+        data = datasets[int(context.node_config["partition-id"])]
+        return TorchClient(model(), data, data, training, context=context, seed=SEED).to_client()
+
+    return client_fn
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_the_same_bits_as_by_messages(name: str, federate, run_legacy, datasets, mlp) -> None:
+    settings = {"sgd_momentum": 0.9} if "momentum" in name else {}
+    model = functools.partial(mlp, norm=name != "fedwon")
+    want = federate(CARRIED[name](), model, datasets, rounds=ROUNDS, **settings)
+    got = run_legacy(CARRIED[name](), model, torch_client_fn(model, datasets, **settings), len(datasets))
+    assert len(got.history) == ROUNDS + 1
+    for arrays, state in zip(got.history, want.history, strict=True):
+        for array, (entry, value) in zip(arrays, state.items(), strict=True):
+            assert (array.dtype, array.shape) == (value.dtype, value.shape), entry
+            assert array.tobytes() == value.tobytes(), entry
+    reports, expected = got.strategy.reports, want.strategy.reports
+    assert all(not report.rejected for report in reports)
+    for mine, theirs in zip(reports, expected, strict=True):
+        assert (mine.phase, mine.participants) == (theirs.phase, theirs.participants)
+        assert (mine.train, mine.evaluate) == (theirs.train, theirs.evaluate), "the same bytes"
+        assert (mine.metrics, mine.clients, mine.evaluations) == (theirs.metrics, theirs.clients, theirs.evaluations)
+    for (loss, metrics), record in zip(got.flower, want.result.evaluate_metrics_clientapp.values(), strict=True):
+        assert {"loss": loss, **metrics} == dict(record)
+
+
+def test_every_strategy_is_carried_or_refused(mlp) -> None:
+    """Each is run above or is refused."""
+    refused = {}
+    for name, strategy in STRATEGIES.items():
+        try:
+            to_legacy(strategy(), to_record(mlp(norm=name != "fedwon").state_dict()), num_rounds=300)
+        except ConfigError as error:
+            refused[name] = str(error)
+    assert refused.keys() == {"fedtan", "fedtan2", "feddna", "staticbn"}
+    for name in ("fedtan", "fedtan2", "feddna"):
+        assert f"strategy '{name}' exchanges statistics with its clients inside a local step, and" in refused[name]
+    assert "strategy 'staticbn' gathers BN statistics from its clients before tests, and" in refused["staticbn"]
+    carried = {make().name for make in CARRIED.values()}
+    assert carried | refused.keys() == set(STRATEGIES)
+    assert not carried & refused.keys()
+    with pytest.raises(ConfigError, match="'fedbs' gathers BN statistics"):
+        to_legacy(FedBS(recalibrate=True), to_record(mlp().state_dict()))
+
+
+def test_messages_of_its_own_are_refused_when_they_are_sent(mlp, datasets, run_legacy) -> None:
+    """A strategy that asks the clients for more than a round's fit and evaluate, and did not say so beforehand."""
+
+    class Chatty(FedAvg):
+        name = "chatty"
+
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            messages = list(super().configure_train(server_round, arrays, config, grid))
+            return grid.send_and_receive(messages)
+
+    class Pushy(Chatty):
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+            return grid.push_messages(list(FedAvg.configure_train(self, server_round, arrays, config, grid)))
+
+    for strategy in (Chatty(), Pushy()):
+        with pytest.raises(ConfigError, match="'chatty' sends messages of its own between the rounds' fit and evaluat"):
+            run_legacy(strategy, mlp, torch_client_fn(mlp, datasets), len(datasets))
+
+
+def test_a_share_of_the_rounds_needs_their_number(mlp) -> None:
+    arrays = to_record(mlp().state_dict())
+    with pytest.raises(ConfigError, match=r"^strategy 'fixbn' needs the number of rounds, .* pass num_rounds="):
+        to_legacy(FixBN(freeze_at=0.5), arrays)
+    assert to_legacy(FixBN(freeze_at="auto"), arrays).strategy.frozen_after is None  # type: ignore[attr-defined]
+    assert to_legacy(FixBN(freeze_at=3), arrays).strategy.frozen_after == 3  # type: ignore[attr-defined]
+    assert to_legacy(FixBN(freeze_at=0.5), arrays, num_rounds=9).strategy.frozen_after == 4  # type: ignore[attr-defined]
+
+
+class Stock(NumPyClient):
+    """A client that knows nothing of this package: whole state in, whole state out, no properties."""
+
+    def __init__(self, model: nn.Module, data: Any) -> None:
+        self.model, self.data = model, data
+
+    def _set(self, parameters: list[Array]) -> None:
+        names = list(self.model.state_dict())
+        self.model.load_state_dict({n: torch.tensor(p) for n, p in zip(names, parameters, strict=True)})
+
+    def _loss(self) -> Any:
+        return nn.functional.cross_entropy(self.model(self.data.inputs), self.data.targets)
+
+    def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+        self._set(parameters)
+        self.model.train()
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self._loss().backward()
+        optimizer.step()
+        return (
+            list(to_state(self.model.state_dict()).values()),
+            len(self.data),
+            {"heard": config.get("told", 0)},
+        )
+
+    def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+        self._set(parameters)
+        return float(self._loss().detach()), len(self.data), {"told": config.get("told", 0)}
+
+
+def stock_fn(model: Callable[[], nn.Module], datasets: list) -> Any:
+    return lambda context: Stock(model(), datasets[int(context.node_config["partition-id"])]).to_client()
+
+
+def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
+    """Its results averaged by hand; counters are integers, and what the project tells its clients arrives."""
+    run = run_legacy(
+        FedAvg(),
+        mlp,
+        stock_fn(mlp, datasets),
+        len(datasets),
+        on_fit_config_fn=lambda r: {"told": 10 * r},
+        on_evaluate_config_fn=lambda r: {"told": r},
+    )
+    state = to_state(mlp().state_dict())
+    for after in run.history[1:]:
+        results = [Stock(mlp(), data).fit(list(state.values()), {})[0] for data in datasets]
+        total = sum(map(len, datasets))
+        for j, name in enumerate(state):
+            if name.endswith("num_batches_tracked"):
+                assert after[j].dtype == np.int64
+                state[name] = after[j]
+                continue
+            want = sum(len(d) / total * r[j] for d, r in zip(datasets, results, strict=True))
+            np.testing.assert_allclose(after[j], want, rtol=1e-12, atol=1e-14, err_msg=name)
+            state[name] = after[j]
+    assert int(run.history[-1][list(state).index("1.num_batches_tracked")]) == ROUNDS
+    assert [metrics["told"] for _, metrics in run.flower] == [1, 2, 3, 4]
+    assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30, 40]
+
+
+def test_the_projects_own_summary_of_metrics(run_legacy, datasets, mlp) -> None:
+    """As Flower's legacy strategies take it; text among the metrics arrives, a refused result does not."""
+
+    class Worded(Stock):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, number, _ = super().fit(parameters, config)
+            return (arrays[:-1] if number == 14 else arrays), number, {"site": f"site {number}"}
+
+        def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            loss, number, _ = super().evaluate(parameters, config)
+            return loss, number, {"site": f"test {number}"}
+
+    def words(metrics: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+        seen.append(sorted((number, said["site"]) for number, said in metrics))
+        return {"sites": len(metrics)}
+
+    seen: list[Any] = []
+    run = run_legacy(
+        FedAvg(),
+        mlp,
+        lambda context: Worded(mlp(), datasets[int(context.node_config["partition-id"])]).to_client(),
+        len(datasets),
+        fit_metrics_aggregation_fn=words,
+        evaluate_metrics_aggregation_fn=words,
+    )
+    fitted, tested = [(6, "site 6"), (10, "site 10")], [(6, "test 6"), (10, "test 10"), (14, "test 14")]
+    assert seen == [fitted, tested] * ROUNDS
+    assert [metrics for _, metrics in run.flower] == [{"sites": 3}] * ROUNDS
+
+
+def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:
+    with pytest.raises(
+        ClientPartError, match=r"5 entries that stay with the client under strategy 'fedbn' \('1.weight'"
+    ):
+        run_legacy(FedBN(), mlp, stock_fn(mlp, datasets), len(datasets))
+
+
+def test_a_failure_carries_its_clients_name_and_words(run_legacy, datasets, mlp) -> None:
+    """The legacy loop hands on a bare exception; the report still says whose it was, and the round goes on."""
+
+    class Fails(Stock):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            if len(self.data) == 14:
+                raise RuntimeError("out of cheese")
+            return super().fit(parameters, config)
+
+        def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            if len(self.data) == 6:
+                raise RuntimeError("no test data today")
+            return super().evaluate(parameters, config)
+
+        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {"partition-id": {6: 0, 14: 1, 10: 2}[len(self.data)]}
+
+    def client_fn(context: Context) -> Any:
+        return Fails(mlp(), datasets[int(context.node_config["partition-id"])]).to_client()
+
+    run = run_legacy(FedAvg(), mlp, client_fn, len(datasets))
+    nodes = run.grid.get_node_ids()
+    for report in run.strategy.reports:
+        assert report.participants == [0, 2]
+        assert report.rejected.keys() == {nodes[0], nodes[1]}
+        assert report.rejected[nodes[1]].startswith(f"node {nodes[1]} (partition 1): error 2: ")
+        assert "out of cheese" in report.rejected[nodes[1]]
+        assert "no test data today" in report.rejected[nodes[0]]
+
+
+def test_a_result_that_cannot_be_read_is_refused(run_legacy, datasets, mlp) -> None:
+    class Short(Stock):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, number, metrics = super().fit(parameters, config)
+            return (arrays[:-1] if len(self.data) == 14 else arrays), number, metrics
+
+    def client_fn(context: Context) -> Any:
+        return Short(mlp(), datasets[int(context.node_config["partition-id"])]).to_client()
+
+    run = run_legacy(FedAvg(), mlp, client_fn, len(datasets))
+    for report in run.strategy.reports:
+        (why,) = report.rejected.values()
+        assert "fit returned 8 arrays for 9 names" in why
+        assert len(report.participants) == 2

@@ -1,0 +1,303 @@
+"""Somebody's NumPyClient with the mod, by messages and in Flower's legacy loop: the same bits as our own client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from flwr.server.strategy import FedAvg as FlowersFedAvg
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import to_legacy
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.transport.polling_grid import PollingGrid
+from fedbn_flwr.mods import bn_rules, local_bn
+from fedbn_flwr.messages.records import from_record, to_record, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.strategies import (
+    MTFL,
+    FedAvg,
+    FedBN,
+    FedDNA,
+    FedProx,
+    FedTAN,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    Standalone,
+)
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+SEED, ROUNDS, SIZES = 7, 3, (6, 8, 10)
+
+
+class TheirClient(NumPyClient):
+    """Whole state in, whole state out; ``ruled`` has the three lines of this package in its loop."""
+
+    def __init__(self, model: nn.Module, data: Any, context: Context, ruled: bool, momentum: float) -> None:
+        self.model, self.data, self.context, self.ruled, self.momentum = model, data, context, ruled, momentum
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"num-examples": len(self.data), "batch-size": 4}
+
+    def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+        self._set(parameters)
+        self.model.train()
+        with bn_rules(self.model, config if self.ruled else {}, self.context) as rules:
+            optimizer = rules.wrap(torch.optim.SGD(self.model.parameters(), 0.1, momentum=self.momentum))
+            for inputs, targets in self._batches(int(config["server-round"])):
+                optimizer.zero_grad()
+                with rules.step(len(inputs)):
+                    loss = F.cross_entropy(self.model(inputs), targets)
+                    loss.backward()
+                optimizer.step()
+        return list(to_state(self.model.state_dict()).values()), len(self.data), {"score": 0.5, "word": "fine"}
+
+    def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+        self._set(parameters)
+        self.model.eval()
+        loss = F.cross_entropy(self.model(self.data.inputs), self.data.targets)
+        return float(loss.detach()), len(self.data), {}
+
+    def _set(self, parameters: list[Array]) -> None:
+        own = self.model.state_dict()
+        self.model.load_state_dict({n: torch.tensor(p) for n, p in zip(own, parameters, strict=True)})
+
+    def _batches(self, server_round: int) -> Iterator[Any]:
+        generator = torch_generator(SEED, "batches", server_round, int(self.context.node_config["partition-id"]))
+        settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+        return (self.data.batch(positions) for positions in settings.batches(len(self.data), generator))
+
+
+@pytest.fixture
+def datasets(points) -> list[Any]:
+    return [points(n, i) for i, n in enumerate(SIZES)]
+
+
+@pytest.fixture
+def client_fn(mlp, datasets) -> Callable[..., Any]:
+    """``client_fn(ruled=True, momentum=0.0, kind=TheirClient)``: a project's function of that name."""
+
+    def make(ruled: bool = True, momentum: float = 0.0, kind: type[TheirClient] = TheirClient) -> Any:
+        def function(context: Context) -> Any:
+            data = datasets[int(context.node_config["partition-id"])]
+            return kind(mlp(), data, context, ruled, momentum).to_client()
+
+        return function
+
+    return make
+
+
+def by_messages(strategy: FedAvg, app: ClientApp, start: nn.Module, meet: bool = True) -> dict[str, Array]:
+    with InProcessGrid(app, len(SIZES), max_workers=len(SIZES)) as grid:
+        there = grid if meet else PollingGrid(grid)
+        arrays = to_record(start.state_dict())
+        return from_record(strategy.start(grid=there, initial_arrays=arrays, num_rounds=ROUNDS, timeout=60).arrays)
+
+
+def by_the_loop(strategy: Any, app: ClientApp, start: nn.Module) -> dict[str, Array]:
+    """Run a legacy strategy, or one of ours; return the last state."""
+    seen: list[list[Array]] = []
+    if isinstance(strategy, FedAvg):
+        strategy = to_legacy(
+            strategy,
+            to_record(start.state_dict()),
+            num_rounds=ROUNDS,
+            timeout=60,
+            evaluate_fn=lambda _, arrays, config: seen.append(arrays),  # type: ignore[func-returns-value]
+        )
+    components = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=ROUNDS))
+    with InProcessGrid(app, len(SIZES), max_workers=1) as grid:
+        ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
+    return dict(zip(start.state_dict(), seen[-1], strict=True)) if seen else {}
+
+
+METHODS: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
+    "fedavg": (FedAvg, {"ruled": False}),
+    "fedbn": (FedBN, {"ruled": False}),
+    "silobn": (SiloBN, {"ruled": False}),
+    "mtfl": (MTFL, {"ruled": False}),
+    "standalone": (Standalone, {"ruled": False}),
+    "fixbn": (lambda: FixBN(freeze_at=1), {}),
+    "fixbn auto": (lambda: FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e9), {}),
+    "fedprox": (lambda: FedProx(proximal_mu=0.3), {}),
+    "averaged bn": (lambda: FedBN(eval_on="averaged-bn"), {}),
+    "scaffold": (Scaffold, {}),
+    "global momentum": (lambda: FedAvg(momentum_scope="global"), {"momentum": 0.9}),
+    "local momentum": (lambda: FedBN(momentum_scope="local"), {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("way", ["messages", "loop"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_numpy_client_with_the_mod_is_our_client(
+    federate, client_fn, datasets, mlp, same_bits, name: str, way: str
+) -> None:
+    make, options = METHODS[name]
+    ours = federate(make(), mlp, datasets, sgd_momentum=options.get("momentum", 0.0))
+    strategy, function = make(), client_fn(**options)
+    if way == "messages":
+        state = by_messages(strategy, client_app(function, mods=[local_bn]), mlp())
+    else:
+        state = by_the_loop(strategy, ClientApp(client_fn=function, mods=[local_bn]), mlp())
+    same_bits(state, ours.state if way == "messages" else ours.history[-1])
+    assert strategy.local_hashes == ours.strategy.local_hashes
+    assert [report.phase for report in strategy.reports] == [report.phase for report in ours.strategy.reports]
+    for report in strategy.reports:
+        assert (report.participants, report.rejected) == ([0, 1, 2], {})
+        assert report.metrics["score"] == 0.5
+        assert "partition-id" not in report.metrics
+
+
+@pytest.mark.parametrize("meet", [True, False])
+@pytest.mark.parametrize("method", [FedTAN, FedDNA])
+def test_a_step_of_a_numpy_client_is_synchronised(
+    federate, client_fn, datasets, mlp, same_bits, method: Any, meet: bool
+) -> None:
+    ours = federate(method(), mlp, datasets, grid_options={"max_workers": len(SIZES)})
+    strategy = method()
+    same_bits(by_messages(strategy, client_app(client_fn(), mods=[local_bn]), mlp(), meet), ours.state)
+    assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
+
+
+def test_another_strategy_of_the_loop_is_left_alone(client_fn, mlp) -> None:
+    """Flower's own FedAvg tells no names: the mod does nothing, and nothing is kept."""
+    rounds: list[dict[str, Any]] = []
+
+    class Told(TheirClient):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            rounds.append(dict(config))
+            return parameters, 1, {}
+
+    by_the_loop(FlowersFedAvg(), ClientApp(client_fn=client_fn(kind=Told), mods=[local_bn]), mlp())
+    assert rounds == [{}] * (ROUNDS * len(SIZES))
+
+
+def test_a_client_without_properties_is_known_by_its_partition(client_fn, mlp) -> None:
+    """Node ids change from run to run: by them a sum of the loop would, too."""
+
+    class Silent(TheirClient):
+        get_properties = NumPyClient.get_properties
+
+    strategy = FedAvg(fraction_evaluate=0.0)
+    by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Silent), mods=[local_bn]), mlp())
+    assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
+
+
+def test_a_client_that_returns_less_than_the_model_is_told(client_fn, mlp) -> None:
+    class Short(TheirClient):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            return parameters[:-1], 1, {}
+
+    strategy = FedBN()
+    by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Short), mods=[local_bn]), mlp())
+    assert all("fit returned 8 arrays; the mod takes out" in r for r in strategy.reports[0].rejected.values())
+    assert len(strategy.reports[0].rejected) == len(SIZES)
+
+
+def test_what_the_client_part_says_is_not_summed_up_with_the_projects_metrics(client_fn, mlp) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Counting(TheirClient):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, count, metrics = super().fit(parameters, config)
+            return arrays, count, {**metrics, "partition-id": 7, "done": True}
+
+    strategy = to_legacy(
+        FedBN(fraction_evaluate=0.0),
+        to_record(mlp().state_dict()),
+        num_rounds=ROUNDS,
+        timeout=60,
+        fit_metrics_aggregation_fn=lambda results: seen.extend(metrics for _, metrics in results) or {},
+    )
+    by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Counting), mods=[local_bn]), mlp())
+    assert seen == [{"score": 0.5, "word": "fine", "partition-id": 7, "done": True}] * ROUNDS * len(SIZES)
+
+
+def test_names_may_be_in_another_order_here(client_fn, federate, datasets, same_bits) -> None:
+    """A client that goes by the names it is told; what SCAFFOLD keeps is for the server's order."""
+
+    class Ordered(TheirClient):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, count, metrics = super().fit(parameters, config)
+            own = dict(zip(self.model.state_dict(), arrays, strict=True))
+            return [own[name] for name in self.names], count, metrics
+
+        def _set(self, parameters: list[Array]) -> None:
+            entries = dict(zip(self.names, parameters, strict=True))
+            self.model.load_state_dict({name: torch.tensor(array) for name, array in entries.items()})
+
+        names: tuple[str, ...] = ()
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("1", nn.Linear(4, 3))
+            self.add_module("0", nn.Linear(5, 4))
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.get_submodule("1")(self.get_submodule("0")(x))  # type: ignore[no-any-return]
+
+    start = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    Ordered.names = tuple(start.state_dict())
+
+    def function(context: Context) -> Any:
+        data = datasets[int(context.node_config["partition-id"])]
+        return Ordered(Backwards(), data, context, True, 0.0).to_client()
+
+    strategy = Scaffold(fraction_evaluate=0.0)
+    by_messages(strategy, client_app(function, mods=[local_bn]), start)
+    assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
+
+
+def test_arrays_without_names_need_none_where_no_rule_does(client_fn, mlp) -> None:
+    strategy = FedAvg(fraction_evaluate=0.0)
+    numbered = ArrayRecord(list(to_state(mlp().state_dict()).values()))
+    with InProcessGrid(client_app(client_fn(), mods=[local_bn]), len(SIZES)) as grid:
+        strategy.start(grid=grid, initial_arrays=numbered, num_rounds=1, timeout=60)
+    assert strategy.reports[0].participants == [0, 1, 2]
+
+
+def test_a_client_that_fails_says_why_itself(mlp) -> None:
+    app = ClientApp(client_fn=lambda context: NumPyClient().to_client(), mods=[local_bn])
+    strategy = FedBN(fraction_evaluate=0.0)
+    by_the_loop(strategy, app, mlp())
+    assert all("does not implement `fit`" in why for why in strategy.reports[0].rejected.values())
+    assert len(strategy.reports[0].rejected) == len(SIZES)
+
+
+def test_an_app_for_the_other_loop_is_told(client_fn, mlp) -> None:
+    strategy = FedAvg(fraction_evaluate=0.0)
+    by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]), mlp())
+    assert all("there it is ClientApp(client_fn, mods=[local_bn])" in w for w in strategy.reports[0].rejected.values())
+
+
+@pytest.mark.parametrize("make", [FedBN, Scaffold])
+def test_our_own_client_needs_no_mod_and_says_so(make: Any, mlp, datasets) -> None:
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+
+    def function(context: Context) -> TorchClient:
+        data = datasets[int(context.node_config["partition-id"])]
+        return TorchClient(mlp(), data, data, settings, context=context)
+
+    strategy = make(fraction_evaluate=0.0)
+    by_messages(strategy, client_app(function, mods=[local_bn]), mlp())
+    why = strategy.reports[0].rejected.values()
+    assert all("which keeps and sends its part itself. Leave the mod out" in told for told in why)
+    assert len(strategy.reports[0].rejected) == len(SIZES)
+
+
+def test_rules_left_out_end_the_run(client_fn, mlp) -> None:
+    with pytest.raises(ClientPartError, match="did not apply the rule 'proximal'"):
+        by_the_loop(FedProx(), ClientApp(client_fn=client_fn(ruled=False), mods=[local_bn]), mlp())

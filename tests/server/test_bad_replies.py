@@ -1,0 +1,290 @@
+"""A client that misbehaves is named and left out; the round goes on as if it had not been there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.strategies import FedAvg, FedBN
+
+SIZES = (6, 13, 9)
+BAD = 1
+Spoil = Callable[[RecordDict], None]
+
+
+def spoiling(
+    spoil: Spoil, client_fn, *, kind: str = MessageType.TRAIN, rounds: tuple[int, ...] = (1, 2, 3)
+) -> ClientApp:
+    """The usual app, but partition BAD spoils its replies to messages of a kind."""
+    whole, app = client_app(client_fn), ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        asked = next(iter(message.content.config_records.values()), ConfigRecord()).get("server-round")
+        reply = whole(message, context)
+        if context.node_config["partition-id"] == BAD and message.metadata.message_type == kind and asked in rounds:
+            spoil(reply.content)
+        return reply
+
+    for register in (app.train(), app.evaluate(), app.query()):
+        register(answer)
+    return app
+
+
+def entry(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Spoil:
+    def spoil(content: RecordDict) -> None:
+        state = from_record(content["arrays"])
+        content["arrays"] = to_record({k: change(v) if k == name else v for k, v in state.items()})
+
+    return spoil
+
+
+def put(value: float, index: int = 0) -> Callable[[np.ndarray], np.ndarray]:
+    def change(array: np.ndarray) -> np.ndarray:
+        array.flat[index] = value
+        return array
+
+    return change
+
+
+def drop(name: str) -> Spoil:
+    def spoil(content: RecordDict) -> None:
+        content["arrays"] = ArrayRecord({k: v for k, v in content["arrays"].items() if k != name})
+
+    return spoil
+
+
+def add(content: RecordDict) -> None:
+    content["arrays"] = ArrayRecord({**content["arrays"], "own.idea": Array(np.zeros(1))})
+
+
+def garbage(data: bytes, dtype: str = "float64") -> Spoil:
+    def spoil(content: RecordDict) -> None:
+        bad = Array(dtype, (4,), "numpy.ndarray", data)
+        content["arrays"] = ArrayRecord({k: bad if k == "0.bias" else v for k, v in content["arrays"].items()})
+
+    return spoil
+
+
+def count(value: float | None) -> Spoil:
+    def spoil(content: RecordDict) -> None:
+        numbers = {k: v for k, v in content["metrics"].items() if k != "num-examples"}
+        content["metrics"] = MetricRecord(numbers if value is None else {**numbers, "num-examples": value})
+
+    return spoil
+
+
+def fail(content: RecordDict) -> None:
+    raise RuntimeError("disk full")
+
+
+def no_arrays(content: RecordDict) -> None:
+    del content["arrays"]
+
+
+def two_metrics(content: RecordDict) -> None:
+    content["more"] = MetricRecord({"num-examples": 3})
+
+
+def object_array(content: RecordDict) -> None:
+    import io
+
+    out = io.BytesIO()
+    np.save(out, np.asarray([{"a": 1}], dtype=object), allow_pickle=True)
+    garbage(out.getvalue())(content)
+
+
+WHOLE = b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 'shape': (4,), }" + b" " * 60 + b"\n"
+CASES: dict[str, tuple[Spoil, str]] = {
+    "nan": (entry("0.weight", put(np.nan, 3)), "entry '0.weight' holds nan"),
+    "inf": (entry("1.running_mean", put(-np.inf)), "entry '1.running_mean' holds -inf"),
+    "shape": (entry("0.bias", lambda a: a[:2]), "entry '0.bias' has shape (2,), expected (4,)"),
+    "dtype": (entry("0.bias", lambda a: a.astype(np.float32)), "entry '0.bias' has dtype float32, expected float64"),
+    "missing": (drop("3.bias"), "entry '3.bias' is missing"),
+    "extra": (add, "entry 'own.idea' was not asked for"),
+    "variance": (entry("1.running_var", put(-0.5, 2)), "entry '1.running_var' holds a negative variance, -0.5"),
+    "zero": (count(0), "'num-examples' is 0, which must be a finite number above 0"),
+    "negative": (count(-3), "'num-examples' is -3, which must be a finite number above 0"),
+    "count nan": (count(float("nan")), "'num-examples' is nan, which must be a finite number above 0"),
+    "no count": (count(None), "'num-examples' is None, which must be a finite number above 0"),
+    "error": (fail, "error 2: <class 'flwr.clientapp.client_app.ClientAppException'>:<'\nException "),
+    "no arrays": (no_arrays, "no ArrayRecord 'arrays'"),
+    "two metrics": (two_metrics, "2 MetricRecords, expected 1"),
+    "text": (garbage(b"not an array"), "arrays that cannot be read: ValueError: "),
+    "empty": (garbage(b""), "arrays that cannot be read: EOFError: "),
+    "zip": (garbage(b"PK\x03\x04nonsense"), "arrays that cannot be read: BadZipFile: "),
+    "cut off": (garbage(WHOLE[:40]), "arrays that cannot be read: ValueError: "),
+    "object": (object_array, "arrays that cannot be read: ValueError: Object arrays cannot be loaded"),
+}
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate(SIZES)]
+
+
+@pytest.fixture
+def without_bad(federate, points, mlp):
+    """The run in which the bad client has no data and so never takes part."""
+    return lambda rounds: federate(FedAvg(), mlp, [points(6, 0), points(0), points(9, 2)], rounds=rounds)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_reply_is_named_and_left_out(federate, datasets, mlp, same_bits, without_bad, case: str) -> None:
+    spoil, message = CASES[case]
+    run = federate(FedAvg(), mlp, datasets, rounds=2, wrap=functools.partial(spoiling, spoil))
+    node_id = run.grid.get_node_ids()[BAD]
+    for report in run.strategy.reports:
+        assert list(report.rejected) == [node_id]
+        assert report.rejected[node_id].startswith(f"node {node_id} (partition {BAD}): {message}")
+        assert (report.participants, report.kept_previous) == ([0, 2], False)
+        assert list(report.clients) == ["0", "2"]
+    same_bits(run.state, without_bad(2).state)
+
+
+def test_a_lying_header_does_not_end_the_run(federate, datasets, mlp) -> None:
+    """The array is fine, what stands beside it is not."""
+
+    def spoil(content: RecordDict) -> None:
+        record = dict(content["arrays"])
+        record["0.bias"] = Array("nonsense", (4,), "numpy.ndarray", record["0.bias"].data)
+        content["arrays"] = ArrayRecord(record)
+
+    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil))
+    assert run.strategy.reports[0].participants == [0, 2]
+    (reason,) = run.strategy.reports[0].rejected.values()
+    assert "arrays that cannot be read: TypeError" in reason
+
+
+def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> None:
+    def spoil(content: RecordDict) -> None:
+        content["metrics"]["train-loss"] = [1.0, 2.0]
+
+    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil))
+    assert run.strategy.reports[0].participants == [0, 1, 2]
+    assert "train-loss" not in run.result.train_metrics_clientapp[1]
+    assert run.result.train_metrics_clientapp[1]["steps"] == pytest.approx((2 * 6 + 3 * 13 + 2 * 9) / 28)
+
+
+def test_a_client_is_taken_again_when_it_recovers(federate, datasets, mlp) -> None:
+    spoil = entry("0.weight", put(np.nan))
+    run = federate(FedAvg(), mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(2,)))
+    assert [r.participants for r in run.strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+
+
+def test_below_the_minimum_the_previous_model_is_kept(federate, datasets, mlp, same_bits) -> None:
+    spoil = entry("0.weight", put(np.nan))
+    run = federate(FedAvg(min_replies=3), mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(2,)))
+    same_bits(run.history[2], run.history[1])
+    assert [r.kept_previous for r in run.strategy.reports] == [False, True, False]
+    assert not np.array_equal(run.history[3]["0.weight"], run.history[2]["0.weight"])
+    assert sorted(run.result.train_metrics_clientapp) == [1, 3]
+
+
+def test_when_no_round_succeeds_the_initial_model_is_the_result(federate, datasets, mlp, same_bits) -> None:
+    run = federate(FedAvg(min_replies=3), mlp, datasets, wrap=functools.partial(spoiling, fail))
+    same_bits(run.state, run.history[0])
+    assert all(r.kept_previous for r in run.strategy.reports)
+
+
+def test_a_bad_evaluation_is_named_beside_a_bad_training(federate, datasets, mlp) -> None:
+    run = federate(
+        FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, count(-1), kind=MessageType.EVALUATE)
+    )
+    report = run.strategy.reports[0]
+    (reason,) = report.rejected.values()
+    assert reason.endswith("(partition 1): evaluation: 'num-examples' is -1, which must be a finite number above 0")
+    assert list(report.evaluations) == ["0", "2"]
+    # A client that has nothing to test on is left out without a complaint.
+    nothing = functools.partial(spoiling, count(0), kind=MessageType.EVALUATE)
+    report = federate(FedAvg(), mlp, datasets, rounds=1, wrap=nothing).strategy.reports[0]
+    assert not report.rejected
+    assert list(report.evaluations) == ["0", "2"]
+
+    def both(client_fn) -> ClientApp:
+        inner = spoiling(fail, client_fn)
+        return spoiling_app(inner, fail)
+
+    report = federate(FedAvg(), mlp, datasets, rounds=1, wrap=both).strategy.reports[0]
+    (reason,) = report.rejected.values()
+    assert reason.count("disk full") == 2
+    assert "; node" in reason
+
+
+def spoiling_app(whole: ClientApp, spoil: Spoil) -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return whole(message, context)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return whole(message, context)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        reply = whole(message, context)
+        if context.node_config["partition-id"] == BAD:
+            spoil(reply.content)
+        return reply
+
+    return app
+
+
+def test_a_client_that_does_not_answer_in_time(federate, datasets, mlp, same_bits, without_bad) -> None:
+    expected, over = without_bad(1).state, threading.Event()  # first: a process's first step takes seconds
+    run = federate(
+        FedAvg(),
+        mlp,
+        datasets,
+        rounds=1,
+        timeout=3.0,
+        wrap=functools.partial(spoiling, lambda content: over.wait(60)),
+        grid_options={"max_workers": 3},
+    )
+    over.set()
+    assert run.strategy.reports[0].participants == [0, 2]
+    same_bits(run.state, expected)
+
+
+@pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.EVALUATE])
+def test_a_client_that_lost_its_own_part_is_sent_the_start_again(federate, datasets, mlp, kind: str) -> None:
+    """As after a restarted SuperNode: the context is empty, the server thinks the client has had the start."""
+    lost = []
+
+    def forgetful(client_fn) -> ClientApp:
+        whole, app = client_app(client_fn), ClientApp()
+
+        def answer(message: Message, context: Context) -> Message:
+            config = next(iter(message.content.config_records.values()), ConfigRecord())
+            asked = config.get("server-round"), message.metadata.message_type, context.node_config["partition-id"]
+            if asked == (2, kind, BAD) and not lost:
+                lost.append(context.state.pop("fedbn-flwr.local"))
+                context.state.pop("fedbn-flwr.local.about")
+            return whole(message, context)
+
+        for register in (app.train(), app.evaluate(), app.query()):
+            register(answer)
+        return app
+
+    run = federate(FedBN(), mlp, datasets, rounds=4, wrap=forgetful)
+    # An error rolls the context back, so the client has its part again in this engine; the server sends it anyway.
+    second = [0, 2] if kind == MessageType.TRAIN else [0, 1, 2]
+    assert [r.participants for r in run.strategy.reports] == [[0, 1, 2], second, [0, 1, 2], [0, 1, 2]]
+    (reason,) = run.strategy.reports[1].rejected.values()
+    assert "no value for 5 entries ('1.weight', ...)" in reason
+    node_id = run.grid.get_node_ids()[BAD]
+    sizes = [
+        len(m.content["arrays"])
+        for m in run.grid.sent
+        if m.metadata.dst_node_id == node_id and m.metadata.message_type == "train"
+    ]
+    assert sizes == [9, 4, 9, 4]

@@ -1,0 +1,163 @@
+"""Recalibration: tests see gathered statistics, training does not; what a client sends is checked; its cost."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Message
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedTAN, FixBN, Scaffold, SiloBN, Standalone
+
+SIZES = (6, 13, 9)
+STATISTICS = ("1.running_mean", "1.running_var")
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate(SIZES)]
+
+
+def trained(run) -> list[bytes]:
+    """All that travelled in training, in the order of partitions."""
+    found = []
+    for message in (*run.grid.sent, *run.grid.received):
+        if message.metadata.message_type == "train":
+            for key, record in message.content.array_records.items():
+                found += [key.encode() + name.encode() + array.data for name, array in record.items()]
+    return found
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedAvg,
+        functools.partial(FixBN, freeze_at=2),
+        Scaffold,
+        functools.partial(SiloBN, fraction_train=0.5, seed=3),
+        functools.partial(FedAvg, fraction_train=0.5, seed=1),
+    ],
+    ids=["fedavg", "fixbn", "scaffold", "silobn half", "fedavg half"],
+)
+def test_training_does_not_see_it_and_every_client_is_asked(federate, datasets, mlp, method) -> None:
+    model = functools.partial(mlp, dropout=0.3)
+    plain, mine, beside = (
+        federate(method(**options), model, datasets, rounds=4)
+        for options in ({}, {"recalibrate": True}, {"eval_on": "global, recalibrated"})
+    )
+    assert trained(plain) == trained(mine) == trained(beside)
+    union = torch.cat([data.inputs for data in datasets])
+    for found, without in zip(mine.history[1:], plain.history[1:], strict=True):
+        assert all(found[n].tobytes() == without[n].tobytes() for n in without if n not in STATISTICS)
+        hidden = torch.nn.functional.linear(union, *(torch.from_numpy(found[f"0.{n}"]) for n in ("weight", "bias")))
+        for name, value in zip(STATISTICS, (hidden.mean(0), hidden.var(0)), strict=True):
+            assert not np.allclose(without[name], value)
+            np.testing.assert_allclose(found[name], value, rtol=1e-12)
+    for name in STATISTICS:  # beside the plain model: offered, and not put into it
+        assert beside.state[name].tobytes() == plain.state[name].tobytes()
+        assert beside.strategy.completion("recalibrated")[name].tobytes() == mine.state[name].tobytes()
+    assert plain.strategy.completion("recalibrated") == {}
+
+
+def test_fedtan_too(tan, lab, mlp) -> None:
+    data = lab.client_data((5,), (6, 13, 9))
+    runs = [tan(FedTAN(recalibrate=on), mlp(), data, rounds=3, local_steps=2, batch_size=4) for on in (False, True)]
+    plain, mine = runs
+    for name in plain.state:
+        assert (plain.state[name].tobytes() == mine.state[name].tobytes()) == (name not in STATISTICS), name
+    reports = zip(mine.strategy.reports, plain.strategy.reports, strict=True)
+    assert [a.train.exchanges - b.train.exchanges for a, b in reports] == [1, 1, 1]
+
+
+def test_it_is_done_where_a_test_is_due_and_counted(federate, datasets, mlp) -> None:
+    """Statistics of the one layer: 2 x 4 float64 up per client, and an int64 count; the state down once."""
+    run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
+    plain = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
+    due = [2, 4, 5]
+    for report, other in zip(run.strategy.reports, plain.strategy.reports, strict=True):
+        extra = report.server_round in due
+        a, b = report.train, other.train
+        assert (a.exchanges - b.exchanges, a.down - b.down, a.up - b.up) == (extra, extra * b.down, extra * 3 * 64)
+        assert (a.counters_down - b.counters_down, a.counters_up - b.counters_up) == (extra * 8, extra * 24)
+    beside = federate(FedAvg(eval_on="recalibrated", fraction_evaluate=0.0), mlp, datasets, rounds=1).strategy.reports[
+        0
+    ]
+    assert (beside.train.exchanges, beside.evaluate.exchanges, beside.evaluate.up) == (1, 1, 3 * 64)
+
+
+def spoil_statistics(change, client_fn) -> ClientApp:
+    whole, app = client_app(client_fn), ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = whole(message, context)
+        if context.node_config["partition-id"] == 1 and message.metadata.message_type == "query.statistics":
+            state = from_record(reply.content["arrays"])
+            change(state)
+            reply.content["arrays"] = to_record(state)
+        return reply
+
+    for register in (app.train(), app.evaluate(), app.query(), app.query("statistics")):
+        register(answer)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.pop("1.m2"), "layer '1': count, mean, m2 and running statistics needed"),
+        (lambda s: s.update({"1.mean": s["1.mean"][:2]}), r"layer '1': int64 \(\), \(2,\), \(4,\) sent"),
+        (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 -1.0"),
+        (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' holds nan"),
+        (lambda s: s.update({"1.count": np.asarray(0)}), "count is 0"),
+        (lambda s: s.update({"9.count": np.asarray(3)}), "'9.count' .* belongs to no BatchNorm layer"),
+    ],
+)
+def test_bad_statistics_are_refused_and_the_others_pooled(federate, datasets, mlp, change, said) -> None:
+    wrap = functools.partial(spoil_statistics, change)
+    run = federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
+    (why,) = run.strategy.reports[0].rejected.values()
+    assert "partition 1" in why
+    assert "statistics" in why
+    assert re.search(said, why)
+    assert run.strategy.reports[0].participants == [0, 1, 2]
+    kept = torch.cat([datasets[i].inputs for i in (0, 2)])
+    hidden = torch.nn.functional.linear(kept, *(torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias")))
+    np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
+
+
+def test_below_min_replies_the_model_keeps_its_own(federate, datasets, mlp, same_bits) -> None:
+    wrap = functools.partial(spoil_statistics, lambda state: state.clear() or state.update(x=np.zeros(1)))
+    run = federate(FedAvg(recalibrate=True, min_replies=3), mlp, datasets, wrap=wrap)
+    same_bits(run.state, federate(FedAvg(), mlp, datasets).state)
+
+
+@pytest.mark.parametrize("method", [FedBN, MTFL, Standalone])
+def test_methods_without_global_weights_refuse_it(method) -> None:
+    for options in ({"recalibrate": True}, {"eval_on": "recalibrated"}):
+        with pytest.raises(ConfigError, match=f"strategy '{method.name}' keeps affine .*no global weights"):
+            method(**options)
+
+
+def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:
+    with pytest.raises(NormLayerError, match=r"the model has none\. Use recalibrate=false"):
+        federate(FedAvg(recalibrate=True), functools.partial(mlp, norm=False), datasets)
+
+
+def test_another_numpy_client_says_what_it_lacks(federate, datasets, mlp) -> None:
+    class Other(NumPyClient):
+        def __init__(self, client) -> None:
+            self.fit, self.evaluate, self.get_properties = client.fit, client.evaluate, client.get_properties
+
+    run = federate(
+        FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=lambda make: client_app(lambda c: Other(make(c)))
+    )
+    assert all("Other gathers no BN statistics" in why for why in run.strategy.reports[0].rejected.values())
+    assert run.strategy.reports[0].participants == [0, 1, 2]

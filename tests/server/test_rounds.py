@@ -1,0 +1,143 @@
+"""The loop over the rounds is Flower's; what outlives a round is handed on; clients are told what to go on from."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+
+from fedbn_flwr import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, server
+from fedbn_flwr.server.dispatch import Dispatcher
+from fedbn_flwr.server.nodes import Node, NodeRegistry
+
+
+def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatch) -> None:
+    def run() -> tuple[Any, list[tuple[int, str]]]:
+        calls: list[tuple[int, str]] = []
+
+        class Noted(FedAvg):
+            def configure_train(self, server_round, *rest):
+                calls.append((server_round, "train"))
+                return super().configure_train(server_round, *rest)
+
+            def configure_evaluate(self, server_round, *rest):
+                calls.append((server_round, "evaluate"))
+                return super().configure_evaluate(server_round, *rest)
+
+        return federate(Noted(), mlp, [points(8), points(12, 1)], rounds=3), calls
+
+    ours, calls = run()
+
+    def flowers(strategy, grid, arrays, after, *rest):
+        assert after == 0
+        return FlowerFedAvg.start(strategy, grid, arrays, *rest)
+
+    monkeypatch.setattr(server, "run_rounds", flowers)
+    theirs, their_calls = run()
+    assert calls == their_calls
+    same_bits(ours.state, theirs.state)
+    assert len(ours.history) == len(theirs.history) == 4
+    for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+        assert getattr(ours.result, kind) == getattr(theirs.result, kind), kind
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_outlives_a_round_is_named_once(name: str) -> None:
+    strategy = STRATEGIES[name]()
+    names = strategy._checkpoint_keys()
+    assert len(names) == len(set(names))
+    assert {"momentum", "local_hashes", "volatile", "started"} <= set(names)
+
+
+def test_the_state_of_another_method_is_refused() -> None:
+    saved = FedAvg().state_dict()
+    with pytest.raises(
+        ConfigError, match=r"the state of a strategy 'scaffold' holds .*variates, volatile; this one holds"
+    ):
+        Scaffold().load_state_dict(saved, 3)
+
+
+def test_clients_are_told_what_to_go_on_from_until_they_have_answered(federate, mlp, points) -> None:
+    data = [points(8), points(12, 1), points(6, 2)]
+    first = federate(FedBN(), mlp, data, rounds=2)
+    assert all("local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind))
+    saved = first.strategy.state_dict()
+    assert sorted(saved["local_hashes"]) == saved["started"] == saved["volatile"] == ["0", "1", "2"]
+    again = FedBN()
+    again.load_state_dict({**saved, "local_hashes": {"1": "0" * 64}, "started": []}, 2)
+    outcome = federate(again, mlp, data, rounds=4)
+    told = {
+        outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get("local-sha256")
+        for m in [m for m in outcome.grid.sent if m.metadata.message_type == "train"][:3]
+    }
+    assert told == {0: "", 1: "0" * 64, 2: ""}, "nothing is known of 0 and 2: they begin again"
+    (reason,) = outcome.strategy.reports[0].rejected.values()
+    assert "this client shall go on from the part it kept with SHA-256 000000000000" in reason
+    assert "no state folder (state-dir)" in reason
+    assert [report.participants for report in outcome.strategy.reports] == [[0, 2], [0, 1, 2]]
+    assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
+
+
+def test_a_node_of_unknown_name_is_not_told_to_begin_again() -> None:
+    """What it holds may be what another message names: "" would have it give that up."""
+    post = Dispatcher(NodeRegistry(0, 1.0), 1.0, "arrays", "config")
+    post.owe({"0": "a" * 64})
+    told = [dict(post._with_hash(Node(7, partition), ConfigRecord({}))) for partition in (0, 1, None)]
+    assert told == [{"local-sha256": "a" * 64}, {"local-sha256": ""}, {}]
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_client_that_lost_what_it_kept_is_named(loses: bool, federate, mlp, points, caplog) -> None:
+    """SCAFFOLD's variate starts at zero again: nothing is missing, so nothing else would tell."""
+
+    def forgetful(client_fn):
+        def client(context):
+            about = context.state.config_records.get("fedbn-flwr.local.about")
+            if loses and context.node_config["partition-id"] == 1 and about and about["server-round"] == 2:
+                context.state = RecordDict()
+            return client_fn(context)
+
+        return client_app(client)
+
+    data = [points(8), points(12, 1), points(6, 2)]
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        federate(Scaffold(), mlp, data, rounds=4, wrap=forgetful)
+    lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
+    assert len(lost) == loses
+    assert all("(partition 1)" in text for text in lost)
+
+
+def test_why_no_node_said_who_it_is_stands_in_the_report(federate, mlp, points, monkeypatch) -> None:
+    """An app that cannot be imported, say: else every round would be empty without a reason."""
+    ask = InProcessGrid.send_and_receive
+
+    def broken(self, messages, *, timeout=None):
+        batch = list(messages)
+        replies = ask(self, batch, timeout=timeout)
+        if not batch or batch[0].metadata.message_type != "query":
+            return replies
+        return [Message(Error(1, "no module named 'net'"), reply_to=message) for message in batch]
+
+    monkeypatch.setattr(InProcessGrid, "send_and_receive", broken)
+    done = federate(FedAvg(), mlp, [points(8), points(12, 1)], rounds=2)
+    for report in done.strategy.reports:
+        assert [why.partition(" did not ")[2] for why in report.rejected.values()] == [
+            "say who it is: error 1: no module named 'net'"
+        ] * 2
+
+
+def test_a_second_start_begins_at_round_one(federate, mlp, points, same_bits) -> None:
+    data = [points(8), points(12, 1)]
+    once = federate(Scaffold(), mlp, data, rounds=2)
+    strategy = Scaffold()
+    strategy.load_state_dict(once.strategy.state_dict(), 1)
+    federate(strategy, mlp, data, rounds=2)
+    again = federate(strategy, mlp, data, rounds=2)
+    same_bits(again.state, once.state)
+    assert [report.server_round for report in strategy.reports] == [1, 2]

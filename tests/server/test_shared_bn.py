@@ -1,0 +1,130 @@
+"""The average of BN parts that stay with the clients: a slow reference, who is tested with it, and who sees nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
+
+SIZES = (6, 13, 9, 5)
+AVERAGED = "averaged-bn"
+
+
+@pytest.fixture
+def datasets(points) -> list:
+    return [points(n, i) for i, n in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("variance", ["mean", "pooled"])
+@pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
+def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate, datasets, mlp, method, variance):
+    """Half of the clients a round; what each keeps at the end is what it shared last. Training is as without."""
+    options = {"fraction_train": 0.5, "seed": 1, "variance": variance}
+    run = federate(method(eval_on=f"personal-own,{AVERAGED}", **options), mlp, datasets, rounds=4)
+    plain = federate(method(**options), mlp, datasets, rounds=4)
+    own = split_state(mlp()).select(method.local)
+    trained = sorted({client for report in run.strategy.reports for client in report.participants})
+    assert len(trained) >= 2
+    kept = {i: from_record(run.grid.inner.context(i).state.array_records["fedbn-flwr.local"]) for i in trained}
+    p = {i: SIZES[i] / sum(SIZES[j] for j in trained) for i in trained}
+    for name in run.state:
+        if name not in own:
+            assert run.state[name].tobytes() == plain.state[name].tobytes(), name
+            continue
+        assert not np.array_equal(run.state[name], plain.state[name]), "the initial values, without"
+        if name.endswith("tracked"):
+            assert run.state[name] == max(kept[i][name] for i in trained)
+            continue
+        expected = sum(p[i] * kept[i][name] for i in trained)
+        if variance == "pooled" and name == "1.running_var":
+            means = {i: kept[i]["1.running_mean"] for i in trained}
+            expected = expected + sum(p[i] * (means[i] - sum(p[j] * means[j] for j in trained)) ** 2 for i in trained)
+        np.testing.assert_allclose(run.state[name], expected, rtol=1e-14, err_msg=name)
+
+
+def test_only_the_upload_costs_more_and_nothing_more_is_sent_without_opting_in(federate, datasets, mlp) -> None:
+    run, plain = (federate(FedBN(eval_on=tests), mlp, datasets) for tests in (AVERAGED, "personal-own"))
+    for mine, other in zip(run.strategy.reports, plain.strategy.reports, strict=True):
+        assert mine.train.up - other.train.up == 4 * 16 * 8, "gamma, beta, mean, variance of 4 channels in float64"
+        assert mine.train.counters_up - other.train.counters_up == 4 * 8
+        assert (mine.train.down, mine.train.exchanges) == (other.train.down, other.train.exchanges)
+    for message in plain.grid.received:
+        if message.metadata.message_type == "train":
+            assert set(message.content["arrays"]) == set(split_state(mlp()).rest)
+            assert list(message.content.array_records) == ["arrays"]
+
+
+def test_a_client_without_own_parts_is_tested_with_the_average(federate, datasets, mlp) -> None:
+    """One of four trains in the first round; the others begin from the common start all the same, in their turn."""
+    tests = {}
+    for asked in (AVERAGED, "personal-own"):
+        run = federate(FedBN(fraction_train=0.25, min_train_nodes=1, seed=1, eval_on=asked), mlp, datasets, rounds=5)
+        sent = [m for m in run.grid.sent if m.metadata.message_type == "evaluate"][:4]
+        tests[asked] = {run.grid.partition(m.metadata.dst_node_id): from_record(m.content["arrays"]) for m in sent}
+    (first,) = run.strategy.reports[0].participants
+    names = split_state(mlp()).select(FedBN.local)
+    start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
+    own = {}
+    for partition in range(4):
+        averaged, plain = tests[AVERAGED][partition], tests["personal-own"][partition]
+        assert ("1.weight" in averaged) == ("1.weight" in plain) == (partition != first)
+        if partition != first:
+            own = own or {name: averaged[name] for name in names}
+            assert all(np.array_equal(plain[name], start[name]) for name in names)
+            assert all(np.array_equal(averaged[name], own[name]) for name in names)
+    assert not np.array_equal(own["1.running_mean"], start["1.running_mean"]), "the parts of the one that trained"
+    begun = [from_record(m.content["arrays"]) for m in run.grid.sent if m.metadata.message_type == "train"]
+    begun = [arrays for arrays in begun if "1.weight" in arrays]
+    assert len(begun) == len({client for report in run.strategy.reports for client in report.participants}) > 1
+    assert all(np.array_equal(arrays[name], start[name]) for arrays in begun for name in names)
+
+
+def test_a_client_that_does_not_share_is_left_out_of_the_average_only(federate, datasets, mlp) -> None:
+    class Reserved(TorchClient):
+        def fit(self, parameters, config):
+            return super().fit(parameters, {**config, "rules": ""} if self.partition_id == 1 else config)
+
+    run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
+    assert [report.participants for report in run.strategy.reports] == [[0, 1, 2, 3]] * 2
+    kept = {i: from_record(run.grid.inner.context(i).state.array_records["fedbn-flwr.local"]) for i in (0, 2, 3)}
+    expected = sum(SIZES[i] / 20 * kept[i]["1.running_mean"] for i in (0, 2, 3))
+    np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
+
+
+def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
+    class Wrong(TorchClient):
+        def fit(self, parameters, config):
+            arrays, count, metrics = super().fit(parameters, config)
+            if self.partition_id == 1:
+                arrays[-1] = np.full_like(arrays[-2], -1.0)  # the counter's place, the variance before it
+                arrays[-2] = np.full_like(arrays[-2], -1.0)
+            return arrays, count, metrics
+
+    run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=1, client=Wrong)
+    (why,) = run.strategy.reports[0].rejected.values()
+    assert "partition 1" in why
+    assert "'1.running_var' holds a negative variance" in why
+
+
+@pytest.mark.parametrize("method", [FedAvg, Standalone])
+def test_methods_without_such_a_model_refuse_it(method) -> None:
+    with pytest.raises(ConfigError, match=f"strategy '{method.name}' has no such model"):
+        method(eval_on=AVERAGED)
+
+
+def test_a_second_run_of_the_strategy_starts_without(federate, datasets, mlp, same_bits) -> None:
+    strategy = FedBN(eval_on=AVERAGED)
+    first, second = (federate(strategy, mlp, datasets) for _ in range(2))
+    same_bits(first.state, second.state)
+
+
+def test_recalibrated_statistics_go_over_averaged_ones(federate, datasets, mlp) -> None:
+    run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
+    gathered = run.strategy.completion("recalibrated")
+    assert all(run.state[name].tobytes() == gathered[name].tobytes() for name in gathered)
+    assert len(gathered) == 2

@@ -1,0 +1,93 @@
+"""Sealed files: trees come back bit for bit; what is cut short or edited is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_atomically, write_checked
+
+TREE = {
+    "round": 3,
+    "model": {"z": np.arange(6, dtype=np.float32).reshape(2, 3).T, "a": np.array(7), "empty": np.zeros((0, 2))},
+    "strategy": {"deltas": [0.1, float(np.float64(1) / 3)], "at": None, "variates": {}, "deep": [{"x": np.ones(2)}]},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_checked(tmp_path / "a.safetensors", TREE)
+    return tmp_path / "a.safetensors"
+
+
+def test_a_tree_comes_back_bit_for_bit(path: Path) -> None:
+    found = read_checked(path)
+    assert list(found["model"]) == ["z", "a", "empty"], "in its order"
+    for name, array in TREE["model"].items():
+        assert (found["model"][name].dtype, found["model"][name].shape) == (array.dtype, array.shape)
+        assert found["model"][name].tolist() == array.tolist()
+    assert found["strategy"]["deep"][0]["x"].tolist() == [1, 1]
+    assert {k: v for k, v in found["strategy"].items() if k != "deep"} == {
+        "deltas": [0.1, 1 / 3],
+        "at": None,
+        "variates": {},
+    }
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@given(share=st.floats(0, 0.999))
+@settings(max_examples=40, deadline=None)
+def test_a_file_cut_short_is_refused(tmp_path_factory, share: float) -> None:
+    path = tmp_path_factory.mktemp("cut") / "a"
+    write_checked(path, TREE)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(StateError, match="cannot be read"):
+        read_checked(path)
+
+
+@given(position=st.integers(0, 10**6), flip=st.integers(1, 255))
+@settings(max_examples=150, deadline=None)
+def test_an_edited_file_is_refused(tmp_path_factory, position: int, flip: int) -> None:
+    path = tmp_path_factory.mktemp("edited") / "a"
+    write_checked(path, TREE)
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= flip
+    path.write_bytes(data)
+    with pytest.raises(StateError):
+        read_checked(path)
+
+
+def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.ones(2)}, tmp_path / "a")
+    with pytest.raises(StateError, match="KeyError: 'about'"):
+        read_checked(tmp_path / "a")
+    with pytest.raises(StateError, match="cannot be read"):
+        read_checked(tmp_path / "absent")
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(path: Path, monkeypatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_checked(path, {"round": 4})
+    assert read_checked(path)["round"] == 3
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a", "whole")
+    write_atomically(tmp_path / ".hidden", "whole")
+    (tmp_path / ".a.123.tmp").write_text("ha")
+    remove_leftovers(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".hidden", "a"]

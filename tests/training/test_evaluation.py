@@ -1,0 +1,86 @@
+"""Evaluation: exact means, eval mode, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.tasks import Task
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 7, 500])
+def test_every_example_counts_once_also_in_a_smaller_last_batch(points, mlp, batch_size: int) -> None:
+    data, model = points(22, 2), mlp(dropout=0.5)
+    result = evaluate(model, data, batch_size=batch_size)
+    with torch.no_grad():
+        outputs = copy.deepcopy(model).eval()(data.inputs)
+    losses = [F.cross_entropy(o[None], t[None]).item() for o, t in zip(outputs, data.targets, strict=True)]
+    assert result.loss == pytest.approx(math.fsum(losses) / 22, rel=1e-14)
+    assert result.accuracy == (outputs.argmax(1) == data.targets).sum().item() / 22
+    assert result.num_examples == 22
+    assert list(chain(*data.asked)) == list(range(22))
+
+
+def test_modes_are_restored_and_no_entry_changes(points, mlp) -> None:
+    model = mlp(dropout=0.5)
+    model.train()
+    model[1].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = copy.deepcopy(model.state_dict())
+    evaluate(model, points(9), batch_size=4)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_modes_are_restored_after_an_error(points, mlp) -> None:
+    model = mlp()
+    with pytest.raises(RuntimeError):
+        evaluate(model, points(4, shape=(6,)))
+    assert all(module.training for module in model.modules())
+
+
+def test_without_examples_there_is_no_number(points, mlp) -> None:
+    result = evaluate(mlp(), points(0))
+    assert math.isnan(result.loss)
+    assert math.isnan(result.accuracy)
+    assert result.num_examples == 0
+
+
+def test_another_loss(points) -> None:
+    data = points(5, shape=(2,))
+    model = nn.Linear(2, 3).double()
+    result = evaluate(model, data, task=Task(loss=lambda outputs, _: outputs.mean()), batch_size=2)
+    assert result.loss == pytest.approx(model(data.inputs).mean().item(), rel=1e-14)
+
+
+def test_gradients_work_after_evaluation(points, mlp) -> None:
+    model, data = mlp(), points(4)
+    evaluate(model, data)
+    F.cross_entropy(model(data.inputs), data.targets).backward()
+    assert model[0].weight.grad is not None
+
+
+def test_the_batches_own_statistics(points, mlp) -> None:
+    """BatchNorm by hand on each batch; running statistics neither used nor changed, dropout off."""
+    data, model = points(10), mlp(dropout=0.5)
+    before = copy.deepcopy(model.state_dict())
+    found = evaluate(model, data, batch_size=6, batch_statistics=True)
+    losses = []
+    with torch.no_grad():
+        for part in torch.arange(10).split(6):
+            hidden = model[0](data.inputs[part])
+            scaled = (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + model[1].eps).sqrt()
+            outputs = model[4]((scaled * model[1].weight + model[1].bias).relu())
+            losses.append(F.cross_entropy(outputs, data.targets[part], reduction="sum"))
+    assert found.loss == pytest.approx(float(sum(losses)) / 10, rel=1e-12)
+    assert found.loss != evaluate(model, data, batch_size=6).loss
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert model[1].running_mean is not None
+    assert model.training

@@ -1,0 +1,159 @@
+"""Adaptive gradient clipping against its formula and timm's function."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torchvision.models
+from torch import Tensor, nn
+
+from fedbn_flwr.training.gradient_clipping import clip_gradients, clip_in_steps, exclude_head
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.models.digits import DigitsCNN
+from fedbn_flwr.models.resnet import SmallResNet
+
+SHAPES = [(4, 3, 2, 2), (5, 3), (4, 1, 1, 1), (6,), (1,), ()]
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    """Weights and gradients of many sizes; some units of each are zero, some clipped, some not."""
+    random = torch.Generator().manual_seed(0)
+    made = []
+    for shape in SHAPES:
+        weight = torch.randn(shape, generator=random, dtype=torch.float64)
+        gradient = torch.randn(shape, generator=random, dtype=torch.float64)
+        if len(shape) > 1:
+            weight[0] = weight[3] = 0
+            gradient[1] = 0
+            gradient[2] *= 1e-3
+            gradient[3] *= 1e-7
+        parameter = nn.Parameter(weight.to(dtype))
+        parameter.grad = gradient.to(dtype)
+        made.append(parameter)
+    return made
+
+
+def reference(weight: Tensor, gradient: Tensor, clipping: float, eps: float) -> Tensor:
+    """One unit after the other."""
+    units = zip(weight, gradient, strict=True) if weight.dim() > 1 else [(weight, gradient)]
+    clipped = []
+    for w, g in units:
+        allowed = clipping * max(math.sqrt(float((w * w).sum())), eps)
+        norm = math.sqrt(float((g * g).sum()))
+        clipped.append(g * (allowed / norm) if norm > allowed else g)
+    return torch.stack(clipped) if weight.dim() > 1 else clipped[0]
+
+
+@pytest.mark.parametrize("clipping", [0.01, 0.1, 2.0])
+@pytest.mark.parametrize("eps", [1e-3, 0.5])
+def test_equals_the_formula(clipping: float, eps: float) -> None:
+    given = parameters()
+    want = [reference(p.detach(), p.grad, clipping, eps) for p in given]
+    values = [p.detach().clone() for p in given]
+    clip_gradients(given, clipping, eps)
+    changed = 0
+    for parameter, value, wanted, before in zip(given, values, want, parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-13, atol=1e-16)
+        assert torch.equal(parameter.detach(), value), "weights are left"
+        changed += not torch.equal(parameter.grad, before.grad)
+    assert changed > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clipping", [1e-5, 0.01, 0.1, 2.0])  # at 1e-5 the least |G| matters
+def test_equals_timm(clipping: float, dtype: torch.dtype) -> None:
+    agc = pytest.importorskip("timm.utils.agc")
+    ours, theirs = parameters(dtype), parameters(dtype)
+    clip_gradients(ours, clipping)
+    agc.adaptive_clip_grad(theirs, clip_factor=clipping, eps=1e-3)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
+
+
+def test_short_gradients_keep_their_bits_and_missing_ones_are_passed_over() -> None:
+    given = parameters()
+    given[1].grad = None
+    before = [None if p.grad is None else p.grad.clone() for p in given]
+    clip_gradients(given, 1e9)
+    assert given[1].grad is None
+    assert all(b is None or torch.equal(p.grad, b) for p, b in zip(given, before, strict=True))
+
+
+def test_zero_switches_it_off_and_excluded_ones_are_passed_over() -> None:
+    given, before = parameters(), parameters()
+    clip_gradients(given, 0.0)
+    assert all(torch.equal(p.grad, b.grad) for p, b in zip(given, before, strict=True))
+    clip_gradients(given, 1e-6, exclude=given[:2])
+    same = [torch.equal(p.grad, b.grad) for p, b in zip(given, before, strict=True)]
+    assert same == [True, True, False, False, False, False]
+
+
+def test_it_comes_before_weight_decay_and_momentum() -> None:
+    weight = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5, weight_decay=0.1)
+    weight.grad = torch.tensor([[60.0, 80.0]], dtype=torch.float64)
+    clip_gradients([weight], 0.1)
+    optimizer.step()
+    # |W| = 5, so |G| is cut from 100 to 0.5; weight decay adds 0.1 W.
+    want = torch.tensor([[3 - 0.3 - 0.3, 4 - 0.4 - 0.4]], dtype=torch.float64)
+    torch.testing.assert_close(weight.detach(), want, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
+def test_numbers_out_of_range(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="clipping is"):
+        clip_gradients([], wrong)
+    with pytest.raises(ConfigError, match="eps is"):
+        clip_gradients([], 0.1, wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "head"),
+    [
+        (lambda: SmallResNet(8, 10, 3), ["fc.weight", "fc.bias"]),
+        (lambda: DigitsCNN(10), ["fc3.weight", "fc3.bias"]),
+        (torchvision.models.mobilenet_v2, ["classifier.1.weight", "classifier.1.bias"]),
+        (torchvision.models.squeezenet1_0, ["classifier.1.weight", "classifier.1.bias"]),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False), nn.ReLU()),
+            ["2.weight"],
+        ),
+        (lambda: nn.BatchNorm1d(3), []),
+    ],
+)
+def test_the_head_is_the_last_layer(make: object, head: list[str]) -> None:
+    with torch.device("meta"):
+        model: nn.Module = make()  # type: ignore[operator]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert [names[id(parameter)] for parameter in exclude_head(model)] == head
+    if len(head) == 2:
+        clip = pytest.importorskip("timm.utils.clip_grad", reason="timm")
+        del clip
+        helpers = pytest.importorskip("timm.models")
+        left = {id(p) for p in helpers.model_parameters(model, exclude_head=True)}
+        assert {id(p) for p in model.parameters()} - left == {id(p) for p in exclude_head(model)}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizer_that_clips_steps_as_one_whose_gradients_were_clipped(closure: bool) -> None:
+    """Weight decay and momentum come after the clipping; a closure computes the gradients inside the step."""
+    ours, theirs = parameters(), parameters()
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    clipping = clip_in_steps(torch.optim.SGD(ours, **settings), 0.1, exclude=ours[-1:])
+    plain = torch.optim.SGD(theirs, **settings)
+    for turn in range(3):
+        for mine, yours, fresh in zip(ours, theirs, parameters(), strict=True):
+            yours.grad = fresh.grad * (turn + 1)
+            mine.grad = None if closure else yours.grad.clone()
+
+        def compute() -> float:
+            for mine, yours in zip(ours, theirs, strict=True):
+                mine.grad = yours.grad.clone()
+            return 1.5
+
+        assert clipping.step(compute if closure else None) == (1.5 if closure else None)
+        clip_gradients(theirs, 0.1, exclude=theirs[-1:])
+        plain.step()
+        assert all(torch.equal(mine, yours) for mine, yours in zip(ours, theirs, strict=True))

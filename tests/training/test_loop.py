@@ -1,0 +1,252 @@
+"""The training loop against loops written out by hand, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training import LearningRate, LocalTraining, ClientHook, TrainResult, as_model_input, sgd, train
+
+
+def stream(purpose: str) -> torch.Generator:
+    return torch_generator(11, purpose)
+
+
+def settings(**changes) -> LocalTraining:
+    return LocalTraining(learning_rate=LearningRate(0.1), **changes)
+
+
+def run(model: nn.Module, data, rate: float = 0.1, **changes) -> TrainResult:
+    rules = changes.pop("rules", ())
+    return train(model, data, settings(**changes), learning_rate=rate, stream=stream, rules=rules)
+
+
+def by_hand(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], rate: float, momentum=0.0, decay=0.0) -> list:
+    """Plain SGD, written out (v = m v + g, w -= lr v, torch's form); returns (loss, right, size) a step."""
+    velocity: dict[str, Tensor] = {}
+    notes = []
+    model.train()
+    for inputs, targets in batches:
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs, targets)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        for name, w, g in zip(names, parameters, torch.autograd.grad(loss, parameters), strict=True):
+            step = g + decay * w.detach()
+            velocity[name] = momentum * velocity[name] + step if name in velocity else step
+            w.data -= rate * velocity[name]
+        notes.append((loss.item(), (outputs.argmax(1) == targets).sum().item(), len(inputs)))
+    return notes
+
+
+def same(a: nn.Module, b: nn.Module, tolerance: float = 1e-11) -> None:
+    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
+@pytest.mark.parametrize("size", [4, 7, 30])
+def test_epochs_equal_sgd_by_hand(points, mlp, momentum: float, decay: float, size: int) -> None:
+    data, model = points(18, 1), mlp()
+    other = copy.deepcopy(model)
+    result = run(model, data, 0.05, batch_size=size, local_epochs=3, sgd_momentum=momentum, weight_decay=decay)
+    batches = ((data.inputs[p], data.targets[p]) for p in list(data.asked))
+    notes = by_hand(other, batches, 0.05, momentum, decay)
+    same(model, other)
+    processed = sum(n for _, _, n in notes)
+    assert (result.num_processed, result.num_steps, result.num_dropped) == (54, len(notes), 0)
+    assert processed == 54
+    assert result.loss == pytest.approx(sum(loss * n for loss, _, n in notes) / 54, rel=1e-14)
+    assert result.accuracy == sum(right for _, right, _ in notes) / 54
+
+
+def test_an_epoch_uses_every_example_once_in_a_fresh_order(points, mlp) -> None:
+    data = points(10)
+    run(mlp(), data, batch_size=4, local_epochs=2)
+    assert [len(p) for p in data.asked] == [4, 4, 2, 4, 4, 2]
+    first, second = [list(chain(*data.asked[i : i + 3])) for i in (0, 3)]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second != list(range(10))
+
+
+def test_local_steps_draw_with_replacement(points, mlp) -> None:
+    data = points(6)
+    result = run(mlp(), data, local_steps=40, batch_size=5)
+    assert (result.num_steps, result.num_processed) == (40, 200)
+    assert {len(p) for p in data.asked} == {5}
+    assert any(len(set(p)) < 5 for p in data.asked)
+    assert set(chain(*data.asked)) == set(range(6))
+
+
+@pytest.mark.parametrize("changes", [{"local_steps": 3}, {"local_epochs": 3}])
+@pytest.mark.parametrize("size", [0, 6, 100])
+def test_a_batch_as_large_as_the_data_is_the_data_in_order(points, mlp, changes: dict, size: int) -> None:
+    data = points(6)
+    assert run(mlp(), data, batch_size=size, **changes).num_processed == 18
+    assert data.asked == [list(range(6))] * 3
+
+
+def test_the_same_streams_give_the_same_bits_and_no_global_draw(points, mlp) -> None:
+    first, second = mlp(dropout=0.5), mlp(dropout=0.5)
+    before = torch.get_rng_state()
+    run(first, points(12), batch_size=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    run(second, points(12), batch_size=4)
+    same(first, second, 0.0)
+
+
+def test_learning_rate_over_rounds() -> None:
+    rate = LearningRate(1.0, (2, "freeze", 4), (0.5, 0.1, 0.25))
+    assert [rate.at(r) for r in (1, 2, 3, 4, 5)] == [1.0, 1.0, 0.5, 0.5, 0.125]
+    assert [rate.at(r, frozen=True) for r in (2, 3)] == [0.1, 0.05]
+    with pytest.raises(ConfigError, match=r"^1 decays of the learning rate but 0 factors$"):
+        LearningRate(1.0, (2,))
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="must be a finite number above 0"):
+            LearningRate(bad)
+
+
+def test_the_rate_of_the_round_is_used_not_the_initial_one(points, mlp) -> None:
+    model, other, data = mlp(), mlp(), points(8)
+    run(model, data, 0.03, batch_size=0)
+    by_hand(other, iter([(data.inputs, data.targets)]), 0.03)
+    same(model, other)
+
+
+def test_an_optimizer_to_go_on_with_keeps_its_momentum(points, mlp) -> None:
+    data, model, other = points(8), mlp(), mlp()
+    own = settings(batch_size=0, sgd_momentum=0.9)
+    optimizer = sgd(model, own)
+    for rate in (0.1, 0.05):
+        train(model, data, own, learning_rate=rate, stream=stream, optimizer=optimizer)
+    reference = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
+    for rate in (0.1, 0.05):
+        reference.param_groups[0]["lr"] = rate
+        reference.zero_grad()
+        F.cross_entropy(other(data.inputs), data.targets).backward()
+        reference.step()
+    same(model, other)
+
+
+def test_frozen_parameters_stay_frozen(points, mlp) -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    run(model, points(8), weight_decay=0.1)
+    assert torch.equal(model[0].weight, before)
+
+
+def conv(size: int, channels: int = 3) -> nn.Module:
+    """BN2d on maps of size x size."""
+    layers = [nn.Conv2d(1, channels, 1), nn.BatchNorm2d(channels), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(channels, 3)).double()
+
+
+def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(points, mlp) -> None:
+    data, model, other = points(9), mlp(), mlp()
+    result = run(model, data, batch_size=4, local_epochs=2)
+    assert (result.num_processed, result.num_steps, result.num_dropped) == (16, 4, 2)
+    batches = [(data.inputs[p], data.targets[p]) for p in data.asked if len(p) > 1]
+    notes = by_hand(other, iter(batches), 0.1)
+    same(model, other)
+    assert result.loss == pytest.approx(sum(loss * n for loss, _, n in notes) / 16, rel=1e-14)
+
+
+@pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
+def test_a_batch_of_one_through_batchnorm2d_depends_on_the_map(points, size: int, dropped: int) -> None:
+    model = conv(size)
+    result = run(model, points(5, shape=(1, size, size)), batch_size=4)
+    assert (result.num_dropped, result.num_processed) == (dropped, 5 - dropped)
+    assert model[1].num_batches_tracked == 2 - dropped, "finding out must not update BN"
+
+
+@pytest.mark.parametrize("change", ["no norm", "frozen norm", "norm without statistics", "frozen, without statistics"])
+def test_what_else_takes_a_batch_of_one(points, mlp, change: str) -> None:
+    class Freeze(ClientHook):
+        def begin(self, model: nn.Module) -> None:
+            model[1].eval()
+
+    model = mlp(norm=change != "no norm")
+    if "without statistics" in change:
+        model[1] = nn.BatchNorm1d(4, track_running_stats=False).double()
+    rules = [Freeze()] if "frozen" in change else []
+    takes = change in ("no norm", "frozen norm")
+    assert run(model, points(5), batch_size=4, rules=rules).num_dropped == (0 if takes else 1)
+
+
+def test_nothing_to_train_on(points, mlp) -> None:
+    with pytest.raises(DataError, match=r"^no training examples: leave this client out or give it data$"):
+        run(mlp(), points(0))
+    with pytest.raises(DataError) as error:
+        run(mlp(), points(3), batch_size=1)
+    assert str(error.value) == (
+        "all 3 batches have one example, from which BatchNorm cannot compute a variance. Use a batch-size above 1 "
+        "(it is 1) or another norm."
+    )
+    assert run(mlp(norm=False), points(3), batch_size=1).num_steps == 3
+
+
+class Noted(ClientHook):
+    """Adds the squared norm of the parameters, and notes what it is called with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.initial = copy.deepcopy(model.state_dict())
+        self.calls: list[str] = []
+
+    def begin(self, model: nn.Module) -> None:
+        assert model.training
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), self.initial.values(), strict=True))
+        self.calls.append("begin")
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        self.calls.append("penalty")
+        return torch.stack([p.square().sum() for p in model.parameters()]).sum() / 2
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        self.calls.append("end")
+        return {"noted": 1.0}
+
+
+def test_rules_are_called_in_order_and_a_penalty_is_not_in_the_loss(points, mlp) -> None:
+    """The gradient of half the squared norm is the parameter itself: weight decay 1."""
+    data, model, decayed = points(8), mlp(), mlp()
+    rule = Noted(model)
+    result = run(model, data, batch_size=4, rules=[rule, ClientHook()])
+    plain = run(decayed, data, batch_size=4, weight_decay=1.0)
+    assert rule.calls == ["begin", "penalty", "penalty", "end"]
+    same(model, decayed)
+    assert result.metrics == {"noted": 1.0}
+    assert result.loss == pytest.approx(plain.loss, rel=1e-13)
+
+
+def test_modules_in_eval_mode_are_put_in_train_mode(points, mlp) -> None:
+    model = mlp().eval()
+    run(model, points(8), batch_size=8)
+    assert model[1].num_batches_tracked == 1
+
+
+def test_amp_runs_and_keeps_dtypes(points, mlp) -> None:
+    data = points(12)
+    data.inputs = data.inputs.float()
+    model, plain = mlp().float(), mlp().float()
+    result = run(model, data, batch_size=4, amp=True)
+    run(plain, data, batch_size=4)
+    assert all(t.dtype in (torch.float32, torch.int64) for t in model.state_dict().values())
+    assert 0 < result.loss < 10
+    difference = (model[0].weight - plain[0].weight).abs().max()
+    assert 0 < difference < 0.05
+
+
+def test_inputs_take_the_models_dtype_but_integers_stay(points) -> None:
+    cpu = torch.device("cpu")
+    assert as_model_input(torch.zeros(2), cpu, torch.float64).dtype == torch.float64
+    assert as_model_input(torch.zeros(2, dtype=torch.int64), cpu, torch.float64).dtype == torch.int64

@@ -1,0 +1,297 @@
+"""Models in wrappers: compiled, in DDP, both; and models of other libraries."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.mods import answer_query, bn_rules, local_bn
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.strategies import FedBN, FedProx, FedTAN, FixBN, Scaffold, Standalone
+from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
+
+
+class Replicated(nn.Module):
+    """As DistributedDataParallel: the model under the name ``module``; no process group is needed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+WRAPPERS = {
+    "compiled": (compiled, "_orig_mod."),
+    "ddp": (Replicated, "module."),
+    "both": (lambda model: compiled(Replicated(model)), "_orig_mod.module."),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
+    wrap, prefix = WRAPPERS[kind]
+    model = mlp()
+    wrapped = wrap(model)
+    plain, through = split_state(model), split_state(wrapped)
+    assert through.names == tuple(prefix + name for name in plain.names)
+    assert [through.part_of[prefix + name] for name in plain.names] == list(plain.part_of.values())
+    assert split_state(wrapped.state_dict()).part_of == through.part_of, "and from the names alone"
+    assert unwrap(wrapped) is model
+    assert view_with_names(wrapped, plain.names) is model
+    assert view_with_names(wrapped, through.names) is wrapped
+    assert wrapper_prefix(through.names, plain.names) == prefix
+    assert wrapper_prefix(plain.names, plain.names) == ""
+    with pytest.raises(StateError, match=rf"they come from a wrapped model \('{prefix}0.bias'\), and this one is not"):
+        view_with_names(model, through.names)
+
+
+def test_a_layer_of_ones_own_called_module_is_no_wrapper() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    model = Own()
+    assert unwrap(model) is model
+    names = list(model.state_dict())
+    assert wrapper_prefix(names, names) == ""
+    assert wrapper_prefix(["module.x", "head.y"], ["x", "y"]) == ""
+    with pytest.raises(StateError, match=r"2 entries are missing and 0 unknown \(first: 'head.bias'\)"):
+        view_with_names(model, names[:2])
+
+
+@pytest.mark.parametrize("kind", ["compiled", "both"])
+@pytest.mark.parametrize(
+    "make",
+    [FedBN, functools.partial(FixBN, freeze_at=1), FedProx, Scaffold, FedTAN, Standalone],
+    ids=["fedbn", "fixbn", "fedprox", "scaffold", "fedtan", "standalone"],
+)
+def test_a_wrapped_model_at_the_client_changes_no_bit(federate, points, mlp, same_bits, kind: str, make: Any) -> None:
+    datasets = [points(n, i) for i, n in enumerate((6, 8))]
+    wrap, _ = WRAPPERS[kind]
+    options = {"rounds": 2, "grid_options": {"max_workers": 1}}
+    plain = federate(make(), mlp, datasets, **options)
+
+    class Wrapping(TorchClient):
+        def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            super().__init__(wrap(model), *args, **kwargs)
+
+    wrapped = federate(make(), mlp, datasets, client=Wrapping, **options)
+    same_bits(wrapped.state, plain.state)
+    assert wrapped.strategy.local_hashes == plain.strategy.local_hashes
+    assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
+
+
+@pytest.mark.parametrize("make", [FedBN, Scaffold], ids=["fedbn", "scaffold"])
+def test_a_wrapped_model_at_the_server_alone(federate, points, mlp, make: Any) -> None:
+    """The server's names come back as it sent them; what is kept has the names of the module inside."""
+    datasets = [points(n, i) for i, n in enumerate((6, 8))]
+    plain = federate(make(), mlp, datasets, rounds=2)
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+
+    def client_fn(context: Any) -> TorchClient:
+        data = datasets[int(context.node_config["partition-id"])]
+        return TorchClient(mlp(), data, data, settings, context=context, seed=7)
+
+    strategy = make()
+    with InProcessGrid(client_app(client_fn), 2, max_workers=1) as grid:
+        start = to_record(Replicated(mlp()).state_dict())
+        state = from_record(strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays)
+    assert [report.rejected for report in strategy.reports] == [{}, {}]
+    assert list(state) == [f"module.{name}" for name in plain.state]
+    for name, array in plain.state.items():
+        assert (state[f"module.{name}"] == array).all(), name
+
+
+# --- models of other libraries ---------------------------------------------------------------------------------------
+
+
+def bn_names(model: nn.Module) -> set[str]:
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    return {f"{path}.{leaf}" for path, layer in layers for leaf in layer.state_dict()}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100", "efficientnet_b0", "densenet121"])
+def test_timm(name: str) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name, pretrained=False, num_classes=3)
+    for parts in (split_state(model), split_state(model.state_dict())):
+        assert set(parts.affine + parts.statistics + parts.counters) == bn_names(model)
+        assert len(parts.layers) > 19
+
+
+@dataclass
+class Pictures:
+    """Three batches of eight, for any loop."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batch(self, positions: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+        return self.inputs[positions], self.targets[positions]
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self.inputs, self.targets), 8)
+
+
+class InOrder(LocalTraining):
+    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+        yield from torch.arange(num_examples).split(8)
+
+
+METHODS = {
+    "fedbn": FedBN,
+    "fixbn": functools.partial(FixBN, freeze_at=1),
+    "fedprox": functools.partial(FedProx, proximal_mu=0.3),
+    "fedtan": FedTAN,
+}
+
+
+@pytest.fixture
+def theirs_is_ours(same_bits) -> Any:
+    """``theirs_is_ours(method, model, loop)``: a loop of another library's against our own client, bit for bit."""
+
+    def check(method: str, model: Callable[[], nn.Module], plain: Callable[[], nn.Module], loop: Any) -> None:
+        def pictures(context: Any) -> Pictures:
+            generator = torch.Generator().manual_seed(i := int(context.node_config["partition-id"]))
+            return Pictures((1 + i) * torch.randn(24, 3, 32, 32, generator=generator), torch.arange(24) % 3)
+
+        app = ClientApp(mods=[local_bn])
+
+        @app.train()
+        def train(msg: Message, context: Context) -> Message:
+            with torch.random.fork_rng():
+                net, data = model(), pictures(context)
+            net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+            with bn_rules(net, msg, context) as rules:
+                loop(net, data.loader(), rules)
+            arrays, metrics = ArrayRecord(net.state_dict()), MetricRecord({"num-examples": len(data)})
+            return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=msg)
+
+        @app.query()
+        def query(msg: Message, context: Context) -> Message:
+            return answer_query(msg, context, SimpleNamespace(dataset=pictures(context), batch_size=8))
+
+        def client_fn(context: Context) -> TorchClient:
+            with torch.random.fork_rng():
+                net, data = plain(), pictures(context)
+            return TorchClient(net, data, data, InOrder(learning_rate=LearningRate(0.1), batch_size=8), context=context)
+
+        torch.manual_seed(0)
+        start, states = to_record(model().state_dict()), []
+        for made in (app, client_app(client_fn)):
+            strategy = METHODS[method](fraction_evaluate=0.0)
+            with InProcessGrid(made, 2, max_workers=2) as grid:
+                states.append(from_record(strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays))
+            assert [report.rejected for report in strategy.reports] == [{}, {}]
+        same_bits(*states)
+
+    return check
+
+
+class Logits(nn.Module):
+    """A transformers model as our client wants one: it returns the logits, its state has the same names."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.module = net  # the name our client takes for a wrapper's
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x).logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["ResNet", "MobileNetV2"])
+def test_transformers(kind: str, method: str, theirs_is_ours) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]} if kind == "ResNet" else {}
+    config = getattr(transformers, f"{kind}Config")(num_labels=3, **small)
+
+    def model() -> nn.Module:
+        net: nn.Module = getattr(transformers, f"{kind}ForImageClassification")(config)
+        for dropout in (m for m in net.modules() if isinstance(m, nn.Dropout)):
+            dropout.p = 0.0  # the two sides draw from different generators
+        return net
+
+    parts = split_state(model())
+    assert set(parts.affine + parts.statistics + parts.counters) == bn_names(model())
+    assert parts.layers
+
+    def loop(net: nn.Module, loader: Any, rules: Any) -> None:
+        optimizer = rules.wrap(torch.optim.SGD(net.parameters(), lr=0.1))
+        net.train()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            with rules.step(len(inputs)):
+                net(inputs, labels=targets).loss.backward()
+            optimizer.step()
+
+    theirs_is_ours(method, model, lambda: Logits(model()), loop)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lightning(method: str, theirs_is_ours) -> None:
+    """Lightning computes gradients inside ``optimizer.step(closure)``; FedTAN needs its manual optimization."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+            self.rules: Any = None
+            self.automatic_optimization = method != "fedtan"
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = nn.functional.cross_entropy
+            if self.automatic_optimization:
+                return loss(self(batch[0]), batch[1])
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            with self.rules.step(len(batch[0])):
+                self.manual_backward(loss(self(batch[0]), batch[1]))
+            return optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return self.rules.wrap(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    def loop(net: Module, loader: Any, rules: Any) -> None:
+        net.rules = rules
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(net, loader)
+
+    assert split_state(Module()).statistics == ("net.2.running_mean", "net.2.running_var")
+    theirs_is_ours(method, Module, Module, loop)
+
+
+def test_a_wrapped_copy_is_another_model(mlp) -> None:
+    model = mlp()
+    assert unwrap(copy.deepcopy(Replicated(model))) is not model

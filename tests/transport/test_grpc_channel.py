@@ -1,0 +1,277 @@
+"""The gRPC channel: who may come in, what may come in, and what an intruder does to a step: nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import grpc
+import pytest
+import torch
+
+from fedbn_flwr.transport import Dropped, Barrier
+from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer, is_loopback
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.batchnorm.sync import combine
+
+MANY = 5 * 2**20
+
+
+@pytest.fixture
+def server() -> Iterator[ChannelServer]:
+    server = ChannelServer("127.0.0.1:0")
+    yield server
+    server.close()
+
+
+def raw(address: str, token: str | None, frame: bytes, method: str = "/fedbn.Channel/Call") -> str:
+    """Call as an intruder may; the name of gRPC's refusal, or the answer's header."""
+    metadata = () if token is None else (("token", token),)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply = channel.unary_unary(method)(frame, metadata=metadata, timeout=10)
+        except grpc.RpcError as error:
+            return error.code().name
+    (length,) = struct.unpack_from(">I", reply)
+    return json.loads(reply[4 : 4 + length])["status"]
+
+
+def frame(header: object, body: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack(">I", len(text)) + text + body
+
+
+def seats(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
+    options = {"certificate": server.certificate, "timeout": 10, **options}
+    return [ChannelReducer(server.address, token, **options) for token in tokens.values()]
+
+
+def test_an_exchange_is_the_weighted_sum(server, members, at_once, steps) -> None:
+    meeting = Barrier(members(1, 3), timeout=10)
+    tokens = server.admit(meeting)
+    assert len(set(tokens.values())) == 2
+    assert all(len(token) >= 43 for token in tokens.values()), "256 bits"
+    sent = [
+        {"mean/0": torch.randn(3, dtype=torch.float64), "gradients/0": torch.randn(2, 3), "mean/1": torch.ones(0)}
+        for _ in range(2)
+    ]
+    done = at_once(*(partial(steps, seat, sent[i]) for i, seat in enumerate(seats(server, tokens))))
+    for answers, union, attempts in done:
+        assert (union, attempts) == (5, 1)
+        for tag, answer in answers.items():
+            want = combine(tag, [s[tag] for s in sent], [1, 3])
+            assert answer.dtype == want.dtype
+            assert torch.equal(answer, want)
+    assert meeting.exchanges == 3
+
+
+def test_nobody_comes_in_without_a_valid_token(server, members, at_once, steps) -> None:
+    old, meeting = Barrier(members(1, 1), timeout=10), Barrier(members(1, 1), timeout=10)
+    expired = server.admit(old)
+    server.dismiss(old)
+    tokens = server.admit(meeting)
+    begin = frame({"op": "begin"})
+    for token in (None, "", "guess", tokens[100][:-1], *expired.values()):
+        assert raw(server.address, token, begin) == "UNAUTHENTICATED", token
+    with pytest.raises(EngineError, match=r"UNAUTHENTICATED.*unknown or expired token"):
+        seats(server, expired)[0].begin()
+    done = at_once(*(partial(steps, seat, {"mean/0": torch.ones(2)}) for seat in seats(server, tokens)))
+    assert [attempts for _, _, attempts in done] == [1, 1]
+    assert meeting.dropped == old.dropped == {}
+    server.dismiss(meeting)
+    assert raw(server.address, tokens[100], begin) == "UNAUTHENTICATED", "replayed when the round is over"
+
+
+GARBAGE = [
+    b"",
+    b"\x00\x00\x00",
+    b"GET / HTTP/1.1\r\n\r\n",
+    frame([1, 2]),
+    frame({}),
+    frame({"op": "stop the server"}),
+    frame({"op": ["begin"]}),
+    frame({"op": "reduce", "attempt": "x", "tag": "mean/0"}),
+    frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "object", "shape": [1]}, b"12345678"),
+    frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": ["float32"], "shape": [1]}, b"1234"),
+    frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": [3]}, b"1234"),
+    frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": "many"}, b"1234"),
+    frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float64", "shape": [1]}, b"1234"),
+    frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float64"}, b"12345678"),
+    b"\x00\x01\x00\x00" + b"[" * 65536,
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_a_member_that_sends_garbage_is_dropped(server, members, at_once, steps, garbage: bytes) -> None:
+    meeting = Barrier(members(1, 1, 1), timeout=10)
+    tokens = server.admit(meeting)
+    _, *good = seats(server, tokens)
+    start = time.monotonic()
+    said, *done = at_once(
+        partial(raw, server.address, tokens[100], garbage),
+        *(partial(steps, seat, {"mean/0": torch.ones(2)}) for seat in good),
+    )
+    assert said == "INVALID_ARGUMENT"
+    assert {union for _, union, _ in done} == {3 + 4}
+    assert list(meeting.dropped) == [100]
+    assert meeting.dropped[100].startswith("sent a call that cannot be read: ")
+    assert time.monotonic() - start < 5
+
+
+def test_a_reduction_without_a_tensor_is_refused(server, members) -> None:
+    meeting = Barrier(members(1, 1), timeout=10)
+    tokens = server.admit(meeting)
+    assert raw(server.address, tokens[100], frame({"op": "reduce", "attempt": 0, "tag": "mean/0"})) == "dropped"
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(server, members, at_once, steps) -> None:
+    meeting = Barrier(members(1, 1), timeout=1)
+    tokens = server.admit(meeting)
+    assert raw(server.address, tokens[100], bytes(MANY)) == "RESOURCE_EXHAUSTED"
+    assert raw(server.address, None, bytes(MANY)) in ("RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
+    large, small = seats(server, tokens)
+
+    def send() -> object:
+        large.begin()
+        return large.reduce("mean/0", torch.ones(MANY // 4))
+
+    error, done = at_once(send, partial(steps, small, {"mean/0": torch.ones(2)}))
+    assert isinstance(error, EngineError)
+    assert "RESOURCE_EXHAUSTED" in str(error)
+    assert done[1] == 3
+
+
+def test_other_methods_and_bare_bytes_get_nothing(server, members, at_once, steps) -> None:
+    meeting = Barrier(members(1, 1), timeout=10)
+    tokens = server.admit(meeting)
+    assert raw(server.address, tokens[100], frame({"op": "begin"}), "/fedbn.Channel/Other") == "UNIMPLEMENTED"
+    assert raw(server.address, tokens[100], frame({"op": "begin"}), "/other/Call") == "UNIMPLEMENTED"
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as bare:
+        bare.sendall(bytes(range(256)) * 64)
+    done = at_once(*(partial(steps, seat, {"mean/0": torch.ones(2)}) for seat in seats(server, tokens)))
+    assert [attempts for _, _, attempts in done] == [1, 1]
+
+
+def test_a_client_that_vanishes_while_it_waits_is_dropped_at_once(server, members, at_once, steps) -> None:
+    meeting = Barrier(members(1, 1, 1), timeout=10)
+    tokens = server.admit(meeting)
+    vanishing, *good = seats(server, tokens)
+    vanishing.begin()
+    call = frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": [2]}, bytes(8))
+    channel = grpc.insecure_channel(server.address)
+    waiting = channel.unary_unary("/fedbn.Channel/Call").future(call, metadata=(("token", tokens[100]),), timeout=10)
+    threading.Timer(0.2, waiting.cancel).start()
+    start = time.monotonic()
+
+    def later(seat: ChannelReducer) -> object:
+        time.sleep(0.5)
+        return steps(seat, {"mean/0": torch.ones(2)})
+
+    done = at_once(*(partial(later, seat) for seat in good))
+    channel.close()
+    assert time.monotonic() - start < 5
+    assert meeting.dropped == {100: "lost its connection in exchange 'mean/0'"}
+    assert {union for _, union, _ in done} == {3 + 4}
+
+
+def test_begin_again_and_dropped_reach_the_client(server, members, at_once, steps) -> None:
+    """Being told to begin again ends a call, and must not count as a lost connection."""
+    meeting = Barrier(members(1, 1, 1), timeout=10)
+    tokens = server.admit(meeting)
+    out, *good = seats(server, tokens)
+
+    def leave() -> None:
+        time.sleep(0.3)
+        meeting.leave(100, "went home")
+
+    _, *done = at_once(leave, *(partial(steps, s, {"mean/0": torch.ones(1), "mean/1": torch.ones(1)}) for s in good))
+    assert [(union, attempts) for _, union, attempts in done] == [(7, 2), (7, 2)]
+    with pytest.raises(Dropped, match="node 100 was dropped from the synchronised step: it went home"):
+        out.begin()
+    time.sleep(0.1)
+    assert list(meeting.dropped) == [100]
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:9000", "example.org:9000", ":9000"])
+def test_plaintext_is_refused_beyond_loopback(bind: str) -> None:
+    with pytest.raises(ConfigError, match="plaintext is allowed on loopback only"):
+        ChannelServer(bind)
+    with pytest.raises(ConfigError, match="is not on loopback and has no TLS: refused"):
+        ChannelReducer(bind, "token", b"", 1)
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("10.0.0.1:1", False),
+        ("localhost.example.org:1", False),
+        ("", False),
+    ],
+)
+def test_what_loopback_is(address: str, loopback: bool) -> None:
+    assert is_loopback(address) is loopback
+
+
+def test_tls_with_a_ca_of_ones_own(tls_dir, members, at_once, steps) -> None:
+    ours, theirs = tls_dir("ours"), tls_dir("theirs")
+    server = ChannelServer("0.0.0.0:0", tls_dir=str(ours))
+    try:
+        server.address = f"127.0.0.1:{server.address.rpartition(':')[2]}"
+        meeting = Barrier(members(1, 3), timeout=10)
+        tokens = server.admit(meeting)
+        assert server.certificate == (ours / "ca.crt").read_bytes()
+        (wrong, *_) = seats(server, tokens, certificate=(theirs / "ca.crt").read_bytes())
+        (plain, *_) = seats(server, tokens, certificate=b"")
+        for refused in (wrong, plain):
+            start = time.monotonic()
+            with pytest.raises(EngineError, match="UNAVAILABLE"):
+                refused.begin()
+            assert time.monotonic() - start < 5
+        done = at_once(
+            *(partial(steps, s, {"mean/0": torch.tensor([4.0 * i])}) for i, s in enumerate(seats(server, tokens)))
+        )
+        assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
+        assert meeting.dropped == {}
+    finally:
+        server.close()
+
+
+def test_certificates_that_are_missing_or_broken(tls_dir, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"fedtan-tls-dir=.*ca.crt"):
+        ChannelServer("127.0.0.1:0", tls_dir=str(tmp_path / "nowhere"))
+    folder = tls_dir("broken")
+    (folder / "server.key").write_text("no key")
+    with pytest.raises(ConfigError, match=r"fedtan-bind='127.0.0.1:0'"):
+        ChannelServer("127.0.0.1:0", tls_dir=str(folder))
+
+
+def test_a_port_in_use_is_an_error(server) -> None:
+    with pytest.raises(ConfigError, match=f"fedtan-bind='{server.address}'"):
+        ChannelServer(server.address)
+
+
+def test_an_address_to_tell_the_clients() -> None:
+    server = ChannelServer("127.0.0.1:0", "server.example.org:9000")
+    assert server.address == "server.example.org:9000"
+    server.close()
+
+
+def test_a_server_that_is_not_there(server) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=f"channel at {address}: StatusCode.UNAVAILABLE"):
+        ChannelReducer(address, "token", b"", 10).begin()
+    assert time.monotonic() - start < 5

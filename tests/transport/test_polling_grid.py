@@ -1,0 +1,209 @@
+"""PollingGrid over a Grid that behaves as Flower's do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+import httpx
+import pytest
+from flwr.app import Error, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.retry.retry_invoker import RetryInvoker
+
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.transport.polling_grid import PollingGrid, prompt
+
+
+class SlowGrid(Grid):
+    """Replies after some polls; nodes in ``lost`` give an error reply from node 1, those in ``silent`` none."""
+
+    def __init__(self, polls: int = 3, lost: Iterable[int] = (), silent: Iterable[int] = ()) -> None:
+        self.polls, self.lost, self.silent = polls, set(lost), set(silent)
+        self.pushed: dict[str, Message] = {}
+        self.asked: list[list[str]] = []
+        self.set_to: object = None
+
+    def set_run(self, run) -> None:
+        self.set_to = run
+
+    @property
+    def run(self):
+        return "the run"
+
+    def create_message(self, content, message_type, dst_node_id, group_id, ttl=None) -> Message:
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> list[int]:
+        return [4, 5]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            ids.append(f"message-{len(self.pushed)}")
+            message.metadata.__dict__["_message_id"] = ids[-1]
+            self.pushed[ids[-1]] = message
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self.asked.append(list(message_ids))
+        if len(self.asked) < self.polls:
+            return []
+        replies = []
+        for i in reversed(self.asked[-1]):
+            message = self.pushed[i]
+            node_id = message.metadata.dst_node_id
+            if node_id in self.lost:
+                reply = Message(Error(5, "Node unavailable"), reply_to=message)
+                reply.metadata.__dict__["_src_node_id"] = 1
+                replies.append(reply)
+            elif node_id not in self.silent:
+                replies.append(Message(RecordDict(), reply_to=message))
+        return replies
+
+    def send_and_receive(self, messages, *, timeout=None):
+        raise AssertionError("naps")
+
+
+@pytest.fixture(autouse=True)
+def _identity() -> None:
+    """Flower makes messages only in a process with an identity; the in-process engine gives it one."""
+    InProcessGrid(lambda message, context: message, 1).close()  # type: ignore[arg-type]
+
+
+def messages(*node_ids: int) -> list[Message]:
+    return [Message(RecordDict(), node_id, MessageType.TRAIN) for node_id in node_ids]
+
+
+def test_replies_are_mapped_to_nodes_also_those_of_lost_ones() -> None:
+    grid = SlowGrid(lost=[5])
+    replies = list(PollingGrid(grid).send_and_receive(iter(messages(4, 5, 6))))
+    assert {r.metadata.src_node_id: r.has_error() for r in replies} == {4: False, 5: True, 6: False}
+    assert len(grid.asked) == 3
+
+
+def test_polls_at_once() -> None:
+    start = time.monotonic()
+    list(PollingGrid(SlowGrid(polls=2)).send_and_receive(messages(4)))
+    assert time.monotonic() - start < 0.1
+
+
+def test_at_the_timeout_it_returns_what_is_there_and_names_the_rest(caplog) -> None:
+    logging.getLogger("flwr").propagate = True
+    grid = SlowGrid(polls=1, silent=[5, 7])
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        replies = list(PollingGrid(grid).send_and_receive(messages(4, 5, 6, 7), timeout=0.2))
+    assert 0.2 <= time.monotonic() - start < 1
+    assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
+    assert caplog.messages == ["No reply within 0.2 s from node(s) 5, 7; going on without."]
+    assert grid.asked[-1] == ["message-1", "message-3"]
+
+
+class Failing(SlowGrid):
+    """A grid over HTTP whose SuperLink fails with a status, first of all in the last request of a pull."""
+
+    def __init__(self, status: int, failures: int) -> None:
+        super().__init__(polls=1)
+        self.status, self.failures = status, failures
+        self._retry_invoker = make_simple_http_retry_invoker()
+
+    def _request(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            httpx.Response(self.status, request=httpx.Request("POST", "https://superlink")).raise_for_status()
+
+    def get_node_ids(self) -> list[int]:
+        self._retry_invoker.invoke(self._request)
+        return [4]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        pulled = super().pull_messages(message_ids)  # delivered once: a second pull would not find them
+        self._retry_invoker.invoke(self._request)
+        return pulled
+
+
+def test_a_request_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(RetryInvoker, "invoke", _without_waiting(RetryInvoker.invoke))
+    caplog.set_level(logging.WARNING, logger="flwr")
+    grid = PollingGrid(PollingGrid(failing := Failing(500, failures=7)))
+    replies = grid.send_and_receive(messages(4, 5), timeout=10)
+    assert sorted(reply.metadata.src_node_id for reply in replies) == [4, 5]
+    assert caplog.text.count("The SuperLink failed (500") == 7
+    failing.failures = 7
+    assert list(grid.get_node_ids()) == [4]
+    failing.failures = 8
+    with pytest.raises(httpx.HTTPStatusError, match="500"):
+        grid.get_node_ids()
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        PollingGrid(Failing(404, failures=1)).send_and_receive(messages(4), timeout=10)
+
+
+def test_requests_of_other_threads_do_not_count(monkeypatch) -> None:
+    """Flower's threads share the grid's invoker: its log uploader succeeds several times a second."""
+    grid = Failing(500, failures=100)
+    PollingGrid(grid)
+    invoke = _without_waiting(RetryInvoker.invoke)
+
+    def elsewhere(state: object) -> None:
+        other = threading.Thread(target=grid._retry_invoker.invoke, args=(int,))
+        other.start()
+        other.join()
+
+    grid._retry_invoker.on_backoff = elsewhere
+    monkeypatch.setattr(RetryInvoker, "invoke", invoke)
+    for left in (92, 84):
+        with pytest.raises(httpx.HTTPStatusError, match="500"):
+            grid.get_node_ids()
+        assert grid.failures == left, "each request has eight tries"
+
+
+def _without_waiting(invoke):
+    def at_once(self, *args, **kwargs):
+        self.wait_function = lambda seconds: None
+        return invoke(self, *args, **kwargs)
+
+    return at_once
+
+
+def test_nothing_to_send() -> None:
+    grid = SlowGrid()
+    assert list(PollingGrid(grid).send_and_receive([], timeout=5)) == []
+    assert grid.asked == []
+
+
+def test_messages_that_could_not_be_pushed(caplog) -> None:
+    logging.getLogger("flwr").propagate = True
+
+    class Refusing(SlowGrid):
+        def push_messages(self, messages):
+            ids = super().push_messages(messages)
+            return [ids[0], None] if len(ids) == 2 else []
+
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        replies = list(PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1))
+    assert [r.metadata.src_node_id for r in replies] == [4]
+    assert caplog.messages == ["Messages to node(s) 5 could not be pushed; going on without."]
+    with pytest.raises(EngineError, match=r"^only 0 of 3 messages could be pushed"):
+        PollingGrid(Refusing()).send_and_receive(messages(4, 5, 6), timeout=1)
+
+
+def test_the_rest_of_the_grid_is_passed_on() -> None:
+    inner = SlowGrid(polls=1)
+    grid = PollingGrid(inner)
+    grid.set_run("x")  # type: ignore[arg-type]
+    assert (inner.set_to, grid.run, grid.get_node_ids()) == ("x", "the run", [4, 5])
+    message = grid.create_message(RecordDict(), MessageType.QUERY, 9, "group", 3.0)
+    assert (message.metadata.dst_node_id, message.metadata.group_id, message.metadata.ttl) == (9, "group", 3.0)
+    ids = grid.push_messages([message])
+    assert [r.metadata.reply_to_message_id for r in grid.pull_messages(ids)] == list(ids)
+
+
+def test_a_prompt_grid_is_not_wrapped_again() -> None:
+    grid = PollingGrid(SlowGrid())
+    assert prompt(grid) is grid
+    assert isinstance(prompt(SlowGrid()), PollingGrid)

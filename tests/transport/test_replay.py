@@ -1,0 +1,93 @@
+"""The step replayed from a record, and the record itself: what a client keeps between the messages of a round."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+
+from fedbn_flwr.transport import Pending, Replay
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.client.replay_log import forget, recall
+
+MODEL = {"w": np.arange(3.0), "n": np.array(4)}
+
+
+def test_a_replay_answers_from_the_record_and_stops_at_its_end() -> None:
+    seat = Replay({"mean/0": torch.ones(2)}, union_batch_size=9)
+    assert seat.begin() == 9
+    assert torch.equal(seat.reduce("mean/0", torch.zeros(2)), torch.ones(2))
+    with pytest.raises(Pending) as pending:
+        seat.reduce("variance/0", torch.full((2,), 5.0))
+    assert pending.value.tag == "variance/0"
+    assert torch.equal(pending.value.tensor, torch.full((2,), 5.0))
+    seat.close()
+
+
+@pytest.fixture
+def context() -> Context:
+    return Context(1, 1, {}, RecordDict(), {})
+
+
+def message(arrays, *, server_round: int = 1, attempt: int = 0, union: int = 9):
+    told = {"server-round": server_round, "fedtan-attempt": attempt, "fedtan-union": union}
+    return list(arrays.values()), {**told, "array-names": json.dumps(list(arrays))}
+
+
+def told(context: Context, arrays, **about) -> tuple[dict, dict]:
+    """The model and the answers a client has after a message."""
+    parameters, config = recall(context, *message(arrays, **about))
+    seat = config["fedtan-seat"]
+    assert seat.begin() == about.get("union", 9)
+    return dict(zip(json.loads(config["array-names"]), parameters, strict=True)), {
+        tag: seat.reduce(tag, torch.zeros(1)).tolist() for tag in ("mean/0", "variance/0") if tag in seat._answers
+    }
+
+
+def same_model(model) -> bool:
+    return list(model) == list(MODEL) and all(
+        np.array_equal(model[name], MODEL[name]) and model[name].dtype == MODEL[name].dtype for name in MODEL
+    )
+
+
+def test_the_model_travels_once_and_every_answer_once(context) -> None:
+    model, answers = told(context, MODEL)
+    assert same_model(model)
+    assert answers == {}
+    for given, known in (
+        ({"fedtan/mean/0": np.ones(1)}, {"mean/0": [1.0]}),
+        ({"fedtan/variance/0": np.zeros(1)}, {"mean/0": [1.0], "variance/0": [0.0]}),
+    ):
+        model, answers = told(context, given)
+        assert same_model(model)
+        assert answers == known
+
+
+def test_a_new_attempt_forgets_the_answers_and_a_new_round_the_model(context) -> None:
+    told(context, MODEL)
+    told(context, {"fedtan/mean/0": np.ones(1)})
+    model, answers = told(context, {}, attempt=1, union=5)
+    assert same_model(model)
+    assert answers == {}
+    told(context, {"fedtan/mean/0": np.ones(1)}, attempt=1)
+    _, answers = told(context, {**MODEL, "w": np.zeros(3)}, server_round=2)
+    assert answers == {}
+    with pytest.raises(StateError, match="the model of round 3 was sent to this client in an earlier message"):
+        recall(context, *message({"fedtan/mean/0": np.ones(1)}, server_round=3))
+
+
+def test_a_finished_round_leaves_nothing_behind(context) -> None:
+    told(context, MODEL)
+    told(context, {"fedtan/mean/0": np.ones(1)})
+    forget(context)
+    assert len(context.state) == 0
+    forget(context)
+    forget(None)
+
+
+def test_without_a_context_there_is_no_record() -> None:
+    with pytest.raises(StateError, match="FedTAN by messages keeps the step in the client's Context"):
+        recall(None, *message(MODEL))
