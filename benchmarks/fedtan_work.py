@@ -21,8 +21,8 @@ from torch import nn
 from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.data.samples import Samples, Subset
 from fedbn_flwr.experiment.setup import on_device
-from fedbn_flwr.models import build_model
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 

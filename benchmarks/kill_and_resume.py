@@ -28,10 +28,10 @@ import typer
 import yaml
 from safetensors import safe_open
 
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.checked_file import read_checked
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import run
 
 METHODS = ("fedtan", "scaffold", "fedbn", "fixbn")
 MARK = "KILL_AND_RESUME"  # in the environment of what a run starts: how its processes are found

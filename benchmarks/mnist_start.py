@@ -26,12 +26,12 @@ from flwr.app import Context
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training.evaluation import evaluate
 
 Scalar = bool | int | float | str
 SETTING: Mapping[str, Scalar] = {
@@ -84,7 +84,7 @@ VARIANTS: Mapping[str, Variant] = {
 
 def accuracies(config: Config, variant: Variant) -> tuple[float, float]:
     """Train, and return the test accuracy in per cent with running statistics, and with the test batches' own."""
-    data = federation(config, config.num_clients)
+    data = partitioned_data(config, config.num_clients)
     if variant.pixels:
         mean, std = variant.pixels
         data = replace(data, dataset=replace(data.dataset, mean=(mean,), std=(std,)))

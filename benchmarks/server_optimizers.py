@@ -26,9 +26,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app, strategies
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.evaluation import evaluate
 
 SETTINGS: dict[str, dict[str, float]] = {
     "FedAvgM": {"server_momentum": 0.9},

@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from torchvision.models.shufflenetv2 import ShuffleNetV2
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.transport.polling_grid import PollingGrid
-from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.transport.polling_grid import PollingGrid
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.errors import StateError
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_atomically, write_checked
+from fedbn_flwr.errors import StateError
 
 TREE = {
     "round": 3,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.errors import ReplyError
 
 __all__ = ["Array", "State", "Variance", "average", "check_finite", "check_state", "normalise", "weighted_sum"]
 

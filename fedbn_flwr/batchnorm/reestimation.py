@@ -1,4 +1,4 @@
-"""BatchNorm statistics from zero: one pass over data under fixed weights, exact sums that can be merged. Torch only.
+"""Re-estimation ("precise BN"): BatchNorm statistics from one pass over data under fixed weights. Torch only.
 
 A batch's (count, mean, M2) per channel, M2 = sum of squared deviations from the mean, is merged pairwise into the sums
 before it (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1), the
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.training.loop import Batches, as_model_input, kept_modes, takes_one_example
 from fedbn_flwr.training.randomness import private_randomness
-from fedbn_flwr.training.loop import Batches, as_model_input, takes_one_example
 
-__all__ = ["Moments", "reestimate_statistics", "merge", "moments_of", "tracking_layers"]
+__all__ = ["Moments", "merge", "moments_of", "reestimate_statistics", "tracking_layers"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, seed: int = 0) -> dict[str, Moments]:
-    """Gather the statistics of every BatchNorm layer in one pass in train mode; the model is left as it was.
+    """Return the statistics of every BatchNorm layer from one pass in train mode; the model is left as it was.
 
     BatchNorm normalises with each batch's own statistics; running statistics are neither used nor changed. Layers that
     the model itself keeps in eval mode stay as they are and are left out.
 
     Args:
-        model: on the device it shall run on, with the weights to gather under.
+        model: on the device it shall run on, with the weights to use.
         data: all of it is used once, in its order and without augmentation, the last batch possibly smaller. A last
             batch of one example joins the one before where BatchNorm could not take it alone.
         batch_size: examples per batch; 0 = all in one.
@@ -75,10 +75,9 @@ def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, s
 
     Returns:
         The moments by the layer's path; a layer called several times has all its inputs, one registered at several
-        paths stands under each, one never called under none. Empty where there is no data, or one example only that
-        BatchNorm cannot take.
+        paths stands under each. Layers that were not called are left out. Empty where there is no data, or only one
+        example, from which BatchNorm cannot take statistics.
     """
-    modes = {module: module.training for module in model.modules()}
     sums: dict[nn.Module, Moments] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,15 +85,12 @@ def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, s
         sums[layer] = merge(sums[layer], new) if layer in sums else new
 
     parameter = next(model.parameters())
-    model.train()
-    try:
+    with kept_modes(model), torch.no_grad():
+        model.train()
         batches = _positions(model, data, batch_size, parameter)
-        with torch.no_grad(), _watched(model, note), private_randomness(seed, parameter.device):
+        with _watched(model, note), private_randomness(seed, parameter.device):
             for positions in batches:
                 model(_inputs(data, positions, parameter))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     found = model.named_modules(remove_duplicate=False)
     return {path: sums[module] for path, module in found if module in sums}
 

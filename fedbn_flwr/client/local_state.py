@@ -1,6 +1,6 @@
-"""What a method keeps with the client, in Flower's ``Context.state``: keyed, versioned, checked against the model.
+"""What a method keeps with the client, in Flower's ``Context.state``: versioned, and checked against the model.
 
-A context lives as long as its node's process and its run; a ``StateFolder`` holds copies that outlive both.
+A context lives as long as its node's process and its run. A ``StateFolder`` holds copies that outlive both.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.records import from_record, state_sha256, to_record
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.client.state_folder import Continuity, StateFolder
+from fedbn_flwr.client.state_folder import StateFolder
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.protocol import (
+    BEGUN,
+    FINGERPRINT,
+    KEPT,
+    KEPT_ABOUT,
+    KEPT_BY_HOOKS,
+    SERVER_ROUND,
+    VERSION,
+    Continuity,
+    ReplyInfo,
+)
+from fedbn_flwr.messages.records import from_record, state_sha256, to_record
 
-__all__ = ["KEPT", "LocalState"]
+__all__ = ["LocalState"]
 
-KEPT, _RULES, _ABOUT, _VERSION = "fedbn-flwr.local", "fedbn-flwr.rules", "fedbn-flwr.local.about", 1
+_VERSION = 1
 
 
 class LocalState:
@@ -42,8 +53,8 @@ class LocalState:
         """Keep copies in the state folder ``root`` from now on; see ``StateFolder``."""
         self._folder = StateFolder(root, continuity, partition_id, self._fingerprint)
 
-    def settle(self, told: str | None) -> None:
-        """Take over what the client shall go on from, where the context does not hold it.
+    def restore(self, told: str | None) -> None:
+        """Restore the state that the server expects, where the context does not hold it.
 
         Args:
             told: its hash, "" for nothing kept in this run; None where the server leaves it to the client, which then
@@ -63,7 +74,7 @@ class LocalState:
         if told and found is None:
             raise StateError(self._lost(told, f"no good file with it in {self._folder.path}"))
         if self._context is not None:
-            for key in (KEPT, _RULES, _ABOUT):
+            for key in (KEPT, KEPT_BY_HOOKS, KEPT_ABOUT):
                 if key in self._context.state:
                     del self._context.state[key]
             for key, record in (found or {}).get("kept", {}).items():
@@ -78,13 +89,8 @@ class LocalState:
             StateError: it could not be written.
         """
         if self._folder is not None and (sha256 := self.sha256()):
-            kept: dict[str, Any] = {key: dict(self._read(key)) for key in (KEPT, _RULES)}
+            kept: dict[str, Any] = {key: dict(self._read(key)) for key in (KEPT, KEPT_BY_HOOKS)}
             self._folder.write({"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}, server_round)
-
-    @property
-    def home(self) -> str:
-        """Where what is kept lies: "folder", or "memory" alone."""
-        return "memory" if self._folder is None else "folder"
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
         """Return those of the entries ``names`` that are kept; empty before the first round.
@@ -103,37 +109,34 @@ class LocalState:
         """
         self._write(KEPT, entries, server_round)
 
-    def remembered(self, rule: str) -> Mapping[str, Array]:
-        """Return what a client rule kept in the client's last round; empty before. Raises as ``load``."""
-        kept = self._read(_RULES)
-        return {name.removeprefix(f"{rule}/"): a for name, a in kept.items() if name.startswith(f"{rule}/")}
+    def hook_state(self, hook: str) -> Mapping[str, Array]:
+        """Return what a client hook kept in the client's last round; empty before. Raises as ``load``."""
+        kept = self._read(KEPT_BY_HOOKS)
+        return {name.removeprefix(f"{hook}/"): a for name, a in kept.items() if name.startswith(f"{hook}/")}
 
-    def remember(self, kept: Mapping[str, State], server_round: int) -> None:
-        """Keep what the client rules want back in the client's next round, by rule. Raises as ``keep``."""
-        entries = {f"{rule}/{name}": array for rule, state in kept.items() for name, array in state.items()}
+    def save_hook_state(self, kept: Mapping[str, State], server_round: int) -> None:
+        """Keep what the client hooks want back in the client's next round, by hook. Raises as ``keep``."""
+        entries = {f"{hook}/{name}": array for hook, state in kept.items() for name, array in state.items()}
         if entries:
-            self._write(_RULES, entries, server_round)
+            self._write(KEPT_BY_HOOKS, entries, server_round)
 
     def sha256(self) -> str:
         """Return the SHA-256 of what is kept, "" for nothing."""
-        kept = {f"{key}/{name}": array for key in (KEPT, _RULES) for name, array in self._read(key).items()}
+        kept = {f"{key}/{name}": array for key in (KEPT, KEPT_BY_HOOKS) for name, array in self._read(key).items()}
         return state_sha256(kept) if kept else ""
 
-    def claim(self, server_round: int) -> dict[str, str]:
-        """Return what a reply tells of what is kept: hash, home, whether it began in this round; else nothing."""
-        kept = self.sha256()
-        if not kept:
-            return {}
-        began = {"local-began": "anew"} if self._begun(server_round) == server_round else {}
-        return {"local-sha256": kept, "local-home": self.home, **began}
+    def reply_metadata(self, server_round: int) -> dict[str, str]:
+        """Return what a reply tells of what is kept; nothing where nothing is kept."""
+        began = self._begun(server_round) == server_round
+        return ReplyInfo(local_sha256=self.sha256(), durable=self._folder is not None, began=began).write()
 
     def _read(self, key: str) -> Mapping[str, Array]:
         if self._context is None or key not in self._context.state:
             return {}
-        about = self._context.state.config_records[_ABOUT]
-        if about["version"] != _VERSION or about["fingerprint"] != self._fingerprint:
+        about = self._context.state.config_records[KEPT_ABOUT]
+        if about[VERSION] != _VERSION or about[FINGERPRINT] != self._fingerprint:
             raise StateError(
-                f"what this client kept (version {about['version']!s}, round {about['server-round']!s}) belongs to "
+                f"what this client kept (version {about[VERSION]!s}, round {about[SERVER_ROUND]!s}) belongs to "
                 f"another model: its names, layer types or shapes changed (first of ours: '{self._parts.names[0]}'). "
                 "Start a new run, or give the model back."
             )
@@ -157,13 +160,13 @@ class LocalState:
 
     def _begun(self, server_round: int) -> int:
         """Return the round in which what is kept began where it was written in that round alone, else 0."""
-        about: Any = self._context.state.get(_ABOUT, {}) if self._context is not None else {}
-        return int(about.get("begun", 0)) if about.get("server-round") == server_round else 0
+        about: Any = self._context.state.get(KEPT_ABOUT, {}) if self._context is not None else {}
+        return int(about.get(BEGUN, 0)) if about.get(SERVER_ROUND) == server_round else 0
 
     def _tell(self, server_round: int, begun: int) -> None:
         if self._context is not None:
-            about: dict[str, int | str] = {"version": _VERSION, "fingerprint": self._fingerprint}
-            self._context.state[_ABOUT] = ConfigRecord({**about, "server-round": server_round, "begun": begun})
+            about: dict[str, int | str] = {VERSION: _VERSION, FINGERPRINT: self._fingerprint}
+            self._context.state[KEPT_ABOUT] = ConfigRecord({**about, SERVER_ROUND: server_round, BEGUN: begun})
 
     @staticmethod
     def _lost(told: str, why: str) -> str:

@@ -5,7 +5,7 @@
     app = ClientApp(mods=[local_bn])
 
 ``local_bn`` works on the arrays of the messages alone: it keeps with the client what a method keeps there, tells the
-server which partition this is and which rules the training applied (``bn_rules``), and carries FedTAN's exchanges.
+server which partition this is and which client hooks the training applied (``bn_rules``), and sends FedTAN's exchanges.
 """
 
 from __future__ import annotations
@@ -19,23 +19,36 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor, nn
 
-from fedbn_flwr.transport import Pending, RetryStep
-from fedbn_flwr.errors import StateError
-from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.client.replay_log import ANSWERS, forget, note_sent, recall
-from fedbn_flwr.messages.legacy import with_names
+from fedbn_flwr.client.hooks import take_box
 from fedbn_flwr.client.local_state import LocalState
-from fedbn_flwr.training.randomness import default_generators, set_default_generators
-from fedbn_flwr.messages.records import from_record, merged_config, tensors, to_record, to_state
-from fedbn_flwr.client.hooks import INBOX, OUTBOX, Rules, bn_rules
+from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
+from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.legacy import with_names
+from fedbn_flwr.messages.numpy_client import open_message, to_records
+from fedbn_flwr.messages.protocol import (
+    ARRAY_NAMES,
+    EXCHANGE,
+    INBOX,
+    INFO,
+    METRICS,
+    MOD,
+    NUM_EXAMPLES,
+    OUTBOX,
+    PARTITION_ID,
+    STEP_GENERATORS,
+    NodeProperties,
+    TrainConfig,
+    merged_config,
+)
+from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.server.recalibration import to_entries
-from fedbn_flwr.messages.numpy_client import ARRAY_NAMES, MOD, PROPERTIES, open_message, to_records
+from fedbn_flwr.training.randomness import default_generators, set_default_generators
 from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
+from fedbn_flwr.transport import Pending, RetryStep
 
-__all__ = ["Rules", "answer_query", "answer_statistics", "bn_rules", "local_bn"]
-
-_RANDOM = "fedbn-flwr.step.generators"
+__all__ = ["answer_query", "answer_statistics", "local_bn"]
 
 
 @with_names
@@ -53,30 +66,28 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         StateError: entries are missing that were neither sent nor kept here; what is kept belongs to another model or
             is not finite; or the app's reply is not the whole model.
     """
-    kind = message.metadata.message_type.partition(".")[0]
     if not message.content.array_records:
-        return _signed(call_next(message, context), context)
-    told = merged_config(message)
-    if "fedtan-attempt" in told:
+        return _sign(call_next(message, context), context)
+    told = TrainConfig.read(merged_config(message))
+    if told.by_messages:
         _reopen(message, context)
-    key, received = _alone(message, context)
-    whole, local, store = _completed(received, context, told)
-    if local or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
-        config = next(iter(message.content.config_records.values()))
-        config["local-entries"], config[MOD] = json.dumps(local), "local_bn"
+    key, received = _set_aside_extras(message, context)
+    whole, store = _completed(received, context, told)
+    if told.local_entries or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
+        next(iter(message.content.config_records.values()))[MOD] = "local_bn"
     context.state.pop(OUTBOX, None)
     try:
         reply = _call(call_next, message, context, key, whole)
     except Pending as exchange:
-        note_sent(context, exchange)
-        records = {key: ArrayRecord(), ANSWERS: to_record({exchange.tag: exchange.tensor})}
-        return Message(RecordDict({**records, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
-    if kind == MessageType.TRAIN:
-        forget(context)
-        context.state.pop(_RANDOM, None)
-        _empty(context, INBOX)
-        _take_out(reply, key, local, store, context, int(told.get("server-round", 1)))
-    return _signed(reply, context)
+        log_sent(context, exchange)
+        records = {key: ArrayRecord(), EXCHANGE: to_record({exchange.tag: exchange.tensor})}
+        return Message(RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}), reply_to=message)
+    if message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
+        clear_log(context)
+        context.state.pop(STEP_GENERATORS, None)
+        take_box(context, INBOX)
+        _take_out(reply, key, told, store, context)
+    return _sign(reply, context)
 
 
 def answer_query(message: Message, context: Context, loader: Any) -> Message:
@@ -96,10 +107,9 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         loader: the training data, a ``DataLoader`` or anything with ``dataset`` and ``batch_size``.
     """
     size = len(loader.dataset)
-    answer = {"num-examples": size, "batch-size": min(loader.batch_size or size, size)}
-    if "partition-id" in context.node_config:
-        answer["partition-id"] = int(context.node_config["partition-id"])
-    return Message(RecordDict({"metrics": MetricRecord(answer)}), reply_to=message)
+    own = context.node_config.get(PARTITION_ID)
+    properties = NodeProperties(None if own is None else int(own), size, min(loader.batch_size or size, size))
+    return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 
 def _call(call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:
@@ -112,88 +122,78 @@ def _call(call_next: ClientAppCallable, message: Message, context: Context, key:
             continue
 
 
-def _completed(
-    received: ArrayRecord, context: Context, told: Mapping[str, Any]
-) -> tuple[ArrayRecord, list[str], LocalState]:
-    """Return the whole model in the server's order, the names of the entries that stay here, and what is kept."""
-    home = StateLocation.of(context, told)
-    if "local-parts" not in told:
-        frame = ModelSpec.of(received)
-    elif "local-entries" in told:  # the start, whole
-        frame = ModelSpec.of(received, json.loads(told["local-entries"]))
-        frame.note(context, home)
-    elif (noted := ModelSpec.recall(context, home)) is not None:
-        frame = noted
+def _completed(received: ArrayRecord, context: Context, told: TrainConfig) -> tuple[ArrayRecord, LocalState]:
+    """Return the whole model in the server's order, and what is kept."""
+    location = StateLocation.of(context, told.continuity)
+    if not told.local_entries:
+        spec: ModelSpec | None = ModelSpec.of(received)
+    elif set(told.local_entries) <= set(received):  # the common start is whole
+        spec = ModelSpec.of(received)
+        spec.save(context, location)
     else:
+        spec = ModelSpec.load(context, location)
+    if spec is None:
         raise StateError(_LOST)
-    store = frame.store(context, home)
-    store.settle(told.get("local-sha256"))
-    entries = {**received, **to_record(store.load(frame.local))}
-    if missing := [name for name in frame.shapes if name not in entries]:
+    store = spec.store(context, location)
+    store.restore(told.local_sha256)
+    entries = {**received, **to_record(store.load(told.local_entries))}
+    if missing := [name for name in spec.shapes if name not in entries]:
         raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
-    if extra := [name for name in received if name not in frame.shapes]:
+    if extra := [name for name in received if name not in spec.shapes]:
         raise StateError(f"received '{extra[0]}', which the model of this run did not have at its start")
-    return ArrayRecord({name: entries[name] for name in frame.shapes}), list(frame.local), store
+    return ArrayRecord({name: entries[name] for name in spec.shapes}), store
 
 
 _LOST = "entries were neither sent nor kept by this client; the server will send the common start again"
 
 
-def _take_out(
-    reply: Message, key: str, local: list[str], store: LocalState, context: Context, server_round: int
-) -> None:
-    """Keep what stays here, and leave the rest in the reply; add what the training's rules left to be sent."""
+def _take_out(reply: Message, key: str, told: TrainConfig, store: LocalState, context: Context) -> None:
+    """Keep what stays here, and leave the rest in the reply; add what the training's hooks left to be sent."""
     if not reply.has_content():
         return
-    if local:
+    if local := told.local_entries:
         state = reply.content.array_records.get(key, ArrayRecord())
         if missing := [name for name in local if name not in state]:
             raise StateError(
                 f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its ArrayRecord '{key}'. Reply with "
                 "the whole state dict, under the names received: the mod takes out what stays."
             )
-        store.keep(from_record(ArrayRecord({name: state[name] for name in local})), server_round)
+        store.keep(from_record(ArrayRecord({name: state[name] for name in local})), told.server_round)
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
-    store.save(server_round)
-    _say(reply, store.claim(server_round))
+    store.save(told.server_round)
+    _add_info(reply, store.reply_metadata(told.server_round))
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
     for metrics in reply.content.metric_records.values():
         metrics.update(numbers)
-    _say(reply, {name: value for name, value in report.items() if isinstance(value, str)})
-    for name, record in _empty(context, OUTBOX).items():
+    _add_info(reply, {name: value for name, value in report.items() if isinstance(value, str)})
+    for name, record in take_box(context, OUTBOX).items():
         reply.content[name] = record
 
 
-def _alone(message: Message, context: Context) -> tuple[str, ArrayRecord]:
-    """Return the model's record and its key, and lay out for the rules what was sent beside it."""
+def _set_aside_extras(message: Message, context: Context) -> tuple[str, ArrayRecord]:
+    """Return the model's record and its key; put what was sent beside it into the context, for the client hooks."""
     records = message.content.array_records
     (key, received), *beside = list(records.items())
-    _empty(context, INBOX)
+    take_box(context, INBOX)
     for name, record in beside:
         context.state[f"{INBOX}/{name}"] = record
         del records[name]
     return key, received
 
 
-def _empty(context: Context, box: str) -> dict[str, ArrayRecord]:
-    """Take what lies in a box out of the context."""
-    names = [name for name in context.state.array_records if name.startswith(f"{box}/")]
-    return {name.removeprefix(f"{box}/"): context.state.array_records.pop(name) for name in names}
-
-
-def _signed(reply: Message, context: Context) -> Message:
-    """Return the reply with this client's partition id."""
-    if reply.has_content() and "partition-id" in context.node_config:
-        _say(reply, {"partition-id": int(context.node_config["partition-id"])})
+def _sign(reply: Message, context: Context) -> Message:
+    """Add this client's partition id to the reply."""
+    if reply.has_content() and PARTITION_ID in context.node_config:
+        _add_info(reply, {PARTITION_ID: int(context.node_config[PARTITION_ID])})
     return reply
 
 
-def _say(reply: Message, said: Mapping[str, Any]) -> None:
-    """Add to the record in which the client part speaks for itself."""
-    known: Mapping[str, Any] = reply.content.config_records.get(PROPERTIES, {})
+def _add_info(reply: Message, said: Mapping[str, Any]) -> None:
+    """Add to what the client part says of itself in the reply."""
+    known: Mapping[str, Any] = reply.content.config_records.get(INFO, {})
     if said:
-        reply.content[PROPERTIES] = ConfigRecord({**known, **said})
+        reply.content[INFO] = ConfigRecord({**known, **said})
 
 
 def _reopen(message: Message, context: Context) -> None:
@@ -201,10 +201,10 @@ def _reopen(message: Message, context: Context) -> None:
     first = next(iter(message.content.array_records))
     arrays, config = open_message(message)
     if message.content.array_records[first]:
-        context.state[_RANDOM] = ConfigRecord(default_generators())  # type: ignore[arg-type]
+        context.state[STEP_GENERATORS] = ConfigRecord(default_generators())  # type: ignore[arg-type]
     else:
-        set_default_generators(context.state.config_records[_RANDOM])
-    model, config = recall(context, arrays, config)
+        set_default_generators(context.state.config_records[STEP_GENERATORS])
+    model, config = log_answer(context, arrays, config)
     for key, record in to_records(first, dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))).items():
         message.content[key] = record
 
@@ -236,8 +236,8 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
     entries = {prefix + name: entry for name, entry in to_entries(found, unwrap(model).state_dict()).items()}
     key = next(iter(message.content.array_records))
-    metrics = MetricRecord({"num-examples": len(data)})
-    return Message(RecordDict({key: to_record(to_state(entries)), "metrics": metrics}), reply_to=message)
+    metrics = MetricRecord({NUM_EXAMPLES: len(data)})
+    return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)
 
 
 class _Loaded:

@@ -1,4 +1,4 @@
-"""A client's durable copies of what it keeps: one sealed file per round, the newest and those a resume may ask for.
+"""A client's durable copies of what it keeps: a checked file for each round that a resume may ask for, and the newest.
 
 ``STATE_DIR/SERIES/partition-P/SEQUENCE.RUN.ROUND.safetensors``. A *run* is a run with all its resumptions; a *series*
 may hold several runs, each of which goes on with what the clients hold from the one before.
@@ -6,59 +6,23 @@ may hold several runs, each of which goes on with what the clients hold from the
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from logging import WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flwr.app import Context
-from flwr.common import log
 
-from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
+from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.messages.protocol import STATE_DIR, Continuity
 
-__all__ = ["Continuity", "StateFolder", "partition_folder", "state_dir"]
+__all__ = ["StateFolder", "partition_folder", "state_dir"]
 
-_WORD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")  # a path's component, from outside: no separator, no ".."
-_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+logger = logging.getLogger("flwr")
+
 _FILE = re.compile(r"(?P<sequence>\d+)\.(?P<run>[A-Za-z0-9_-]+)\.(?P<round>\d+)\.safetensors")
-
-
-@dataclass(frozen=True)
-class Continuity:
-    """What every message tells the clients of the run they work for.
-
-    Attributes:
-        series: ties runs together that go on with the same client parts.
-        run: this run and its resumptions.
-        committed: rounds of the server's checkpoints that stand; a resume starts from one of them.
-    """
-
-    series: str
-    run: str
-    committed: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check the names: a client makes paths of them."""
-        if not _WORD.fullmatch(self.series) or not _RUN.fullmatch(self.run):
-            raise StateError(
-                f"series {self.series!r} and run {self.run!r} must be 1 to 64 letters, digits, '-' or '_' (a series: "
-                "'.' inside, too)"
-            )
-
-    def told(self) -> dict[str, str]:
-        """Return it as entries of a message's config."""
-        return {"series": self.series, "run": self.run, "committed": ",".join(map(str, self.committed))}
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Continuity | None:
-        """Return what a message's config tells; None where the server tells nothing."""
-        if "series" not in config:
-            return None
-        rounds = tuple(int(text) for text in str(config["committed"]).split(",") if text)
-        return cls(str(config["series"]), str(config["run"]), rounds)
 
 
 def state_dir(context: Context, of_run: str) -> Path | None:
@@ -67,7 +31,7 @@ def state_dir(context: Context, of_run: str) -> Path | None:
     Raises:
         ConfigError: it is not absolute.
     """
-    named = str(context.node_config.get("state-dir", "")) or of_run
+    named = str(context.node_config.get(STATE_DIR, "")) or of_run
     if named and not Path(named).is_absolute():
         raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
     return Path(named) if named else None
@@ -164,6 +128,6 @@ class StateFolder:
                 if wrong := [key for key, value in wanted.items() if content.get(key) != value]:
                     raise StateError(f"{file.path} was written for another {wrong[0]}")
             except StateError as error:
-                log(WARNING, "not used: %s; looking for an earlier one", error)
+                logger.warning("not used: %s; looking for an earlier one", error)
                 continue
             yield file, content

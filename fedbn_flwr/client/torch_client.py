@@ -17,35 +17,45 @@ from flwr.clientapp.typing import Mod
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.transport import Pending
-from fedbn_flwr.errors import DataError, StateError
-from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.client.replay_log import ANSWERS, forget, recall
 from fedbn_flwr.client.local_state import LocalState
-from fedbn_flwr.messages.records import listed, tensors, to_state
-from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.client.state_folder import Continuity
-from fedbn_flwr.strategies import client_hooks
-from fedbn_flwr.server.recalibration import to_entries
-from fedbn_flwr.server.nodes import UNUSABLE
-from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.training.loop import Batches, LocalTraining, train
-from fedbn_flwr.messages.numpy_client import (
+from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
+from fedbn_flwr.errors import DataError, StateError
+from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
+    BATCH_SIZE,
+    DROPPED_BATCHES,
+    EXAMPLES_PROCESSED,
+    EXAMPLES_TESTED,
+    EXCHANGE,
+    INFO,
     MOD,
-    PROPERTIES,
-    Config,
-    describe,
-    open_message,
-    reply_to_evaluate,
-    reply_to_fit,
+    NUM_EXAMPLES,
+    PARTITION_ID,
+    STEPS,
+    TRAIN_ACCURACY,
+    TRAIN_LOSS,
+    UNUSABLE,
+    EvaluateConfig,
+    MessageConfig,
+    TrainConfig,
 )
+from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.server.recalibration import to_entries
+from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.loop import Batches, train
+from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
+from fedbn_flwr.transport import Pending
 
-__all__ = ["ARRAY_NAMES", "TorchClient", "client_app"]
+__all__ = ["TorchClient", "client_app"]
 
 
 class TorchClient(NumPyClient):
@@ -89,8 +99,8 @@ class TorchClient(NumPyClient):
         self.plain = unwrap(model)
         self.parts = split_state(self.plain)
         self.context = context
-        if partition_id is None and context is not None and "partition-id" in context.node_config:
-            partition_id = int(context.node_config["partition-id"])
+        if partition_id is None and context is not None and PARTITION_ID in context.node_config:
+            partition_id = int(context.node_config[PARTITION_ID])
         self.partition_id = partition_id
         self.seed = seed
         self.task = task
@@ -98,9 +108,9 @@ class TorchClient(NumPyClient):
 
     def get_properties(self, config: Config) -> Config:
         """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``."""
-        known = {} if self.partition_id is None else {"partition-id": self.partition_id}
+        known: Config = {} if self.partition_id is None else {PARTITION_ID: self.partition_id}
         size = len(self.train_data)
-        return {**known, "num-examples": size, "batch-size": self.settings.first_batch(size)}
+        return {**known, NUM_EXAMPLES: size, BATCH_SIZE: self.settings.first_batch(size)}
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""
@@ -120,48 +130,47 @@ class TorchClient(NumPyClient):
             StateError: the arrays, or the part kept here, do not fit the model.
             DataError: nothing to train on.
         """
-        server_round = int(config.get("server-round", 1))
-        local = self._local_parts(config)
-        store = self._store(config)
-        if "fedtan-attempt" in config:
-            parameters, config = recall(self.context, parameters, config)
-        rules = client_hooks({**config, "local-names": self.parts.select(local)})
+        told, local = TrainConfig.read(config), self._local_entries(config)
+        store = self._store(config, told)
+        if told.by_messages:
+            parameters, config = log_answer(self.context, parameters, config)
+        hooks = make_hooks(told.hooks, HookContext(config, frozenset(local), replay(self.context, config)))
         extras, prefix = self._load(parameters, config, store)
-        for rule in rules:
-            rule.receive(extras, tensors(store.remembered(type(rule).__name__)))
+        for hook in hooks.values():
+            hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
         try:
             result = train(
                 self.model,
                 self.train_data,
                 self.settings,
-                learning_rate=self.settings.learning_rate.at(server_round, bool(config.get("frozen", False))),
-                stream=functools.partial(self._stream, server_round),
-                rules=rules,
+                learning_rate=self.settings.learning_rate.at(told.server_round, told.frozen),
+                stream=functools.partial(self._stream, told.server_round),
+                hooks=list(hooks.values()),
                 task=self.task,
             )
         except Pending as exchange:
-            name = json.dumps([f"{ANSWERS}/{exchange.tag}"])
+            name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
             return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
-        forget(self.context)
+        clear_log(self.context)
         state = self._state()
         if local:
-            store.keep({name: state[name] for name in self.parts.select(local)}, server_round)
-        shared = [name for name in state if self.parts.part_of[name] not in local]
+            store.keep({name: state[name] for name in local}, told.server_round)
         metrics: Config = {
-            "train-loss": result.loss,
-            "train-accuracy": result.accuracy,
-            "examples-processed": result.num_processed,
-            "steps": result.num_steps,
-            "dropped-batches": result.num_dropped,
+            TRAIN_LOSS: result.loss,
+            TRAIN_ACCURACY: result.accuracy,
+            EXAMPLES_PROCESSED: result.num_processed,
+            STEPS: result.num_steps,
+            DROPPED_BATCHES: result.num_dropped,
             **result.metrics,
         }
-        store.remember({type(rule).__name__: to_state(rule.keep()) for rule in rules}, server_round)
-        store.save(server_round)
-        if rules:
-            metrics[APPLIED] = config["rules"]
-        metrics |= store.claim(server_round)
-        returned = {prefix + name: state[name] for name in shared}
-        for record, entries in ((r, e) for rule in rules for r, e in rule.reply().items()):
+        kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
+        store.save_hook_state(kept, told.server_round)
+        store.save(told.server_round)
+        if hooks:
+            metrics[APPLIED] = ",".join(hooks)
+        metrics |= store.reply_metadata(told.server_round)
+        returned = {prefix + name: array for name, array in state.items() if name not in set(local)}
+        for record, entries in ((r, e) for hook in hooks.values() for r, e in hook.reply().items()):
             returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
         if ARRAY_NAMES in config or len(returned) != len(self.parts.names):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
@@ -175,28 +184,30 @@ class TorchClient(NumPyClient):
             ``<name>-num-examples`` and, of a segmentation, ``<name>-miou`` of each (without a
             prefix where there is one unnamed set).
         """
-        self._load(parameters, config, self._store(config))
+        told = EvaluateConfig.read(config)
+        self._load(parameters, config, self._store(config, told))
         metrics: Config = {}
         first: tuple[float, int] | None = None
-        asked = listed(config, "test-sets") or list(self.test_data)
+        asked = told.test_sets or tuple(self.test_data)
         for name in asked:
             result = evaluate(self.model, self.test_data[name], task=self.task)
             prefix = f"{name}-" if name else ""
             metrics |= result.named(prefix)
-            metrics[f"{prefix}num-examples" if name else "examples-tested"] = result.num_examples
+            metrics[prefix + NUM_EXAMPLES if name else EXAMPLES_TESTED] = result.num_examples
             first = first or (result.loss, result.num_examples)
         loss, num_examples = first or (float("nan"), 0)
         return loss, num_examples, metrics
 
     def statistics(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
-        """Gather BN statistics from zero under the received weights, in one pass over the training data.
+        """Re-estimate BN statistics under the received weights, in one pass over the training data.
 
         Returns:
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
-            names in ``array-names``. See ``gathering.reestimate_statistics``; nothing is kept.
+            names in ``array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
-        _, prefix = self._load(parameters, config, self._store(config))
-        seed = self._stream(int(config.get("server-round", 1)), "statistics").initial_seed()
+        told = MessageConfig.read(config)
+        _, prefix = self._load(parameters, config, self._store(config, told))
+        seed = self._stream(told.server_round, "statistics").initial_seed()
         found = reestimate_statistics(self.plain, self.train_data, batch_size=self.settings.batch_size, seed=seed)
         entries = to_state(to_entries(found, self.plain.state_dict()))
         names = json.dumps([prefix + name for name in entries])
@@ -210,23 +221,26 @@ class TorchClient(NumPyClient):
         key = -1 if self.partition_id is None else self.partition_id
         return torch_generator(self.seed, purpose, server_round, key)
 
-    def _store(self, config: Config) -> LocalState:
-        """Return what is kept with this client, brought to where the server wants to go on."""
+    def _store(self, config: Config, told: MessageConfig) -> LocalState:
+        """Return what is kept with this client, restored to what the server expects."""
         if MOD in config:
             raise StateError(
                 f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
                 "itself. Leave the mod out."
             )
-        store, continuity = LocalState(self.context, self.parts, self.plain.state_dict()), Continuity.of(config)
-        if self.state_dir is not None and continuity is not None:
+        store = LocalState(self.context, self.parts, self.plain.state_dict())
+        if self.state_dir is not None and told.continuity is not None:
             if self.partition_id is None:
                 raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
-            store.attach(self.state_dir, continuity, self.partition_id)
-        store.settle(config.get("local-sha256"))
+            store.attach(self.state_dir, told.continuity, self.partition_id)
+        store.restore(told.local_sha256)
         return store
 
-    def _local_parts(self, config: Config) -> frozenset[Part]:
-        return frozenset(Part(name) for name in listed(config, "local-parts"))
+    def _local_entries(self, config: Config) -> tuple[str, ...]:
+        """Return the entries that stay here by this model's own names: the server's may carry a wrapper's prefix."""
+        names = MessageConfig.read(config).local_entries
+        prefix = wrapper_prefix(names, self.parts.names)
+        return tuple(name.removeprefix(prefix) for name in names)
 
     def _load(
         self, parameters: list[Array], config: Config, store: LocalState
@@ -250,7 +264,7 @@ class TorchClient(NumPyClient):
             extras.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
         prefix = wrapper_prefix(received, own)
         received = {name.removeprefix(prefix): array for name, array in received.items()}
-        state = {**received, **store.load(self.parts.select(self._local_parts(config)))}
+        state = {**received, **store.load(self._local_entries(config))}
         if missing := [name for name in own if name not in state]:
             raise StateError(
                 f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
@@ -278,7 +292,7 @@ def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) ->
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
     partition id (from ``get_properties`` or the node's config) and the number of training examples, and
     ``query.statistics`` with the ``statistics`` of a ``TorchClient``. How arrays and their names travel:
-    ``fedbn_flwr.messages.numpy_client``.
+    ``messages.numpy_client``.
 
     Args:
         client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
@@ -295,7 +309,7 @@ def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) ->
     def statistics_message(message: Message, context: Context) -> Message:
         client = _client(client_fn, context)
         if not isinstance(client, TorchClient):
-            raise TypeError(f"{type(client).__name__} gathers no BN statistics; fedbn_flwr.TorchClient does")
+            raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
         return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
 
     @app.evaluate()
@@ -308,12 +322,12 @@ def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) ->
         try:
             properties = _client(client_fn, context).get_properties({})
         except DataError as error:  # an answer, not a failure: the server goes on with the others, and says why
-            properties, unusable = {"num-examples": 0}, str(error)
-        if "partition-id" in context.node_config:
-            properties = {"partition-id": int(context.node_config["partition-id"]), **properties}
+            properties, unusable = {NUM_EXAMPLES: 0}, str(error)
+        if PARTITION_ID in context.node_config:
+            properties = {PARTITION_ID: int(context.node_config[PARTITION_ID]), **properties}
         reply = describe(message, properties)
         if unusable:
-            reply.content[PROPERTIES] = ConfigRecord({UNUSABLE: unusable})
+            reply.content[INFO] = ConfigRecord({UNUSABLE: unusable})
         return reply
 
     return app

@@ -1,8 +1,8 @@
 """The strategies in Flower's legacy loop: ``to_legacy`` makes a ``flwr.server.strategy.Strategy`` of one.
 
-For projects on ``flwr.server.ServerApp`` with ``ServerAppComponents``. The legacy loop carries a list of arrays and a
-config of scalars each way, one ``fit`` and one ``evaluate`` a round: names travel in the config (``fedbn_flwr.messages.numpy_client``)
-as they do for ``client_app``, and the strategy's own hooks do the rest. What needs exchanges inside a round is refused.
+For projects on ``flwr.server.ServerApp`` with ``ServerAppComponents``. The legacy loop moves a list of arrays and a
+config of scalars each way, one ``fit`` and one ``evaluate`` a round. Names travel in the config, as they do for
+``client_app`` (``messages.numpy_client``). What needs exchanges inside a round is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -27,16 +27,17 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from flwr.common.constant import ErrorCode
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from flwr.serverapp import Grid
 
+from fedbn_flwr.compat.flower import app_error
 from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.protocol import CLIENT_WORDS, LOSS
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.messages.numpy_client import CLIENT_WORDS, Config, describe, open_message, reply_to_evaluate, reply_to_fit
 
 __all__ = ["LegacyStrategy", "to_legacy"]
 
@@ -47,7 +48,7 @@ Failures = list[tuple[ClientProxy, Any] | BaseException]
 
 
 def to_legacy(
-    strategy: FedAvg,
+    strategy: FedAvg[Any],
     initial_arrays: ArrayRecord,
     *,
     num_rounds: int | None = None,
@@ -78,10 +79,10 @@ def to_legacy(
     Raises:
         ConfigError: a method that exchanges inside a round; settings that do not fit.
     """
-    if strategy.exchange_cost("2L+1") != (0, 0):
+    if strategy.synchronises:
         _refuse(strategy, "exchanges statistics with its clients inside a local step")
     if strategy.recalibrates:
-        _refuse(strategy, "gathers BN statistics from its clients before tests")
+        _refuse(strategy, "re-estimates BN statistics from its clients before tests")
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
         raise ConfigError(f"Flower's legacy loop begins with round 1 and cannot go on after round {after}.")
     tell = on_fit_config_fn, on_evaluate_config_fn
@@ -98,7 +99,7 @@ class LegacyStrategy(Strategy):
 
     def __init__(
         self,
-        strategy: FedAvg,
+        strategy: FedAvg[Any],
         initial_arrays: ArrayRecord,
         evaluate_fn: EvaluateFn | None,
         tell: tuple[ConfigFn | None, ConfigFn | None],
@@ -139,7 +140,7 @@ class LegacyStrategy(Strategy):
             arrays = parameters_to_ndarrays(res.parameters)
             return reply_to_fit(message, arrays, res.num_examples, res.metrics)
 
-        before = dict(self.strategy.reports[-1].rejected)
+        before = dict(self.strategy.run.report.rejected)
         arrays, averaged = self.strategy.aggregate_train(server_round, self._replies(reply, results, failures))
         metrics: dict[str, Any] = dict(averaged or {})
         if self._fit_metrics:
@@ -167,10 +168,10 @@ class LegacyStrategy(Strategy):
         def reply(message: Message, res: EvaluateRes) -> Message:
             return reply_to_evaluate(message, res.loss, res.num_examples, res.metrics)
 
-        before = dict(self.strategy.reports[-1].rejected)
+        before = dict(self.strategy.run.report.rejected)
         averaged = self.strategy.aggregate_evaluate(server_round, self._replies(reply, results, failures))
         metrics: dict[str, Any] = dict(averaged or MetricRecord())
-        loss = metrics.pop("loss", None)
+        loss = metrics.pop(LOSS, None)
         if self._evaluate_metrics:
             metrics = self._summed_up(self._evaluate_metrics, results, before)
         return loss, metrics
@@ -189,7 +190,7 @@ class LegacyStrategy(Strategy):
             results: of the clients.
             before: what was noted of refusals in this round before.
         """
-        noted = self.strategy.reports[-1].rejected
+        noted = self.strategy.run.report.rejected
         used = [res for proxy, res in results if noted.get(int(proxy.cid)) == before.get(int(proxy.cid))]
         own = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_WORDS}) for res in used]
         return fn(own) if own else {}
@@ -219,7 +220,7 @@ class LegacyStrategy(Strategy):
                 replies.append(reply(message, res))
             except Exception as error:  # what a client sent may raise anything
                 reason = str(error) or type(error).__name__
-                replies.append(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message))
+                replies.append(app_error(message, reason))
         return replies
 
 
@@ -255,7 +256,7 @@ class _NamingProxy(ClientProxy):
 class _ManagerGrid(Grid):
     """As much of a Grid as configuring a round takes: who is there, and their properties."""
 
-    def __init__(self, client_manager: ClientManager, strategy: FedAvg) -> None:
+    def __init__(self, client_manager: ClientManager, strategy: FedAvg[Any]) -> None:
         self._manager = client_manager
         self._strategy = strategy
 
@@ -270,7 +271,7 @@ class _ManagerGrid(Grid):
         proxies = self._manager.all()
 
         def ask(message: Message) -> Message:
-            silent = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "no properties"), reply_to=message)
+            silent = app_error(message, "no properties")
             try:
                 res = proxies[str(message.metadata.dst_node_id)].get_properties(GetPropertiesIns({}), timeout, None)
             except Exception:  # Flower's proxy raises what the client raised
@@ -303,7 +304,7 @@ def _parameters(arrays: ArrayRecord) -> Parameters:
     return ndarrays_to_parameters(list(from_record(arrays).values()))
 
 
-def _refuse(strategy: FedAvg, does: str) -> NoReturn:
+def _refuse(strategy: FedAvg[Any], does: str) -> NoReturn:
     raise ConfigError(
         f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and one evaluate a round. Keep the "
         "NumPyClient, give it to fedbn_flwr.client_app(client_fn), and start the strategy from the Message API's "

@@ -9,9 +9,9 @@ from fedbn_flwr.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
     PartitionRequest,
-    partition_test_set,
     make_partition,
     partition_counts,
+    partition_test_set,
     split_dataset,
 )
 from fedbn_flwr.data.picture import partition_picture, partition_table
@@ -28,12 +28,12 @@ __all__ = [
     "PartitionRequest",
     "Samples",
     "Subset",
-    "partition_test_set",
     "load_dataset",
     "load_local_dataset",
     "make_partition",
     "partition_counts",
     "partition_picture",
     "partition_table",
+    "partition_test_set",
     "split_dataset",
 ]

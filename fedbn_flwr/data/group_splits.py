@@ -9,13 +9,12 @@ a domain are drawn at random, without regard to class.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 
 from fedbn_flwr.data.splits import Indices, PartitionRequest
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.settings import share_of
 
 __all__ = ["split_domain", "split_natural"]
 
@@ -76,7 +75,7 @@ def _named(request: PartitionRequest, members: dict[int, Indices]) -> str:
 def _used(share: float, count: int, group: int) -> int:
     """Return how many of a domain's ``count`` examples are used."""
     if 0 < share <= 1:
-        return int(Fraction(str(share)) * count)  # as the decimal it is written as: 0.29 of 100 is 29, not 28
+        return share_of(share, count)
     if not 1 < share < float("inf") or share != int(share):
         raise ConfigError(
             f"domain-share={share}: a fraction in (0, 1] of each domain, or a whole number of examples above 1."

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedbn_flwr.data.registry import DATASETS
-from fedbn_flwr.data.loading import MAX_BYTES
 from fedbn_flwr.data.domains import read_archive, read_class_folders
 from fedbn_flwr.data.folders import Files, image_files, refuse_too_large
+from fedbn_flwr.data.loading import MAX_BYTES
 from fedbn_flwr.data.readers import READ_ERRORS
+from fedbn_flwr.data.registry import DATASETS
 from fedbn_flwr.data.samples import Dataset
 from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import DataError

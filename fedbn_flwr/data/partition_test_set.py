@@ -10,7 +10,7 @@ from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.seeds import numpy_generator
 
-__all__ = ["partition_test_set", "partition_counts"]
+__all__ = ["partition_counts", "partition_test_set"]
 
 
 def partition_test_set(

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.data.partition_test_set import partition_test_set, partition_counts
 from fedbn_flwr.data.group_splits import split_domain, split_natural
+from fedbn_flwr.data.partition_test_set import partition_counts, partition_test_set
 from fedbn_flwr.data.samples import Dataset
 from fedbn_flwr.data.shards import split_shards, split_unbalanced_shards
 from fedbn_flwr.data.splits import (
@@ -27,7 +27,14 @@ from fedbn_flwr.data.splits import (
 )
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 
-__all__ = ["PARTITIONS", "PartitionInfo", "PartitionRequest", "partition_test_set", "make_partition", "partition_counts"]
+__all__ = [
+    "PARTITIONS",
+    "PartitionInfo",
+    "PartitionRequest",
+    "make_partition",
+    "partition_counts",
+    "partition_test_set",
+]
 __all__ += ["split_dataset"]
 
 

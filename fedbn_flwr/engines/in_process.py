@@ -2,43 +2,50 @@
 
 The same ClientApp as in simulation or over a network, the same messages, contexts and error replies; no Ray, no
 SuperLink, no serialisation between processes. What a node changes in its context is kept when its app returned, and
-forgotten when it raised, as in Flower's engines.
+forgotten when it raised, as in Flower's engines. A node is plain data: a number, and its context once it was used.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from logging import DEBUG
 from types import TracebackType
 from typing import Any
 from uuid import UUID
 
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.client_app import ClientAppException
-from flwr.common import log
-from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY, SUPERLINK_NODE_ID, ErrorCode
-from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
-from fedbn_flwr.transport import Barrier, reducers_of
+from fedbn_flwr.compat.flower import (
+    NUM_PARTITIONS_KEY,
+    PARTITION_ID_KEY,
+    Run,
+    app_error,
+    copied_message,
+    empty_run,
+    identify_process,
+    set_message_id,
+)
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.transport import Barrier, use_reducers
+from fedbn_flwr.transport.polling_grid import ImmediateGrid
 
 __all__ = ["InProcessGrid"]
 
+logger = logging.getLogger("flwr")
 
-class InProcessGrid(Grid):
-    """A ``flwr.serverapp.Grid`` whose nodes are threads of this process.
+
+class InProcessGrid(ImmediateGrid):
+    """A ``flwr.serverapp.Grid`` whose nodes run in threads of this process.
 
     Args:
         client_app: the app every node runs.
@@ -53,8 +60,6 @@ class InProcessGrid(Grid):
     Use it as a context manager, or call ``close()``.
     """
 
-    answers_promptly = True
-
     def __init__(
         self,
         client_app: ClientApp,
@@ -68,27 +73,21 @@ class InProcessGrid(Grid):
     ) -> None:
         if num_nodes < 1:
             raise EngineError(f"num_nodes={num_nodes} must be at least 1")
-        draw = numpy_generator(seed, "node-ids")
+        self._draw = numpy_generator(seed, "node-ids")
         self._client_app = client_app
-        self._draw = draw
-        self._run = Run.create_empty(run_id=int(draw.integers(1, 2**62)))
-        _identify(self._run.run_id)
+        self._run = empty_run(int(self._draw.integers(1, 2**62)))
+        identify_process(self._run.run_id)
+        self._run_config = dict(run_config or {})
+        self._node_configs = node_configs
+        self._node_ids = [int(self._draw.integers(1, 2**62)) for _ in range(num_nodes)]
+        self._partition_of = {node_id: partition_id for partition_id, node_id in enumerate(self._node_ids)}
         self._contexts: dict[int, Context] = {}
-        for partition_id in range(num_nodes):
-            node_id = int(draw.integers(1, 2**62))
-            extra = dict(node_configs[partition_id]) if node_configs else {}
-            node_config = {PARTITION_ID_KEY: partition_id, NUM_PARTITIONS_KEY: num_nodes, **extra}
-            self._contexts[node_id] = Context(
-                self._run.run_id, node_id, node_config, RecordDict(), dict(run_config or {})
-            )
-        # Clients that meet in mid-step must all be under way; otherwise few compute at a time.
-        self._slots = threading.Semaphore(max_workers or os.cpu_count() or 1)
-        self._meetings: dict[str, Barrier] = {}
-        # One thread a node: a node works on one message at a time, and one that hangs takes no other node's thread.
-        self._threads = {
-            node_id: ThreadPoolExecutor(1, thread_name_prefix="client", initializer=_set_threads(torch_threads))
-            for node_id in self._contexts
-        }
+        self._set_threads = _set_threads(torch_threads)
+        self._workers = self._pool(max_workers or os.cpu_count() or 1)
+        # Clients that wait for each other at a barrier must all be under way: each barrier has workers of its own.
+        self._barriers: dict[str, tuple[Barrier, ThreadPoolExecutor]] = {}
+        self._lock = threading.Lock()
+        self._queues: dict[int, deque[Callable[[], None]]] = {}  # of nodes at work: what comes after
         self._waiting: dict[str, Future[Message]] = {}
 
     def __enter__(self) -> InProcessGrid:
@@ -103,8 +102,12 @@ class InProcessGrid(Grid):
 
     def close(self) -> None:
         """Wait for the clients at work and end their threads; messages not begun are dropped."""
-        for thread in self._threads.values():
-            thread.shutdown(cancel_futures=True)
+        with self._lock:
+            for queue in self._queues.values():
+                queue.clear()
+        self._workers.shutdown(cancel_futures=True)
+        for _, workers in self._barriers.values():
+            workers.shutdown(cancel_futures=True)
 
     def set_run(self, run: Run) -> None:
         """See ``Grid.set_run``; the contexts keep the run they were made for."""
@@ -123,19 +126,20 @@ class InProcessGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         """Return the node ids, by partition id."""
-        return list(self._contexts)
+        return list(self._node_ids)
 
-    def open_barrier(self, barrier_id: str, meeting: Barrier) -> None:
-        """Let the clients of a round meet in mid-step (``carriers.reducer_here(barrier_id)`` in a client's thread)."""
-        self._meetings[barrier_id] = meeting
+    def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
+        """See ``transport.BarrierGrid``; a client finds it by ``transport.local_reducer(barrier_id)``."""
+        self._barriers[barrier_id] = barrier, self._pool(len(barrier.members))
 
     def close_barrier(self, barrier_id: str) -> None:
-        """Forget a meeting."""
-        del self._meetings[barrier_id]
+        """See ``transport.BarrierGrid``."""
+        _, workers = self._barriers.pop(barrier_id)
+        workers.shutdown(wait=False)
 
     def context(self, partition_id: int) -> Context:
         """Return a node's context, to look into what it keeps."""
-        return list(self._contexts.values())[partition_id]
+        return self._context(self._node_ids[partition_id])
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Start work on the messages; see ``Grid.push_messages``.
@@ -145,17 +149,12 @@ class InProcessGrid(Grid):
         """
         message_ids = []
         for message in messages:
-            if message.metadata.dst_node_id not in self._contexts:
-                raise EngineError(
-                    f"no node {message.metadata.dst_node_id} among the {len(self._contexts)} of this grid"
-                )
-            message_id = self._new_id()
-            # Every node gets records of its own: an app may change what it was sent.
-            content = copy.deepcopy(message.content)
-            own = Message(content, message.metadata.dst_node_id, message.metadata.message_type)
-            own.metadata.__dict__.update(message.metadata.__dict__)
-            own.metadata.__dict__.update(_message_id=message_id, _run_id=self._run.run_id)
-            self._waiting[message_id] = self._threads[message.metadata.dst_node_id].submit(self._work, own)
+            node_id = message.metadata.dst_node_id
+            if node_id not in self._partition_of:
+                raise EngineError(f"no node {node_id} among the {len(self._node_ids)} of this grid")
+            own = copied_message(message)  # every node gets records of its own: an app may change what it was sent
+            set_message_id(own, message_id := self._new_id(), self._run.run_id)
+            self._waiting[message_id] = self._enqueue(node_id, own)
             message_ids.append(message_id)
         return message_ids
 
@@ -179,30 +178,55 @@ class InProcessGrid(Grid):
     def _new_id(self) -> str:
         return str(UUID(bytes=self._draw.bytes(16), version=4))
 
+    def _enqueue(self, node_id: int, message: Message) -> Future[Message]:
+        """Let the node work on the message, after those it has already: a node works on one message at a time."""
+        result: Future[Message] = Future()
+
+        def work() -> None:
+            result.set_result(self._work(message))
+            with self._lock:
+                following = self._queues[node_id].popleft() if self._queues[node_id] else None
+                if following is None:
+                    del self._queues[node_id]
+            if following is not None:
+                self._submit(node_id, following)
+
+        with self._lock:
+            if node_id in self._queues:
+                self._queues[node_id].append(work)
+                return result
+            self._queues[node_id] = deque()
+        self._submit(node_id, work)
+        return result
+
+    def _submit(self, node_id: int, work: Callable[[], None]) -> None:
+        own = (workers for barrier, workers in list(self._barriers.values()) if node_id in barrier.members)
+        next(own, self._workers).submit(work)
+
+    def _pool(self, workers: int) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(workers, thread_name_prefix="client", initializer=self._set_threads)
+
+    def _context(self, node_id: int) -> Context:
+        if node_id not in self._contexts:
+            partition_id = self._partition_of[node_id]
+            node_config: dict[str, Any] = {PARTITION_ID_KEY: partition_id, NUM_PARTITIONS_KEY: len(self._node_ids)}
+            node_config |= self._node_configs[partition_id] if self._node_configs else {}
+            context = Context(self._run.run_id, node_id, node_config, RecordDict(), self._run_config)
+            self._contexts[node_id] = context
+        return self._contexts[node_id]
+
     def _work(self, message: Message) -> Message:
         node_id = message.metadata.dst_node_id
-        meets = any(node_id in meeting.members for meeting in list(self._meetings.values()))
-        with nullcontext() if meets else self._slots:
-            context = copy.deepcopy(self._contexts[node_id])
-            try:
-                with reducers_of(lambda barrier_id: self._meetings[barrier_id].seat(node_id)):
-                    reply = self._client_app(message, context)
-                self._contexts[node_id] = context
-            except Exception as error:
-                log(DEBUG, traceback.format_exc())
-                raised = ClientAppException(str(error))
-                reason = f"{type(raised)}:<'{raised}'>"
-                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-        reply.metadata.__dict__["_message_id"] = self._new_id()
+        context = copy.deepcopy(self._context(node_id))
+        try:
+            with use_reducers(lambda barrier_id: self._barriers[barrier_id][0].reducer(node_id)):
+                reply = self._client_app(message, context)
+            self._contexts[node_id] = context
+        except Exception as error:
+            logger.debug(traceback.format_exc())
+            reply = app_error(message, error)
+        set_message_id(reply, self._new_id())
         return reply
-
-
-def _identify(run_id: int) -> None:
-    """Give this process the identity without which Flower makes no messages, as its own engines do; keep one it has."""
-    try:
-        _ = TaskIdentity.run_id
-    except RuntimeError:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
 
 
 def _set_threads(torch_threads: int) -> Callable[[], None]:

@@ -7,26 +7,26 @@ generator needs saving; the history and the ledger stand in ``metrics.jsonl``, w
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flwr.common import log
-
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import versions
-from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
-from fedbn_flwr.client.state_folder import Continuity
+from fedbn_flwr.errors import ConfigError, EngineError, StateError
+from fedbn_flwr.experiment.config import RENAMED, Config
+from fedbn_flwr.experiment.output import versions
+from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedAvg
 
-__all__ = ["Checkpoint", "Checkpoints", "CheckpointManager"]
+__all__ = ["Checkpoint", "CheckpointManager", "Checkpoints"]
+
+logger = logging.getLogger("flwr")
 
 _VERSION, _KEPT = 1, 2
 _FILE = re.compile(r"round-(\d+)\.safetensors")
@@ -112,7 +112,7 @@ class Checkpoints:
             try:
                 found = self._read(server_round)
             except (StateError, ConfigError) as error:
-                log(WARNING, "checkpoint of round %d refused: %s", server_round, error)
+                logger.warning("checkpoint of round %d refused: %s", server_round, error)
                 reasons.append(str(error))
                 continue
             return found
@@ -130,7 +130,8 @@ class Checkpoints:
         content = read_checked(path)
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
             raise StateError(f"{path} is no checkpoint of version {_VERSION}")
-        saved, now = content["config"], self._config.to_mapping()
+        saved = {RENAMED.get(key, key): value for key, value in content["config"].items()}
+        now = self._config.to_mapping()
         changed = [key for key in sorted({*saved, *now} - _FREE) if saved.get(key) != now.get(key)]
         if changed:
             listed = "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
@@ -146,7 +147,7 @@ class Checkpoints:
             raise ConfigError(f"{path} is past num-server-rounds={self._config.num_server_rounds}")
         here = versions()
         if other := [f"{k} {v}, now {here.get(k)}" for k, v in content["versions"].items() if here.get(k) != v]:
-            log(WARNING, "the checkpoint was written with %s: the last bits may differ", "; ".join(other))
+            logger.warning("the checkpoint was written with %s: the last bits may differ", "; ".join(other))
         return Checkpoint(**{key: content[key] for key in Checkpoint.__dataclass_fields__})
 
     def _path(self, server_round: int) -> Path:
@@ -154,7 +155,7 @@ class Checkpoints:
 
 
 class CheckpointManager:
-    """Saves a run while it goes, and tells its clients by what name to keep their part.
+    """Saves a run while it goes, and tells its clients which run their part belongs to.
 
     Args:
         checkpoints: where to.
@@ -166,7 +167,9 @@ class CheckpointManager:
         ConfigError: clients kept something in memory alone, which is gone.
     """
 
-    def __init__(self, checkpoints: Checkpoints, config: Config, strategy: FedAvg, saved: Checkpoint | None) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, config: Config, strategy: FedAvg[Any], saved: Checkpoint | None
+    ) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
         self._warned = False
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
@@ -176,7 +179,7 @@ class CheckpointManager:
                 "runs of this strategy a state folder (state-dir) from the start."
             )
         if saved:
-            log(INFO, "resumed after round %d from %s", saved.server_round, checkpoints.folder)
+            logger.info("resumed after round %d from %s", saved.server_round, checkpoints.folder)
             strategy.load_state_dict(saved.strategy, saved.server_round)
             checkpoints.go_on(saved.server_round)
         self._run = saved.run if saved else uuid4().hex[:16]
@@ -187,16 +190,15 @@ class CheckpointManager:
         every = self._config.checkpoint_every
         if not every or (server_round % every and server_round != self._config.num_server_rounds):
             return
-        state, strategy = from_record(self._strategy.arrays), self._strategy.state_dict()
+        state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
         self._checkpoints.save(Checkpoint(server_round, state, strategy, self._run, self.resumed_after))
         self._tell()
-        if self._strategy.volatile and not self._warned:
+        if self._strategy.run.volatile and not self._warned:
             self._warned = True
-            log(
-                WARNING,
+            logger.warning(
                 "client(s) %s keep their part in memory alone: this run cannot be resumed. Set state-dir, in the "
                 "run's config or in each node's.",
-                ", ".join(self._strategy.volatile),
+                ", ".join(self._strategy.run.volatile),
             )
 
     def _tell(self) -> None:

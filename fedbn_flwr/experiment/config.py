@@ -1,24 +1,28 @@
-"""The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``."""
+"""The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
+
+The settings of the methods are not written here: they are the fields of the strategies' ``Params``.
+"""
 
 from __future__ import annotations
 
 import difflib
-import math
-import re
+import logging
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 
-from fedbn_flwr.data import PARTITIONS, Augment
-from fedbn_flwr.data.loading import DATASETS
+from fedbn_flwr.data import DATASETS, PARTITIONS, Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
+from fedbn_flwr.experiment.method_settings import method_fields, own_default
+from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, model_info
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.method import Params, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.settings import share_of
 
 __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split"]
 
@@ -26,15 +30,23 @@ Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
 STATE_IN_OUT = "out"  # the state-dir of clients that share the server's files: in the run's folder
-SERIES = r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}"
 GROUPS = ("what", "rounds", "local training", "methods", "files")
+RENAMED = {"fedtan-exchange": "fedtan-transport"}
+"""Keys of the release before, which YAML, ``--set`` and checkpoints may still have."""
+
+logger = logging.getLogger("flwr")
+
+if TYPE_CHECKING:
+    _MethodSettings = Params
+else:
+    _MethodSettings = create_model("_MethodSettings", __base__=Params, **method_fields(STRATEGIES.values()))
 
 
-def _key(group: str, default: Any, text: str, **limits: Any) -> Any:
-    return Field(default, description=text, json_schema_extra={"group": group}, **limits)
+def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
+    return setting(default, meaning, group, **limits)
 
 
-class Config(BaseModel):
+class Config(_MethodSettings):
     """All settings of a run. Keys are the kebab-case names of the fields; values are scalars, lists are comma strings.
 
     "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this class.
@@ -78,18 +90,7 @@ class Config(BaseModel):
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
     fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
-    min_replies: int = _key("rounds", 1, "usable replies below which a round keeps the previous model", ge=1)
     round_timeout: float = _key("rounds", 3600.0, "seconds to wait for the replies of a round, and for nodes", gt=0)
-    eval_every: int = _key("rounds", 1, "evaluate every so many rounds, and after the last", ge=1)
-    eval_on: str = _key(
-        "rounds",
-        "",
-        f"comma list of {', '.join(EVALUATIONS)}; empty = global, or personal-own where parts are local. averaged-bn: "
-        "clients of fedbn, silobn, mtfl share their BN parts, whose average completes the global model, saved so. "
-        "recalibrated: the global model with gathered statistics (see recalibrate), beside the plain one",
-    )
-    seed: int = _key("rounds", 0, "seed of every random draw of the run", ge=0)
-
     local_steps: int = _key("local training", 0, "E steps per round, each on a batch drawn with replacement", ge=0)
     local_epochs: int = _key(
         "local training", 1, "E passes over the local data per round; not beside local-steps", ge=0
@@ -102,9 +103,6 @@ class Config(BaseModel):
     )
     lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
     sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; see momentum-scope", ge=0, lt=1)
-    momentum_scope: Literal["none", "local", "global"] = _key(
-        "local training", "none", "SGD's momentum between rounds: forgotten, kept by the client, or averaged"
-    )
     weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
     bn_momentum: float = _key(
         "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
@@ -112,39 +110,6 @@ class Config(BaseModel):
     device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda where there is one")
     amp: bool = _key("local training", False, "bfloat16 autocast in the forward passes of training")
     torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)
-
-    variance: Literal["mean", "pooled"] = _key(
-        "methods", "mean", "average of running variances; pooled adds the spread"
-    )
-    recalibrate: bool = _key(
-        "methods",
-        False,
-        "every test and the saved model take BN statistics gathered from zero from the clients (as staticbn does); "
-        "training does not see them. eval-on=recalibrated tests so and saves the model as trained",
-    )
-    proximal_mu: float = _key("methods", 0.01, "mu of fedprox, and of fedbs in phase 2", ge=0)
-    agc: float = _key("methods", 0.1, "lambda of fedwon's adaptive gradient clipping; 0 = off", ge=0)
-    server_learning_rate: float = _key("methods", 1.0, "eta_g of scaffold; the server's rate of fedavgm", gt=0)
-    server_momentum: float = _key("methods", 0.0, "beta of fedavgm", ge=0, lt=1)
-    eta: float = _key("methods", 0.1, "the server's learning rate of fedadam, fedyogi and fedadagrad", gt=0)
-    beta_1: float = _key("methods", 0.9, "decay of the first moment of fedadam and fedyogi", ge=0, lt=1)
-    beta_2: float = _key("methods", 0.99, "decay of the second moment of fedadam and fedyogi", ge=0, lt=1)
-    tau: float = _key("methods", 1e-3, "adaptivity of fedadam, fedyogi and fedadagrad", gt=0)
-    fedbs_eps: float = _key("methods", 0.1, "eps of fedbs: the spread of losses that agree", ge=0)
-    fedbs_rounds: int = _key("methods", 5, "r of fedbs: consecutive rounds in which they must", ge=1)
-    freeze_at: int | float | str = _key("methods", 0.5, "T* of fixbn: a round (int), a fraction of R (float) or `auto`")
-    freeze_affine: bool = _key("methods", False, "fixbn freezes gamma and beta as well")
-    freeze_window: int = _key("methods", 100, "window W of `freeze-at=auto`, rounds; must be below R", ge=2)
-    freeze_tau: float = _key("methods", 2e-3, "threshold tau of `freeze-at=auto`", gt=0)
-    fedtan_rounds: int | float | str = _key("methods", 0.1, "M of fedtan2: a round (int), a fraction of R or `auto`")
-    fedtan_exchanges: Literal["3L+1", "2L+1"] = _key("methods", "3L+1", "2L+1: mean and variance travel together")
-    fedtan_exchange: Literal["messages", "channel"] = _key(
-        "methods", "messages", "carrier of FedTAN's exchanges between processes; in process clients meet at a barrier"
-    )
-    fedtan_timeout: float = _key("methods", 120.0, "seconds an exchange of FedTAN waits for its last client", gt=0)
-    fedtan_bind: str = _key("methods", "127.0.0.1:0", "where the channel listens, host:port; port 0 = a free one")
-    fedtan_address: str = _key("methods", "", "host:port that clients connect to; empty = where the channel listens")
-    fedtan_tls_dir: str = _key("methods", "", "folder with ca.crt, server.crt, server.key; empty = loopback only")
 
     out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
     tensorboard: bool = _key(
@@ -178,17 +143,6 @@ class Config(BaseModel):
     def _text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
-    @field_validator("freeze_at", "fedtan_rounds", mode="after")
-    @classmethod
-    def _freeze_at(cls, value: int | float | str) -> int | float | str:
-        if isinstance(value, str) and value != "auto":
-            raise ValueError(f"{value!r} is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'")
-        if isinstance(value, float) and not 0 <= value <= 1:
-            raise ValueError(f"{value} is not a fraction in [0, 1]; for a round write an int")
-        if isinstance(value, int) and value < 0:
-            raise ValueError(f"{value} is not a round; the first is 1, and 0 freezes from the start")
-        return value
-
     @model_validator(mode="after")
     def _together(self) -> Self:
         """Check what no single key can tell, all of it, and report every problem at once."""
@@ -209,33 +163,15 @@ class Config(BaseModel):
             )
         if self.num_classes and self.num_classes < classes:
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
-        if self.momentum_scope != "none" and not self.sgd_momentum:
-            problems.append(f"momentum-scope={self.momentum_scope} needs sgd-momentum above 0")
-        if self.strategy == "scaffold" and self.sgd_momentum:
-            problems.append(f"strategy=scaffold corrects plain SGD: sgd-momentum={self.sgd_momentum} must be 0")
         if self.strategy in STRATEGIES:
             method = STRATEGIES[self.strategy]
-            _try(problems, lambda: method.check_tests(self.evaluations(), self.recalibrate))
+            run = RunSettings(self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations())
+            _try(problems, lambda: problems.extend(method.conflicts(self.params(), run)))
         elif self.recalibrate:
             problems.append(f"recalibrate gathers statistics from clients, and strategy={self.strategy} has none")
-        if self.norm == "batch-renorm" and self.strategy == "staticbn":
-            problems.append("strategy=staticbn tracks no statistics; norm=batch-renorm corrects by them")
-        if self.norm == "batch-renorm" and self.strategy in ("fedtan", "fedtan2", "feddna"):
-            problems.append(f"strategy={self.strategy} synchronises BatchNorm; norm=batch-renorm corrects it locally")
-        if self.strategy == "fedwon" and self.norm != "wsconv":
-            problems.append(f"strategy=fedwon trains without normalisation: norm={self.norm} must be wsconv")
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
-        for strategy, key, value in (
-            ("fixbn", "freeze-at", self.freeze_at),
-            ("fedtan2", "fedtan-rounds", self.fedtan_rounds),
-        ):
-            if self.strategy == strategy and value == "auto" and self.freeze_window >= self.num_server_rounds:
-                problems.append(
-                    f"freeze-window={self.freeze_window} must be below num-server-rounds={self.num_server_rounds} for "
-                    f"{key}=auto"
-                )
-        if self.series and not re.fullmatch(SERIES, self.series):
+        if self.series and not SERIES_PATTERN.fullmatch(self.series):
             problems.append(f"series={self.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front")
         if problems:
             raise ValueError("\n".join(problems))
@@ -267,8 +203,7 @@ class Config(BaseModel):
             elif isinstance(value, int) and value >= 0:
                 after.append(value)
             elif isinstance(value, float) and 0 <= value <= 1:
-                # As the decimal it is written as: floor(0.29 * 100) is 29, not the 28 of binary floating point.
-                after.append(math.floor(Fraction(text) * self.num_server_rounds))
+                after.append(share_of(text, self.num_server_rounds))
             else:
                 raise ConfigError(f"lr-decay-at: {text!r} is not a round (int), a fraction in [0, 1] or 'freeze'")
         factors = [_number(text) for text in split(self.lr_decay_factor)]
@@ -280,10 +215,17 @@ class Config(BaseModel):
             )
         return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
 
-    def gathers(self) -> bool:
-        """Tell whether BN statistics are gathered before tests."""
+    def params(self) -> Params:
+        """Return the settings of the run's method; a key that holds "the method's own" takes the method's default."""
+        kind: type[Params] = STRATEGIES[self.strategy].Params
+        own = own_default(STRATEGIES.values())
+        given = {name: getattr(self, name) for name in kind.model_fields}
+        return kind(**{name: value for name, value in given.items() if name not in own or value != own[name]})
+
+    def reestimates(self) -> bool:
+        """Return whether BN statistics are re-estimated before tests."""
         method = STRATEGIES.get(self.strategy)
-        return method is not None and (method.gathers or self.recalibrate or "recalibrated" in self.evaluations())
+        return method is not None and (method.reestimates or self.recalibrate or "recalibrated" in self.evaluations())
 
     def evaluations(self) -> tuple[str, ...]:
         """Return what to test with what; the first is the headline of the run."""
@@ -307,6 +249,10 @@ class Config(BaseModel):
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         lines: list[str] = []
+        for old, new in RENAMED.items():
+            if old in values:
+                logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
+        values = {RENAMED.get(key, key): value for key, value in values.items()}
         steps, epochs = (values.get(key) for key in ("local-steps", "local-epochs"))
         if steps and epochs and not (complete and epochs == fields["local-epochs"].default):
             lines.append(f"local-steps={steps} and local-epochs={epochs} are both set; set one of them")
@@ -347,7 +293,13 @@ class Config(BaseModel):
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
         values: dict[str, Scalar] = self.model_dump(by_alias=True)
-        return values
+        return {key: values[key] for group in GROUPS for key in self.keys(group)}
+
+    @classmethod
+    def keys(cls, group: str) -> list[str]:
+        """Return the keys of a group, in order."""
+        extras = {field.alias or name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        return [key for key, extra in extras.items() if isinstance(extra, dict) and extra["group"] == group]
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, GROUPS, Config
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["config_table", "fill_tables", "norm_table", "strategy_table"]

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.setup import image_shape, make_strategy
+from fedbn_flwr.experiment.setup import image_shape
 from fedbn_flwr.messages.records import to_state
-from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
-from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.strategies.fixbn import FreezeSettings, Freezing, freeze_round
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies.fixbn import At, Freezing, freeze_round
+from fedbn_flwr.training.loop import kept_modes
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 
@@ -104,8 +105,8 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     Raises:
         KeyError: the strategy is not in ``STRATEGIES``.
     """
-    config = config or Config.make({})
-    method = STRATEGIES[strategy]
+    config = (config or Config.make({})).model_copy(update={"strategy": strategy})
+    method, params = STRATEGIES[strategy], config.params()
     parts = split_state(model)
     floats, counters = dict.fromkeys(Part, 0), dict.fromkeys(Part, 0)
     shared, everything = [0, 0], [0, 0]
@@ -121,7 +122,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     start = Traffic(1, everything[0], num_clients * shared[0], everything[1], num_clients * shared[1])
     later = Traffic(1, shared[0], num_clients * shared[0], shared[1], num_clients * shared[1])
     # What accompanies the model (variates, momentum) starts at zero and is not sent down in the first round.
-    shared_copies, all_copies = method.extra_copies(config.momentum_scope)
+    shared_copies, all_copies = method.extra_copies(params)
     extra = sum(
         p.numel() * p.element_size() * (all_copies + shared_copies * (parts.part_of[name] not in method.local))
         for name, p in model.named_parameters()
@@ -134,15 +135,14 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         for traffic in (start, later):
             traffic.up += num_clients * (everything[0] - shared[0])
             traffic.counters_up += num_clients * (everything[1] - shared[1])
-    per_layer, rows = method.exchange_cost(config.fedtan_exchanges)
-    calls = batchnorm_calls(model, config) if per_layer else ()
+    per_layer, rows = method.exchange_cost(params)
+    calls = batchnorm_calls(model, config) if method.synchronises else ()
     size = next(model.parameters()).element_size() * rows * sum(calls) if calls else 0
-    meeting = Traffic(per_layer * len(calls), size, num_clients * size)
-    made = make_strategy(config.model_copy(update={"strategy": strategy}), model, num_clients)
-    freezes = made.freeze_settings() if isinstance(made, Freezing) else None
-    phases = _phases(start, later, meeting if per_layer else None, config.num_server_rounds, freezes)
+    exchanges = Traffic(per_layer * len(calls), size, num_clients * size)
+    freezes = method.freezes(params) if issubclass(method, Freezing) else None
+    phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, freezes)
     gathering = None
-    if (method.gathers or config.recalibrate) and (layers := len(list(parts.moments()))):
+    if (method.reestimates or config.recalibrate) and (layers := len(list(parts.moments()))):
         tested = -(-config.num_server_rounds // config.eval_every)
         up = sum(array.nbytes for name, array in to_state(model.state_dict()).items() if name in parts.statistics)
         moved = Traffic(1, later.down - extra, num_clients * up, later.counters_down, num_clients * 8 * layers)
@@ -152,27 +152,28 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
 
 
 def _phases(
-    start: Traffic, later: Traffic, meeting: Traffic | None, rounds: int, freezes: FreezeSettings | None
+    start: Traffic, later: Traffic, exchanges: Traffic | None, rounds: int, freezes: tuple[str, At, bool] | None
 ) -> tuple[Phase, ...]:
     """Cut the rounds into stretches of equal ones.
 
     Args:
         start: traffic of round 1, without the synchronised step.
         later: of the other rounds.
-        meeting: of a synchronised step, which is taken until BN is frozen; None where the method has none.
+        exchanges: of a synchronised step, which is taken until BN is frozen; None where the method has none.
         rounds: of the run.
-        freezes: when BN is frozen; None = never.
+        freezes: see ``Freezing.freezes``; None = never.
     """
-    last = freeze_round(freezes.at, rounds) if freezes else rounds
-    parts = frozenset({Part.STATISTICS, Part.COUNTERS} | ({Part.AFFINE} if freezes and freezes.affine else set()))
+    _, at, affine = freezes or ("", rounds, False)
+    last = freeze_round(at, rounds)
+    parts = frozenset({Part.STATISTICS, Part.COUNTERS} | ({Part.AFFINE} if affine else set()))
     cuts = {0, rounds, 1 if start != later else 0, rounds if last is None else min(last, rounds)}
     found = []
     for begin, end in itertools.pairwise(sorted(cuts)):
         traffic = start if begin == 0 else later
         if frozen := last is not None and begin >= last:
             name = "frozen"
-        elif meeting is not None:
-            name, traffic = "synchronised", traffic.plus(meeting)
+        elif exchanges is not None:
+            name, traffic = "synchronised", traffic.plus(exchanges)
         elif start != later:
             name = "first" if begin == 0 else "later"
         else:
@@ -193,16 +194,12 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
 
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        with torch.no_grad():
-            model(torch.zeros(2, *image_shape(config), dtype=parameter.dtype, device=parameter.device))
+        with kept_modes(model), torch.no_grad():
+            model.eval()(torch.zeros(2, *image_shape(config), dtype=parameter.dtype, device=parameter.device))
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return tuple(found)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from flwr.app import Context
 
+from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import DATASETS, Augment, Subset, load_local_dataset
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
-from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, on_device, pick_device
-from fedbn_flwr.messages.records import listed
-from fedbn_flwr.client.state_folder import state_dir
+from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
 
 __all__ = ["client_fn"]
 
@@ -48,7 +48,7 @@ def client_fn(context: Context) -> TorchClient:
 
 def _state_dir(config: Config, context: Context) -> Path | None:
     """Return the folder in which a node keeps its part; one that stands for the run's own lies in its output."""
-    if (str(context.node_config.get("state-dir", "")) or config.state_dir) == STATE_IN_OUT:
+    if (str(context.node_config.get(STATE_DIR, "")) or config.state_dir) == STATE_IN_OUT:
         return Path(config.out) / "checkpoint" / "clients"
     return state_dir(context, config.state_dir)
 
@@ -56,12 +56,12 @@ def _state_dir(config: Config, context: Context) -> Path | None:
 def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset]]:
     """Return a node's training data and its test sets."""
     node = context.node_config
-    if "data-path" in node:
+    if DATA_PATH in node:
         data = load_local_dataset(
-            str(node["data-path"]),
+            str(node[DATA_PATH]),
             config.dataset,
             *image_shape(config)[:2],
-            classes=tuple(listed(node, "data-classes")),
+            classes=comma_list(node, DATA_CLASSES),
             device=str(pick_device(config.device)),
             num_classes=config.num_classes,
         )
@@ -69,14 +69,14 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
         own = Subset(data.test, None, mean=data.mean, std=data.std)
         return Subset(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}
     try:
-        partition_id, num_clients = (int(node[key]) for key in ("partition-id", "num-partitions"))
+        partition_id, num_clients = (int(node[key]) for key in (PARTITION_ID, NUM_PARTITIONS))
     except KeyError as error:
         raise ConfigError(
             f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
             "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with "
             "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
         ) from error
-    split = federation(config, num_clients)
+    split = partitioned_data(config, num_clients)
     return split.train_view(partition_id), {"own": split.test_view(partition_id), "global": split.test_view()}
 
 

@@ -18,12 +18,12 @@ import yaml
 from safetensors.numpy import save
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
-from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.checked_file import remove_leftovers, write_atomically
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 
-__all__ = ["RunFolder", "alone", "read_metrics", "versions"]
+__all__ = ["RunFolder", "lock_folder", "read_metrics", "versions"]
 
 
 def versions() -> dict[str, str]:
@@ -45,8 +45,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Make a run's folder and hold it: no other process, left over from a killed command, writes to it meanwhile.
+def lock_folder(path: Path) -> Iterator[None]:
+    """Make a run's folder and lock it: no other process, left over from a killed command, writes to it meanwhile.
 
     Raises:
         ConfigError: another process does, or the folder cannot be made.
@@ -90,7 +90,7 @@ class RunFolder:
             if after is not None:
                 self._cut_back(after)
             write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-            self._board = TensorBoardLog(path / "tensorboard", after or 0) if config.tensorboard else None
+            self._tensorboard = TensorBoardLog(path / "tensorboard", after or 0) if config.tensorboard else None
         except OSError as error:
             raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
 
@@ -145,8 +145,8 @@ class RunFolder:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            if self._board:
-                self._board.add_round(line)
+            if self._tensorboard:
+                self._tensorboard.add_round(line)
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with what it holds as metadata), the curves and, last, the summary."""
@@ -154,8 +154,8 @@ class RunFolder:
 
         arrays = {name: np.asarray(array, order="C") for name, array in state.items()}  # keeps 0-dim counters 0-dim
         with self._writing():
-            if self._board:
-                self._board.close()
+            if self._tensorboard:
+                self._tensorboard.close()
             write_atomically(self.path / "model.safetensors", save(arrays, metadata=dict(about)))
             write_atomically(self.path / "curves.png", draw_curves({"": read_metrics(self.path / "metrics.jsonl")}))
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")

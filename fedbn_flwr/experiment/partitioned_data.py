@@ -13,13 +13,13 @@ from fedbn_flwr.data import PARTITIONS, Augment, Dataset, Subset, load_dataset, 
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import image_shape, pick_device
 
-__all__ = ["Federation", "count_clients", "federation"]
+__all__ = ["PartitionedData", "count_clients", "partitioned_data"]
 
 DEFAULT_CLIENTS = 5  # in process, where num-clients=0 finds no federation to count
 
 
 @dataclass(frozen=True)
-class Federation:
+class PartitionedData:
     """The data of a run and its split: training and test examples of each client by index."""
 
     dataset: Dataset
@@ -64,14 +64,14 @@ def count_clients(config: Config) -> int:
     return DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))  # no groups: the split says what is wrong
 
 
-def federation(config: Config, num_clients: int) -> Federation:
+def partitioned_data(config: Config, num_clients: int) -> PartitionedData:
     """Load the data and split it over ``num_clients``.
 
     Raises:
         DataError: the data is not there, or cannot be split as asked.
     """
     # Only what the data and their split depend on: runs that differ in anything else share them.
-    return _federation(num_clients, _dataset(config), *(getattr(config, key) for key in _SPLIT_KEYS))
+    return _partitioned(num_clients, _dataset(config), *(getattr(config, key) for key in _SPLIT_KEYS))
 
 
 def _dataset(config: Config) -> Dataset:
@@ -88,7 +88,7 @@ _SPLIT_KEYS = (
 # A pure function of its arguments, kept for the last few: Flower calls client_fn for every message, and all clients of
 # a process share one copy of the images.
 @functools.lru_cache(maxsize=4)
-def _federation(num_clients: int, data: Dataset, *values: Any) -> Federation:
+def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
     of = dict(zip(_SPLIT_KEYS, values, strict=True))
     train, test = split_dataset(
         data,
@@ -101,4 +101,4 @@ def _federation(num_clients: int, data: Dataset, *values: Any) -> Federation:
         shards_per_client=of["shards_per_client"],
         domain_share=of["domain_share"],
     )
-    return Federation(data, tuple(train), tuple(test), Augment.parse(of["augment"]))
+    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(of["augment"]))

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
-from flwr.common import log
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.data import DATASETS
-from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import Federation
-from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
-from fedbn_flwr.messages.records import from_record, state_sha256, tensors
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.data import DATASETS
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
+from fedbn_flwr.experiment.partitioned_data import PartitionedData
+from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, NUM_EXAMPLES, TRAIN_ACCURACY, TRAIN_LOSS
+from fedbn_flwr.messages.records import from_record, state_sha256, tensors
 from fedbn_flwr.server.report import RoundReport, Traffic
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies.fixbn import DELTA
+from fedbn_flwr.training.evaluation import evaluate
 
 __all__ = ["GLOBAL_TESTS", "OnRound", "Recorder"]
+
+logger = logging.getLogger("flwr")
 
 OnRound = Callable[[Mapping[str, Any]], None]
 """Called with each line of ``metrics.jsonl``."""
@@ -44,8 +47,8 @@ class Recorder:
         folder: RunFolder,
         config: Config,
         model: nn.Module,
-        data: Federation | None,
-        strategy: FedAvg | None,
+        data: PartitionedData | None,
+        strategy: FedAvg[Any] | None,
         on_round: OnRound | None,
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
@@ -61,13 +64,13 @@ class Recorder:
             self._clock = time.monotonic()
             return None
         state = from_record(arrays) if self._due(server_round) else None
-        line = self.write(self._strategy.reports[-1], state)
+        line = self.write(self._strategy.run.report, state)
         return MetricRecord({"accuracy": line["test-accuracy"]}) if "test-accuracy" in line else None
 
     def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
         """Evaluate if it is due, add the line of the round and hand it on."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
-        for key in ("train-loss", "train-accuracy", "statistics-delta"):
+        for key in (TRAIN_LOSS, TRAIN_ACCURACY, DELTA):
             if key in report.metrics:
                 line[key] = report.metrics[key]
         if self._due(report.server_round):
@@ -75,11 +78,11 @@ class Recorder:
         line |= _personal(report)
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
         clients = report.clients.values() or [report.metrics]
-        line["examples"] = int(sum(client.get("examples-processed", 0) for client in clients))
-        line["dropped-batches"] = int(sum(client.get("dropped-batches", 0) for client in clients))
-        line |= {"participants": report.participants, **_ledger(report.train)}
+        line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
+        line["dropped-batches"] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
+        line |= {"participants": report.participants, **_moved(report.train)}
         if report.evaluate.exchanges:
-            line |= _ledger(report.evaluate, "evaluation-")
+            line |= _moved(report.evaluate, "evaluation-")
         if report.evaluations:
             line["clients"] = report.evaluations
         if domains:
@@ -91,7 +94,7 @@ class Recorder:
         self._clock = time.monotonic()
         self._folder.add_round(line)
         shown = " ".join(f"{k} {line[k]:.4f}" for k in (*_headlines(self._config), "train-loss") if k in line)
-        log(INFO, "round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
+        logger.info("round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
         if self._on_round:
             self._on_round(line)
         return line
@@ -116,7 +119,7 @@ class Recorder:
                 domains[metric] = {domain: test(v).named(prefix)[metric] for domain, v in self._domains.items()}
         return {**line, "domains": domains} if domains else line
 
-    def finish(self, state: State, strategy: FedAvg | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
+    def finish(self, state: State, strategy: FedAvg[Any] | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
         """Write model, curves and summary; return the summary."""
         lines = read_metrics(self._folder.path / "metrics.jsonl")
         headline = _headlines(self._config)[0]
@@ -140,7 +143,7 @@ class Recorder:
             summary["frozen-after"] = frozen_after
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
-        local = strategy.local_hashes if strategy else {}
+        local = strategy.run.local_hashes if strategy else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
         self._folder.finish(state, _contents(strategy), summary)
         return summary
@@ -153,7 +156,7 @@ class Recorder:
         return server_round % self._config.eval_every == 0 or server_round == self._config.num_server_rounds
 
 
-def _ledger(traffic: Traffic, prefix: str = "") -> dict[str, int]:
+def _moved(traffic: Traffic, prefix: str = "") -> dict[str, int]:
     values = (traffic.exchanges, traffic.down, traffic.up, traffic.counters_down, traffic.counters_up)
     return {prefix + key: value for key, value in zip(_COUNTED[1:], values, strict=True)}
 
@@ -177,7 +180,7 @@ def _personal(report: RoundReport) -> dict[str, float]:
     for metrics in report.evaluations.values():
         for name in ("own", "global"):
             for what in ("accuracy", "loss", "miou"):
-                if f"{name}-{what}" in metrics and metrics.get(f"{name}-num-examples", 0) > 0:
+                if f"{name}-{what}" in metrics and metrics.get(f"{name}-{NUM_EXAMPLES}", 0) > 0:
                     values.setdefault(f"personal-{name}-{what}", []).append(metrics[f"{name}-{what}"])
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
@@ -188,19 +191,19 @@ def _personal_domains(
     """Return the plain mean, over the clients of each domain, of their score on their own test data."""
     values: dict[str, list[float]] = {}
     for client, metrics in report.evaluations.items():
-        if metrics.get("own-num-examples", 0) > 0 and (domain := domain_of.get(client)):
+        if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of.get(client)):
             values.setdefault(domain, []).append(metrics[f"own-{score}"])
     means = {domain: sum(numbers) / len(numbers) for domain, numbers in values.items()}
     return {f"personal-own-{score}": means} if means else {}
 
 
-def _contents(strategy: FedAvg | None) -> dict[str, str]:
+def _contents(strategy: FedAvg[Any] | None) -> dict[str, str]:
     """Say what each part of ``model.safetensors`` holds."""
     about = {part.value: "global" for part in Part}
     if strategy:
         averaged = strategy.completion("averaged-bn")
         what = "weighted average of the clients' latest" if averaged else "initial values"
         about |= {part.value: f"{what}: this part stays with the clients" for part in strategy.local}
-        if strategy.recalibrates and strategy.gathered:
-            about[Part.STATISTICS.value] = "gathered from zero from the clients under these weights"
+        if strategy.recalibrates and strategy.run.reestimated:
+            about[Part.STATISTICS.value] = "re-estimated from the clients' data under these weights"
     return {"format": "pt", **about}

@@ -11,9 +11,9 @@ from fedbn_flwr.client.torch_client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
-from fedbn_flwr.experiment.partitioned_data import count_clients, federation
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.output import RunFolder
+from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.serve import centralized, serve
 from fedbn_flwr.experiment.setup import check
@@ -42,7 +42,7 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     config = config.model_copy(update=here)
     check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
-    federation(config, config.num_clients)
+    partitioned_data(config, config.num_clients)
     return config, out
 
 

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.common import log
 from flwr.serverapp import Grid
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
-from fedbn_flwr.transport.polling_grid import over_network, prompt
-from fedbn_flwr.experiment.checkpoint import Checkpoints, CheckpointManager
+from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.partitioned_data import Federation, count_clients, federation
-from fedbn_flwr.experiment.output import RunFolder, alone, read_metrics
+from fedbn_flwr.experiment.output import RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
 from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, pick_device
+from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TEST_SETS, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.training.loop import sgd, train
+from fedbn_flwr.training import sgd, train
+from fedbn_flwr.transport.polling_grid import over_network, polling
 
 __all__ = ["centralized", "serve"]
+
+logger = logging.getLogger("flwr")
 
 NODE_GRACE = 15.0  # seconds for the nodes of a federation to be counted
 RETURN_GRACE = 60.0  # the same where a run is resumed: Flower refuses the key of a killed node for about 44 s
@@ -56,10 +58,10 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
             "strategy=centralized`, not with `flwr run`."
         )
     check(config)
-    grid = prompt(grid)
+    grid = polling(grid)
     num_nodes = _count_nodes(grid, config, RunFolder.num_clients(out) if config.resume else 0)
     config = config.model_copy(update={"num_clients": num_nodes})
-    with alone(out):
+    with lock_folder(out):
         return _serve(grid, config, out, on_round)
 
 
@@ -75,7 +77,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, pick_device(config.device))
     strategy = make_strategy(config, model, config.num_clients)
-    keeper = CheckpointManager(checkpoints, config, strategy, saved)
+    manager = CheckpointManager(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
     if not personal:
         strategy.fraction_evaluate = 0.0
@@ -84,7 +86,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
 
     def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = recorder.after_round(server_round, arrays)
-        keeper.after_round(server_round)
+        manager.after_round(server_round)
         return metrics
 
     try:
@@ -93,7 +95,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
             initial_arrays=initial,
             num_rounds=config.num_server_rounds,
             timeout=config.round_timeout,
-            evaluate_config=ConfigRecord({"test-sets": ",".join(personal)}),
+            evaluate_config=ConfigRecord({TEST_SETS: ",".join(personal)}),
             evaluate_fn=after_round,
         )
     finally:
@@ -104,7 +106,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
             f"nothing was trained: no round had min-replies={config.min_replies} usable replies. First refused: {first}"
         )
     final = from_record(result.arrays if len(result.arrays) else initial)
-    return recorder.finish(final, strategy, keeper.resumed_after)
+    return recorder.finish(final, strategy, manager.resumed_after)
 
 
 def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     check(config)
     tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
     config = config.model_copy(update={"eval_on": ",".join(tests)})
-    data = federation(config, count_clients(config))
+    data = partitioned_data(config, count_clients(config))
     model = on_device(make_model(config), pick_device(config.device))
     settings = local_training(config)
     recorder = Recorder(RunFolder(out, config), config, model, data, None, on_round)
@@ -136,10 +138,10 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
             )
             report = RoundReport(server_round, "centralized")
             report.metrics = {
-                "train-loss": result.loss,
-                "train-accuracy": result.accuracy,
-                "examples-processed": result.num_processed,
-                "dropped-batches": result.num_dropped,
+                TRAIN_LOSS: result.loss,
+                TRAIN_ACCURACY: result.accuracy,
+                EXAMPLES_PROCESSED: result.num_processed,
+                DROPPED_BATCHES: result.num_dropped,
             }
             recorder.write(report)
     finally:
@@ -152,10 +154,10 @@ def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
     return torch_generator(seed, purpose, server_round, "union")
 
 
-def _server_data(config: Config, num_nodes: int) -> Federation | None:
+def _server_data(config: Config, num_nodes: int) -> PartitionedData | None:
     """Return the data as the server sees them; None where they are with the nodes alone and no test here needs them."""
     try:
-        return federation(config, num_nodes)
+        return partitioned_data(config, num_nodes)
     except DataError:
         if any(name in GLOBAL_TESTS for name in config.evaluations()):
             raise
@@ -181,7 +183,7 @@ def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
     if not found:
         raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
     if may_return and found < wanted == begun_with:
-        log(WARNING, "the run began with %d nodes and goes on with %d: the others may come back", wanted, found)
+        logger.warning("the run began with %d nodes and goes on with %d: the others may come back", wanted, found)
         return wanted
     raise ConfigError(
         f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import DATASETS, Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
+from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.models import build_model, input_shape
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
-from fedbn_flwr.training.loop import LearningRate, LocalTraining
+from fedbn_flwr.training.settings import LearningRate, LocalTraining
 
 __all__ = [
     "check",
@@ -102,12 +102,9 @@ def local_training(config: Config) -> LocalTraining:
     )
 
 
-def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg:
+def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[Any]:
     """Return the strategy of a config for a federation of ``num_nodes``, its parts split by the model's layer types."""
-    strategy = STRATEGIES[config.strategy]
-    fields = {name for name in strategy.Params.__dataclass_fields__ if name in Config.model_fields}
-    settings: dict[str, Any] = {name: getattr(config, name) for name in fields}
-    return strategy(
+    return STRATEGIES[config.strategy](
         fraction_train=config.fraction_train,
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
@@ -115,7 +112,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg:
         # They were all there at the start (``run.serve`` counts them); a round goes on without those lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
-        **settings,
+        **config.params().model_dump(),
     )
 
 
@@ -163,7 +160,7 @@ def check(config: Config) -> None:
             f"strategy {config.strategy!r} needs BatchNorm; model {config.model!r} has {has}. Use "
             "strategy='fedavg' or norm='batch'."
         )
-    if config.gathers() and not list(split_state(model).moments()):
+    if config.reestimates() and not list(split_state(model).moments()):
         raise NormLayerError(
             f"recalibrate and eval-on=recalibrated gather BatchNorm's running statistics; model {config.model!r} with "
             f"norm={config.norm!r} has none. Use norm='batch', or leave both out."

@@ -92,8 +92,7 @@ def simulate(
 
 def _actors(config: Config) -> dict[str, Scalar]:
     """Return the setting that lets all clients of a round run at once, which the channel needs: an actor for each."""
-    meets = STRATEGIES[config.strategy].exchange_cost(config.fedtan_exchanges)[0] > 0
-    if not meets or config.fedtan_exchange != "channel":
+    if not STRATEGIES[config.strategy].synchronises or getattr(config.params(), "fedtan_transport", "") != "channel":
         return {}
     return {"init-args-num-cpus": config.num_clients * config.torch_threads}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.data import partition_counts, partition_picture
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import count_clients, federation
-from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 
 __all__ = ["Counts", "count_split", "draw_split"]
 
@@ -31,7 +31,7 @@ def count_split(config: Config) -> tuple[Counts, ...]:
         ConfigError: the split does not fit the data, or the number of clients.
         DataError: the data is not there, or cannot be split as asked.
     """
-    split = federation(config, count_clients(config))
+    split = partitioned_data(config, count_clients(config))
     samples, groups = split.dataset.train, split.dataset.group_names
     columns = []
     if not samples.by_pixel:

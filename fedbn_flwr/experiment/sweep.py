@@ -23,28 +23,29 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import yaml
-from flwr.common import log
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
-from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
-from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.experiment.run import Engine, run
 
 __all__ = ["Cell", "Study", "sweep"]
+
+logger = logging.getLogger("flwr")
 
 Settings = dict[str, Scalar]
 
@@ -176,7 +177,7 @@ def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None) 
             run(config.model_copy(update={"resume": True}), folder, engine, on_round)
             return
         except ConfigError as error:
-            log(WARNING, "%s begins anew: %s", folder, error)
+            logger.warning("%s begins anew: %s", folder, error)
     _set_aside(folder)
     run(config, folder, engine, on_round)
 

@@ -1,7 +1,8 @@
-"""Messages of Flower's legacy loop as messages with named arrays: so that one mod works on both.
+"""Messages of Flower's legacy loop as messages with named arrays, so that one mod works on both.
 
-The loop's messages number their arrays; ``to_legacy`` tells the names in ``config["array-names"]``, as ``wire`` does. A
-reply has a config of scalars and one list of arrays, so what a client part says for itself goes among the metrics.
+The loop's messages number their arrays. ``to_legacy`` tells the names in ``config["array-names"]``, as
+``messages.numpy_client`` does. A reply has a config of scalars and one list of arrays, so what a client part says of
+itself goes among the metrics.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from flwr.common import Code
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.numpy_client import to_records
+from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, PARTITION_ID
 from fedbn_flwr.messages.records import decode, to_record
-from fedbn_flwr.messages.numpy_client import ARRAY_NAMES, PROPERTIES, to_records
 
 __all__ = ["with_names"]
 
@@ -116,17 +118,17 @@ def _numbered(reply: Message, key: str, result: str) -> None:
         metrics[ARRAY_NAMES] = json.dumps(list(entries))
         reply.content[f"{result}.parameters"] = to_record({name: decode(array) for name, array in entries.items()})
     counted = reply.content.metric_records[f"{result}.num_examples"]
-    said: Mapping[str, Any] = reply.content.config_records.pop(PROPERTIES, {})
+    said: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
     reported = {name: counted.pop(name) for name in list(counted) if name != "num_examples"}
     # A partition id among the metrics would be averaged; the properties tell it.
-    metrics.update({name: value for name, value in {**reported, **said}.items() if name != "partition-id"})
+    metrics.update({name: value for name, value in {**reported, **said}.items() if name != PARTITION_ID})
 
 
 def _introduced(reply: Message, context: Context) -> Message:
     """Return the client's properties with its partition id, also of a client that has none to tell."""
-    if reply.has_content() and "partition-id" in context.node_config:
+    if reply.has_content() and PARTITION_ID in context.node_config:
         known: Mapping[str, Any] = reply.content.config_records.get(f"{_KNOWN}.properties", {})
-        own = int(context.node_config["partition-id"])
-        reply.content[f"{_KNOWN}.properties"] = ConfigRecord({"partition-id": own, **known})
+        own = int(context.node_config[PARTITION_ID])
+        reply.content[f"{_KNOWN}.properties"] = ConfigRecord({PARTITION_ID: own, **known})
         reply.content[f"{_KNOWN}.status"] = ConfigRecord({"code": Code.OK.value, "message": ""})
     return reply

@@ -16,14 +16,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.records import decode, merged_config, to_record
+from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, LOSS, METRICS, NUM_EXAMPLES, merged_config
+from fedbn_flwr.messages.records import decode, to_record
 
 __all__ = [
-    "APPLIED",
-    "ARRAY_NAMES",
-    "CLIENT_WORDS",
-    "MOD",
-    "PROPERTIES",
     "Config",
     "describe",
     "open_message",
@@ -33,12 +29,6 @@ __all__ = [
 ]
 
 Config = dict[str, Any]
-ARRAY_NAMES = "array-names"
-PROPERTIES = "properties"  # the ConfigRecord of a reply in which the client part speaks for itself
-MOD = "client-mod"  # in a config, from the mod to the client: it did the client's part
-APPLIED = "rules-applied"  # its word there: which of the rules it was told it applied
-CLIENT_WORDS = (ARRAY_NAMES, APPLIED, "local-sha256", "local-home", "local-began")
-"""What the client part says among the metrics of a ``NumPyClient``; not for whoever sums the metrics up."""
 
 
 def open_message(message: Message) -> tuple[list[Array], Config]:
@@ -62,22 +52,22 @@ def reply_to_fit(
             f"{of} returned {len(arrays)} arrays for {len(names)} names; where they differ from those received, "
             f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
         )
-    content = _seal(message, dict(zip(names, arrays, strict=True)))
-    _report(content, num_examples, metrics)
+    content = _in_records(message, dict(zip(names, arrays, strict=True)))
+    _add_metrics(content, num_examples, metrics)
     return Message(content, reply_to=message)
 
 
 def reply_to_evaluate(message: Message, loss: float, num_examples: int, metrics: Config) -> Message:
     """Return the reply to an evaluation message from what ``evaluate`` returned."""
     content = RecordDict()
-    _report(content, num_examples, {"loss": loss, **metrics})
+    _add_metrics(content, num_examples, {LOSS: loss, **metrics})
     return Message(content, reply_to=message)
 
 
 def describe(message: Message, properties: Config) -> Message:
     """Return the reply to the strategies' query from what ``get_properties`` returned: its numbers."""
     record = MetricRecord({key: value for key, value in properties.items() if isinstance(value, (int, float))})
-    return Message(RecordDict({"metrics": record}), reply_to=message)
+    return Message(RecordDict({METRICS: record}), reply_to=message)
 
 
 def to_records(first: str, entries: Mapping[str, Array]) -> dict[str, ArrayRecord]:
@@ -98,7 +88,7 @@ def _names(message: Message) -> list[str]:
     return [name if index == 0 else f"{key}/{name}" for index, (key, record) in records for name in record]
 
 
-def _seal(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
+def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
     """Return the arrays in records called as those of the message."""
     keys: Sequence[str] = list(message.content.array_records)
     first, others = keys[0], keys[1:]
@@ -109,9 +99,9 @@ def _seal(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
     return RecordDict({key: ArrayRecord(record) for key, record in records.items()})
 
 
-def _report(content: RecordDict, num_examples: int, metrics: Config) -> None:
+def _add_metrics(content: RecordDict, num_examples: int, metrics: Config) -> None:
     """Add the metrics: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
     numbers = {key: +value for key, value in metrics.items() if isinstance(value, (int, float))}  # +True is 1
-    content["metrics"] = MetricRecord({"num-examples": num_examples, **numbers})
+    content[METRICS] = MetricRecord({NUM_EXAMPLES: num_examples, **numbers})
     if any(isinstance(value, (str, bytes)) for value in metrics.values()):
-        content[PROPERTIES] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})
+        content[INFO] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import StateError
@@ -18,8 +17,6 @@ from fedbn_flwr.errors import StateError
 __all__ = [
     "decode",
     "from_record",
-    "listed",
-    "merged_config",
     "num_bytes",
     "state_sha256",
     "tensors",
@@ -76,16 +73,6 @@ def decode(array: FlowerArray) -> Array:
     shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
     flat = np.frombuffer(array.data, dtype=header["dtype"].decode(), offset=header.end())
     return flat.reshape(shape).copy()
-
-
-def merged_config(message: Message) -> dict[str, Any]:
-    """Return all that the message's ConfigRecords say."""
-    return {key: value for record in message.content.config_records.values() for key, value in record.items()}
-
-
-def listed(config: Mapping[str, Any], key: str) -> list[str]:
-    """Return the words of the comma list ``key``; none where it is not told."""
-    return [word for word in str(config.get(key, "")).split(",") if word]
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The server's mail: what each node is sent, and whose replies came back.
+"""The server's messages: what each node is sent, and whose replies came back.
 
 A node gets the whole state until it has had the common start, the shared entries from then on. After a resume it is
 told the hash of what it shall go on from, until it has answered once.
@@ -6,47 +6,48 @@ told the hash of what it shall go on from, until it has answered once.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from logging import WARNING
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common import log
-from flwr.common.constant import ErrorCode
 
+from fedbn_flwr.compat.flower import is_app_error
+from fedbn_flwr.messages.protocol import LOCAL_SHA256
 from fedbn_flwr.messages.records import num_bytes
-from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.server.report import RoundReport, Traffic
 
 __all__ = ["Dispatcher"]
 
+logger = logging.getLogger("flwr")
+
 
 class Dispatcher:
-    """Addresses the messages of a run and brings its replies in order.
+    """Addresses the messages of a run and puts its replies in order.
 
     Args:
-        roster: the nodes.
-        timeout: seconds that are waited for replies.
+        nodes: the nodes of the run; the caller notes there who has had the start.
+        timeout: seconds to wait for replies.
         arrays_key: the record of the model.
         config_key: the record of what the clients are told.
 
     Attributes:
-        roster: the nodes; the caller notes in it who has had the start.
         timeout: as given.
     """
 
-    def __init__(self, roster: NodeRegistry, timeout: float, arrays_key: str, config_key: str) -> None:
-        self.roster = roster
+    def __init__(self, nodes: NodeRegistry, timeout: float, arrays_key: str, config_key: str) -> None:
         self.timeout = timeout
+        self._nodes = nodes
         self._arrays_key = arrays_key
         self._config_key = config_key
         self._asked: list[Node] = []
-        self._owed: Mapping[str, str] | None = None
-        self._met: set[str] = set()
+        self._expected_hashes: Mapping[str, str] | None = None
+        self._answered: set[str] = set()
 
-    def owe(self, hashes: Mapping[str, str]) -> None:
+    def expect_hashes(self, hashes: Mapping[str, str]) -> None:
         """Tell each node what it shall go on from, by label ("" where it is not in ``hashes``), until it answers."""
-        self._owed = dict(hashes)
+        self._expected_hashes = dict(hashes)
 
     def address(
         self,
@@ -54,7 +55,7 @@ class Dispatcher:
         message_type: str,
         arrays: ArrayRecord,
         local: Sequence[str],
-        told: ConfigRecord,
+        told: Mapping[str, Any],
         traffic: Traffic,
         extras: Mapping[str, ArrayRecord],
     ) -> list[Message]:
@@ -73,38 +74,31 @@ class Dispatcher:
         shared = ArrayRecord({name: array for name, array in arrays.items() if name not in own}) if own else arrays
         self._asked = list(nodes)
         traffic.exchanges += bool(nodes)
-        started = {node.node_id: node.node_id in self.roster.started for node in nodes}
-        for had_start in set(started.values()):
-            traffic.count_down(num_bytes(shared if had_start else arrays))
+        models = {n.node_id: shared if n.node_id in self._nodes.initialised else arrays for n in nodes}
+        for model in {id(model): model for model in models.values()}.values():
+            traffic.count_down(num_bytes(model))
         for extra in extras.values():
             traffic.count_down(num_bytes(extra))
-        # By name, and with the start alone: a client that sees arrays and no model cannot tell the parts apart.
-        first = ConfigRecord({**told, "local-entries": json.dumps(list(local))}) if local else told
         messages = []
         for node in nodes:
-            model, config = (shared, told) if started[node.node_id] else (arrays, first)
-            content = RecordDict({self._arrays_key: model, **extras})
-            content[self._config_key] = self._with_hash(node, config)
+            content = RecordDict({self._arrays_key: models[node.node_id], **extras})
+            content[self._config_key] = ConfigRecord({**told, **self._expected_hash(node)})
             messages.append(Message(content, node.node_id, message_type))
         return messages
 
     def in_order(self, replies: Iterable[Message], report: RoundReport) -> list[tuple[Node, Message]]:
         """Return the replies by partition id; note the nodes that were asked and did not answer."""
-        pairs = [(self.roster.met(message), message) for message in replies]
+        pairs = [(self._nodes.identify_sender(message), message) for message in replies]
         answered = {node.node_id for node, _ in pairs}
-        self._met |= {node.label for node, message in pairs if message.has_content() or _reached_client(message)}
+        self._answered |= {node.label for node, message in pairs if message.has_content() or is_app_error(message)}
         for node in self._asked:
             if node.node_id not in answered and node.node_id not in report.rejected:
                 report.reject(node.node_id, f"{node}: no reply within {self.timeout:g} s")
-                log(WARNING, "round %d: no reply from %s within %g s", report.server_round, node, self.timeout)
+                logger.warning("round %d: no reply from %s within %g s", report.server_round, node, self.timeout)
         self._asked = []
         return sorted(pairs, key=lambda pair: pair[0].order)
 
-    def _with_hash(self, node: Node, config: ConfigRecord) -> ConfigRecord:
-        if self._owed is None or node.label in self._met or node.partition_id is None:
-            return config  # who it is is not known: what it has kept may be what is owed
-        return ConfigRecord({**config, "local-sha256": self._owed.get(node.label, "")})
-
-
-def _reached_client(error_reply: Message) -> bool:
-    return error_reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    def _expected_hash(self, node: Node) -> dict[str, str]:
+        if self._expected_hashes is None or node.label in self._answered or node.partition_id is None:
+            return {}  # who it is is not known: what it has kept may be what is expected
+        return {LOCAL_SHA256: self._expected_hashes.get(node.label, "")}

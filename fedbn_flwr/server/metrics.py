@@ -1,17 +1,18 @@
-"""Averaging what clients report."""
+"""The average of the metrics that clients report."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
-from logging import WARNING
 from typing import Any
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
-from flwr.common import log
 
 __all__ = ["average_metrics"]
+
+logger = logging.getLogger("flwr")
 
 
 def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
@@ -30,7 +31,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
     averaged = MetricRecord()
     for key, pairs in values.items():
         if len({np.shape(value) for _, value in pairs}) > 1:
-            log(WARNING, "metric '%s' has different shapes at different clients and is not averaged", key)
+            logger.warning("metric '%s' has different shapes at different clients and is not averaged", key)
             continue
         total = sum(weight for weight, _ in pairs)
         terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]

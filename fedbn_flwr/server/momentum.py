@@ -13,7 +13,7 @@ batch statistics (or BN frozen) equals centralized SGD with momentum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.training.loop import Entries, Extras, ClientHook
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.training.loop import ClientHook, Entries, Extras
 
-__all__ = ["MOMENTUM", "MomentumBuffers", "MomentumScope", "average_buffers", "make_momentum"]
+__all__ = ["MOMENTUM", "SCOPE", "MomentumBuffers", "MomentumScope", "average_buffers"]
 
-MOMENTUM = "momentum"  # the record
+MOMENTUM = Key("momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server")
+SCOPE = Key("momentum-scope", "str", "server", "client")
 MomentumScope = Literal["none", "local", "global"]
 
 
@@ -69,11 +71,6 @@ class MomentumBuffers(ClientHook):
         state = self._optimizer.state if self._optimizer else {}
         chosen = {name: p for name, p in self._parameters.items() if (name not in self._local) == shared}
         return {name: state[p]["momentum_buffer"] for name, p in chosen.items() if state.get(p)}
-
-
-def make_momentum(config: Mapping[str, Any]) -> ClientHook:
-    """Return the rule a training message asks for."""
-    return MomentumBuffers(config["momentum-scope"], frozenset(config.get("local-names", ())))
 
 
 def average_buffers(sent: Sequence[State], weights: Sequence[float]) -> dict[str, Any]:

@@ -1,29 +1,27 @@
-"""Who takes part: the nodes of a run by partition id, asked for once, and seeded sampling among them.
+"""The nodes of a run, by partition id, and seeded sampling among them.
 
 Flower's node ids are new random numbers in every run. Partition ids are not: sampling, the order of sums and the
-clients' random streams use these.
+clients' random streams use these. Each node is asked once which partition it holds.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from logging import INFO, WARNING
-from typing import Any
+from dataclasses import astuple, dataclass, replace
 
 from flwr.app import Message, MessageType, RecordDict
-from flwr.common import log
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.seeds import numpy_generator
-from fedbn_flwr.messages.numpy_client import PROPERTIES
 
-__all__ = ["UNUSABLE", "Node", "NodeRegistry"]
+__all__ = ["Node", "NodeRegistry"]
 
-UNUSABLE = "unusable"  # in the answer of a node that has no usable data: why
+logger = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Node:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sorting key: by partition id, then the silent ones by node id."""
+        """Sorting key: by partition id, then the nodes without one by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
     def __str__(self) -> str:
@@ -67,7 +65,7 @@ class NodeRegistry:
         timeout: seconds to wait for enough nodes, and for their answers.
 
     Attributes:
-        started: the ids of the nodes that have had the common start.
+        initialised: the ids of the nodes that have had the common start.
         silent: node id to why a node did not say who it is when it was last asked; it is asked again.
     """
 
@@ -75,17 +73,17 @@ class NodeRegistry:
         self._seed = seed
         self._timeout = timeout
         self._nodes: dict[int, Node] = {}
-        self.started: set[int] = set()
+        self.initialised: set[int] = set()
         self.silent: dict[int, str] = {}
         self._expected: set[str] = set()
 
     @property
     def initialised_labels(self) -> list[str]:
         """The labels of the nodes that have had the common start."""
-        return sorted({self.of(node_id).label for node_id in self.started} | self._expected)
+        return sorted({self.node(node_id).label for node_id in self.initialised} | self._expected)
 
     def expect_initialised(self, labels: Iterable[str]) -> None:
-        """Take the nodes of these labels for ones that have had the start, each when it is first seen: ids change."""
+        """Mark the nodes with these labels as initialised, each when it is first seen: node ids change."""
         self._expected = set(labels)
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
@@ -99,8 +97,8 @@ class NodeRegistry:
         self.silent = {}
         if new:
             self._nodes.update(self._distinct(self._ask(grid, new), set(node_ids)))
-            self.started |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
-            self._expected -= {self.of(i).label for i in self.started}
+            self.initialised |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
+            self._expected -= {self.node(i).label for i in self.initialised}
         known = (self._nodes[node_id] for node_id in node_ids if node_id in self._nodes)
         return sorted(known, key=lambda node: node.order)
 
@@ -111,36 +109,31 @@ class NodeRegistry:
         drawn = numpy_generator(self._seed, f"sample-{purpose}", server_round).choice(len(nodes), count, replace=False)
         return [nodes[i] for i in sorted(drawn)]
 
-    def of(self, node_id: int) -> Node:
-        """Return the node, bare where it was never asked."""
+    def node(self, node_id: int) -> Node:
+        """Return the node; an unknown id has empty metadata."""
         return self._nodes.get(node_id, Node(node_id))
 
-    def met(self, message: Message) -> Node:
-        """Return the node that sent a reply; a silent node may have said in it which partition it is."""
-        node = self.of(message.metadata.src_node_id)
-        said: Mapping[str, Any] = message.content.config_records.get(PROPERTIES, {}) if message.has_content() else {}
+    def identify_sender(self, reply: Message) -> Node:
+        """Return the node that sent a reply; one that did not answer the query may name its partition in the reply."""
+        node = self.node(reply.metadata.src_node_id)
+        own = ReplyInfo.read(reply).partition_id
         taken = {known.partition_id for known in self._nodes.values()}
-        if (
-            node.partition_id is None
-            and isinstance(own := said.get("partition-id"), int)
-            and own not in taken
-            and own >= 0
-        ):
+        if node.partition_id is None and own is not None and own not in taken:
             node = self._nodes[node.node_id] = replace(node, partition_id=own)
         return node
 
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
         deadline = time.monotonic() + self._timeout
-        told = False
+        said = False
         while len(node_ids := list(grid.get_node_ids())) < at_least:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{len(node_ids)} node(s) connected after {self._timeout:g} s, {at_least} needed "
                     "(min_available_nodes). Start more nodes, or lower the minimum."
                 )
-            if not told:
-                log(INFO, "Waiting for nodes: %d connected, %d needed.", len(node_ids), at_least)
-                told = True
+            if not said:
+                logger.info("Waiting for nodes: %d connected, %d needed.", len(node_ids), at_least)
+                said = True
             time.sleep(0.1)
         return node_ids
 
@@ -157,13 +150,13 @@ class NodeRegistry:
             if holder is None:
                 distinct[node.node_id] = holders[node.partition_id] = node
                 continue
-            said = (
+            problem = (
                 f"{holder} and {node} both claim partition-id={node.partition_id}: give each SuperNode its own in "
                 "--node-config."
             )
             if not self._nodes:
-                raise ConfigError(said)
-            log(WARNING, "%s The second one is left out while the first is connected.", said)
+                raise ConfigError(problem)
+            logger.warning("%s The second one is left out while the first is connected.", problem)
         return distinct
 
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
@@ -172,40 +165,25 @@ class NodeRegistry:
         for reply in grid.send_and_receive(messages, timeout=self._timeout):
             node_id = reply.metadata.src_node_id
             if reply.has_content():
-                found[node_id] = _describe(Node(node_id), reply)
+                found[node_id] = Node(node_id, *astuple(NodeProperties.read(reply)))
                 if found[node_id].unusable:
-                    log(WARNING, "%s takes no part: %s", found[node_id], found[node_id].unusable)
-            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:  # as an app without an answer does
+                    logger.warning("%s takes no part: %s", found[node_id], found[node_id].unusable)
+            elif is_app_error(reply):  # the app has no answer to a query
                 found[node_id] = Node(node_id)
             elif node_id in node_ids:  # on Flower's own grid the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
         for node_id in node_ids:
             if node_id not in found:  # it may come back, and then its name matters: what it keeps goes by it
                 why = self.silent.setdefault(node_id, "no answer")
-                log(WARNING, "node %s did not say who it is (%s); asked again later", node_id, why)
-        silent = [node_id for node_id, node in found.items() if node.partition_id is None]
-        if silent:
-            log(
-                WARNING,
+                logger.warning("node %s did not say who it is (%s); asked again later", node_id, why)
+        unnamed = [node_id for node_id, node in found.items() if node.partition_id is None]
+        if unnamed:
+            logger.warning(
                 "%d of %d nodes did not answer the query for their partition id: until they tell it in a reply "
                 "(ClientApp(mods=[local_bn])) their order is that of node ids, which change from run to run, and what "
                 "is sampled or summed is not repeatable. To answer, wrap the app with fedbn_flwr.client_app, or "
                 "register @app.query() and return answer_query(msg, context, loader).",
-                len(silent),
+                len(unnamed),
                 len(found),
             )
         return found
-
-
-def _describe(node: Node, reply: Message) -> Node:
-    said: dict[str, int] = {}
-    for metrics in reply.content.metric_records.values():
-        said |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
-    properties = reply.content.config_records.get(PROPERTIES)
-    return replace(
-        node,
-        partition_id=said.get("partition-id"),
-        num_examples=said.get("num-examples"),
-        batch_size=said.get("batch-size"),
-        unusable=str(properties.get(UNUSABLE, "")) if properties else "",
-    )

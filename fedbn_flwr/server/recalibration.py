@@ -1,7 +1,7 @@
-"""Recalibration: BN statistics gathered from zero from the clients, under the current global weights.
+"""Recalibration: BN statistics re-estimated from the clients' data, under the current global weights.
 
-The server asks every client with data for (count, mean, M2) per layer and channel (``fedbn_flwr.batchnorm.reestimation``) and merges
-the answers in the order of partition ids. No data of the server's is used, and training does not see the result.
+The server asks every client with data for (count, mean, M2) per layer and channel (``batchnorm.reestimation``) and
+merges the answers in the order of partition ids. No data of the server's is used, and training does not see the result.
 
 =========  ==========================================================================================
 sent down  the whole state (a method whose statistics are local: without them)
@@ -20,13 +20,11 @@ import numpy as np
 import torch
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite
-from fedbn_flwr.errors import ReplyError
-from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.reestimation import Moments, merge
+from fedbn_flwr.errors import ReplyError
 
-__all__ = ["QUERY", "from_entries", "pooled", "to_entries"]
-
-QUERY = "query.statistics"  # the message type
+__all__ = ["from_entries", "pooled", "to_entries"]
 
 
 def to_entries(moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from logging import WARNING
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flwr.app import Message
-from flwr.common import log
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
-from fedbn_flwr.errors import ClientPartError, ReplyError
-from fedbn_flwr.messages.records import from_record, listed, num_bytes
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.errors import ClientPartError, ReplyError
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
+from fedbn_flwr.messages.records import from_record, num_bytes
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.messages.numpy_client import APPLIED, PROPERTIES
+from fedbn_flwr.server.report import RoundReport
 
-__all__ = ["Reply", "Terms", "acknowledged", "read_arrays", "read_metrics", "sort_out", "tested_nothing"]
+__all__ = ["Reply", "Terms", "read_arrays", "read_metrics", "sort_out", "tested_nothing"]
+
+logger = logging.getLogger("flwr")
 
 Size = tuple[int, int]  # bytes of floats, and of others
 Read = TypeVar("Read")
@@ -55,7 +56,7 @@ class Terms:
         parts: the split of the model's state.
         local: the parts that stay with the client.
         before: the global state that was sent.
-        rules: the client rules that the client must say it applied.
+        hooks: the client hooks that the client must say it applied.
         arrays_key: the record of the model.
         count_key: the metric that weights the reply.
     """
@@ -64,7 +65,7 @@ class Terms:
     parts: Parts
     local: frozenset[Part]
     before: State
-    rules: frozenset[str]
+    hooks: frozenset[str]
     arrays_key: str
     count_key: str
 
@@ -83,7 +84,7 @@ class Terms:
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
         count = metrics[self.count_key]
-        if self.count_key == "num-examples" and node.num_examples is not None:
+        if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
         return Reply(node, count, state, metrics, extras, sizes)
 
@@ -93,13 +94,13 @@ class Terms:
         if kept := [name for name in state if part_of.get(name) in self.local]:
             raise ClientPartError(
                 f"the reply holds {len(kept)} entries that stay with the client under strategy '{self.strategy}' "
-                f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.client.mod."
+                f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
             )
-        if missing := sorted(self.rules - acknowledged(message)):
+        if missing := sorted(self.hooks - ReplyInfo.read(message).applied):
             raise ClientPartError(
                 f"the client did not apply the rule '{missing[0]}' of strategy '{self.strategy}'. Its training must "
                 "run inside `with bn_rules(model, msg, context) as rules:` (what to call there: "
-                "docs/flower-projects.md), and its app be `ClientApp(mods=[local_bn])`, both from fedbn_flwr.client.mod."
+                "docs/flower-projects.md), and its app be `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
             )
 
 
@@ -120,7 +121,7 @@ def sort_out(
             usable.append((node, message, read(node, message)))
         except ReplyError as error:
             report.reject(node.node_id, f"{node}: {what}{': ' if what else ''}{error}")
-            log(WARNING, "round %d: %s of %s refused: %s", report.server_round, what or "reply", node, error)
+            logger.warning("round %d: %s of %s refused: %s", report.server_round, what or "reply", node, error)
             refused.append((node, message, error))
     return usable, refused
 
@@ -164,12 +165,6 @@ def tested_nothing(message: Message, count_key: str) -> bool:
     if not message.has_content():
         return False
     return [metrics.get(count_key) for metrics in message.content.metric_records.values()] == [0]
-
-
-def acknowledged(message: Message) -> frozenset[str]:
-    """Return the rules that the client says it applied."""
-    properties: Mapping[str, Any] = message.content.config_records.get(PROPERTIES, {})
-    return frozenset(listed(properties, APPLIED))
 
 
 def _advice(reason: str) -> str:

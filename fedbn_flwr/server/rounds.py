@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from logging import INFO
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.common import log
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
-from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
+from flwr.serverapp.strategy import Result
 
-__all__ = ["run_rounds"]
+from fedbn_flwr.compat.flower import log_start
+
+__all__ = ["RoundStrategy", "run_rounds"]
+
+logger = logging.getLogger("flwr")
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
+class RoundStrategy(Protocol):
+    """What the loop calls, in this order: Flower's four calls of a round, and the training between the first two."""
+
+    def summary(self) -> None:
+        """See ``flwr.serverapp.strategy.Strategy``."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """See ``flwr.serverapp.strategy.Strategy``."""
+
+    def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> Iterable[Message]:
+        """Send the training messages; return the replies. A synchronised step has its exchanges here."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """See ``flwr.serverapp.strategy.Strategy``."""
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """See ``flwr.serverapp.strategy.Strategy``."""
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """See ``flwr.serverapp.strategy.Strategy``."""
+
+
 def run_rounds(
-    strategy: Strategy,
+    strategy: RoundStrategy,
     grid: Grid,
     arrays: ArrayRecord,
     after: int,
@@ -35,7 +66,7 @@ def run_rounds(
         arrays: the global model after round ``after``.
         after: the last round that is done.
         num_rounds: the last round of all.
-        timeout: seconds to wait for the replies of a message round.
+        timeout: seconds to wait for the replies of an evaluation.
         train_config: goes to the nodes with every training message.
         evaluate_config: goes to them with every evaluation message.
         evaluate_fn: tests the global model: before round 1, and after every round.
@@ -43,36 +74,36 @@ def run_rounds(
     Returns:
         The model and the metrics of the rounds done here; no arrays where no round gave any.
     """
-    log(INFO, "Starting %s strategy:", type(strategy).__name__)
-    log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config)
+    logger.info("Starting %s strategy:", type(strategy).__name__)
+    log_start(num_rounds, arrays, train_config, evaluate_config)
     strategy.summary()
     if after:
-        log(INFO, "Going on after round %d", after)
+        logger.info("Going on after round %d", after)
     told_train, told_evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
     result = Result()
 
     def test(server_round: int) -> None:
         if evaluate_fn and (found := evaluate_fn(server_round, arrays)) is not None:
-            log(INFO, "Evaluation of the global model, round %d: %s", server_round, found)
+            logger.info("Evaluation of the global model, round %d: %s", server_round, found)
             result.evaluate_metrics_serverapp[server_round] = found
 
     if not after:
         test(0)
     for server_round in range(after + 1, num_rounds + 1):
-        log(INFO, "[ROUND %d/%d]", server_round, num_rounds)
+        logger.info("[ROUND %d/%d]", server_round, num_rounds)
         messages = strategy.configure_train(server_round, arrays, told_train, grid)
-        replies = grid.send_and_receive(messages, timeout=timeout)
+        replies = strategy.run_training(server_round, messages, grid)
         averaged, metrics = strategy.aggregate_train(server_round, replies)
         if averaged is not None:
             result.arrays = arrays = averaged
         if metrics is not None:
-            log(INFO, "Training: %s", metrics)
+            logger.info("Training: %s", metrics)
             result.train_metrics_clientapp[server_round] = metrics
         messages = strategy.configure_evaluate(server_round, arrays, told_evaluate, grid)
         replies = grid.send_and_receive(messages, timeout=timeout)
         metrics = strategy.aggregate_evaluate(server_round, replies)
         if metrics is not None:
-            log(INFO, "Evaluation: %s", metrics)
+            logger.info("Evaluation: %s", metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
         test(server_round)
     return result

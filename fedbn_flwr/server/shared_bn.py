@@ -12,7 +12,7 @@ cost       the floats of the local BN parts up per client
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State, Variance, average
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.training.loop import Extras, ClientHook
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.training.loop import ClientHook, Extras
 
-__all__ = ["SHARED_BN", "LatestBN", "ShareBN", "make_share_bn"]
+__all__ = ["SHARED_BN", "LatestBN", "ShareBN"]
 
-SHARED_BN = "averaged-bn"  # the record, and the name in eval-on
+SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")  # also the name in eval-on
 
 
 class ShareBN(ClientHook):
@@ -42,11 +43,6 @@ class ShareBN(ClientHook):
     def reply(self) -> Extras:
         """Return it."""
         return {SHARED_BN: self._own}
-
-
-def make_share_bn(config: Mapping[str, Any]) -> ClientHook:
-    """Return the rule a training message asks for."""
-    return ShareBN(frozenset(config.get("local-names", ())))
 
 
 class LatestBN:

@@ -1,4 +1,4 @@
-"""The server's half of the carriers: opens a round's exchanges over a Grid, and accounts for them."""
+"""The server's half of a synchronised step: sends the training messages, answers the exchanges, counts the traffic."""
 
 from __future__ import annotations
 
@@ -12,19 +12,43 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.transport import Barrier, Member
-from fedbn_flwr.transport.grpc_channel import ChannelServer
-from fedbn_flwr.errors import EngineError, FedBNError, ReplyError
-from fedbn_flwr.transport.polling_grid import in_simulation
-from fedbn_flwr.client.replay_log import ANSWERS
-from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
-from fedbn_flwr.server.polling import Enough, gather
-from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.batchnorm.sync import combine
+from fedbn_flwr.errors import EngineError, FedBNError, ReplyError
+from fedbn_flwr.messages.protocol import (
+    ATTEMPT,
+    BARRIER,
+    CHANNEL_ADDRESS,
+    CHANNEL_CA,
+    CHANNEL_TIMEOUT,
+    CHANNEL_TOKEN,
+    EXCHANGE,
+    UNION,
+)
+from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
+from fedbn_flwr.server.polling import Enough, send_until
+from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.transport import Barrier, BarrierGrid, Member
+from fedbn_flwr.transport.grpc_channel import ChannelServer
+from fedbn_flwr.transport.polling_grid import in_simulation
 
-__all__ = ["StepResult", "step_by_channel", "step_by_barrier", "step_by_messages", "with_config"]
+__all__ = ["Limits", "StepResult", "step_by_barrier", "step_by_channel", "step_by_messages", "with_config"]
 
 ENDED = "ended its work before the step was done"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a synchronised step is given up.
+
+    Attributes:
+        exchange_timeout: seconds an exchange waits for its last client, from its first.
+        reply_timeout: seconds to wait for the models.
+        min_members: clients below which the step is given up.
+    """
+
+    exchange_timeout: float
+    reply_timeout: float
+    min_members: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +58,7 @@ class StepResult:
     Attributes:
         replies: the clients' replies, with their models.
         traffic: what the exchanges moved, without the models.
-        dropped: node id to why the client was dropped in mid-step.
+        dropped: node id to why the client was dropped during the step.
     """
 
     replies: list[Message]
@@ -43,90 +67,84 @@ class StepResult:
 
 
 def step_by_barrier(
-    grid: Any, messages: Sequence[Message], members: Mapping[int, Member], timeout: float, wait: float, least: int
+    grid: Grid, barriers: BarrierGrid, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits
 ) -> StepResult:
-    """Let the clients meet in this process, at a barrier of ``grid``; each gets its one TRAIN message.
+    """Let the clients wait for each other at a barrier in this process; each gets its one training message.
 
     Args:
-        grid: with ``open_barrier`` and ``close_barrier``.
-        messages: the round's TRAIN messages.
+        grid: the federation.
+        barriers: the same grid, as one that knows barriers.
+        messages: the round's training messages.
         members: the round's clients by node id.
-        timeout: seconds an exchange waits for its last client.
-        wait: seconds to wait for the models.
-        least: clients below which the step is given up.
+        limits: when the step is given up.
     """
-    meeting = Barrier(members, timeout, least)
-    barrier_id = str(uuid4())
-    grid.open_barrier(barrier_id, meeting)
+    barrier, barrier_id = Barrier(members, limits.exchange_timeout, limits.min_members), str(uuid4())
+    barriers.open_barrier(barrier_id, barrier)
     try:
-        return _meet(
-            grid, [with_config(message, {"fedtan-meeting": barrier_id}) for message in messages], meeting, wait
-        )
+        return _run(grid, [with_config(message, {BARRIER: barrier_id}) for message in messages], barrier, limits)
     finally:
-        grid.close_barrier(barrier_id)
+        barriers.close_barrier(barrier_id)
 
 
 def step_by_channel(
-    grid: Grid,
-    channel: ChannelServer,
-    messages: Sequence[Message],
-    members: Mapping[int, Member],
-    timeout: float,
-    wait: float,
-    least: int,
+    grid: Grid, channel: ChannelServer, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits
 ) -> StepResult:
-    """Let the clients meet behind the server's port; each gets its one TRAIN message, with a token of its own.
+    """Let the clients exchange through the server's port; each gets its one training message, with its own token.
 
     Raises:
         EngineError: Flower's simulation does not run them all at once.
     """
-    meeting = Barrier(members, timeout, least)
-    tokens = channel.admit(meeting)
-    told = {"fedtan-address": channel.address, "fedtan-ca": channel.certificate, "fedtan-timeout": timeout}
+    barrier = Barrier(members, limits.exchange_timeout, limits.min_members)
+    tokens = channel.admit(barrier)
+    told: dict[str, Any] = {
+        CHANNEL_ADDRESS: channel.address,
+        CHANNEL_CA: channel.certificate,
+        CHANNEL_TIMEOUT: limits.exchange_timeout,
+    }
     try:
-        own = [with_config(m, {**told, "fedtan-token": tokens[m.metadata.dst_node_id]}) for m in messages]
-        carried = _meet(grid, own, meeting, wait)
-        if in_simulation(grid) and meeting.late:  # no machine is slow there: it would be so in every round
-            raise EngineError(f"{len(meeting.late)} of {len(members)} clients {meeting.late[0]}")
-        return carried
+        own = [with_config(m, {**told, CHANNEL_TOKEN: tokens[m.metadata.dst_node_id]}) for m in messages]
+        result = _run(grid, own, barrier, limits)
+        if in_simulation(grid) and barrier.late:  # no machine is slow there: it would be so in every round
+            raise EngineError(f"{len(barrier.late)} of {len(members)} clients {barrier.late[0]}")
+        return result
     finally:
-        channel.dismiss(meeting)
+        channel.dismiss(barrier)
 
 
-def _meet(grid: Grid, messages: Sequence[Message], meeting: Barrier, wait: float) -> StepResult:
-    """Send the messages; return when all clients that were not dropped have replied, or ``wait`` seconds are over."""
+def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limits) -> StepResult:
+    """Send the messages; return when all clients that were not dropped have replied, or when the time is up."""
 
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-        for node_id in replies:  # no news to the meeting of a client that was through with the step
-            meeting.leave(node_id, ENDED)
-        return seconds > wait or all(i in replies or i in meeting.dropped for i in meeting.members)
+        for node_id in replies:  # a client that was done with the step is not dropped by this
+            barrier.leave(node_id, ENDED)
+        return seconds > limits.reply_timeout or all(i in replies or i in barrier.dropped for i in barrier.members)
 
-    replies = gather(grid, messages, enough)
-    moved = Traffic(meeting.exchanges, meeting.bytes_down, meeting.bytes_up)
-    return StepResult(list(replies.values()), moved, dict(meeting.dropped))
+    replies = send_until(grid, messages, enough)
+    moved = Traffic(barrier.exchanges, barrier.bytes_down, barrier.bytes_up)
+    return StepResult(list(replies.values()), moved, dict(barrier.dropped))
 
 
 def step_by_messages(
-    grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], timeout: float, wait: float, least: int
+    grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits
 ) -> StepResult:
-    """Drive the exchanges with TRAIN messages, as many as it takes; the last replies hold the models.
+    """Send the exchanges in training messages, as many as it takes; the last replies hold the models.
 
     Every message after the first carries the newest answer alone: model, batch and earlier answers stay in the
     client's ``Context.state``. A client that fails, stalls or sends what cannot be used is dropped, and the others
-    begin again. Clients that are through with the step do the rest of the round (local steps 2..E) and reply with the
-    model: that may take ``wait`` seconds, an exchange ``timeout`` seconds from its first tensor.
+    repeat the step. Clients that are done with the step do the rest of the round (local steps 2..E) and reply with the
+    model within ``limits.reply_timeout``.
     """
     first = {message.metadata.dst_node_id: message for message in messages}
     left = dict(members)
     dropped: dict[int, str] = {}
     traffic = Traffic()
     attempt, answer, begun = 0, ArrayRecord(), False
-    while len(left) >= least:
-        told = {"fedtan-attempt": attempt, "fedtan-union": sum(member.batch_size for member in left.values())}
+    while len(left) >= limits.min_members:
+        told: dict[str, Any] = {ATTEMPT: attempt, UNION: sum(member.batch_size for member in left.values())}
         outgoing = [_exchange(first[node_id], answer, told, begun) for node_id in left]
-        replies = gather(grid, outgoing, _patience(timeout, wait))
+        replies = send_until(grid, outgoing, _patience(limits))
         begun = True
-        sent, done, lost = _sort(left, replies, timeout, wait)
+        sent, done, lost = _sort(left, replies, limits)
         if done and not sent:
             return StepResult(list(done.values()), traffic, {**dropped, **lost})
         lost |= dict.fromkeys(done, "was done with the step when others were not")
@@ -148,14 +166,14 @@ def step_by_messages(
     return StepResult([], traffic, dropped)
 
 
-def _patience(timeout: float, wait: float) -> Enough:
-    """Return the limit of one round trip: ``timeout`` from the first tensor on, ``wait`` where there is none."""
+def _patience(limits: Limits) -> Enough:
+    """Return when one round trip has waited enough: the exchange's time from the first tensor on, else the models'."""
     since: list[float] = []
 
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
         if not since and any(reply.has_content() and _tensors_of(reply) for reply in replies.values()):
             since.append(seconds)
-        return seconds > (since[0] + timeout if since else wait)
+        return seconds > (since[0] + limits.exchange_timeout if since else limits.reply_timeout)
 
     return enough
 
@@ -174,7 +192,7 @@ def _exchange(first: Message, answer: ArrayRecord, told: Mapping[str, Any], begu
     if begun:
         for key in message.content.array_records:
             message.content[key] = ArrayRecord()
-    message.content[ANSWERS] = answer
+    message.content[EXCHANGE] = answer
     return message
 
 
@@ -182,7 +200,7 @@ _Sent = tuple[str, torch.Tensor]
 
 
 def _sort(
-    left: Mapping[int, Member], replies: Mapping[int, Message], timeout: float, wait: float
+    left: Mapping[int, Member], replies: Mapping[int, Message], limits: Limits
 ) -> tuple[dict[int, _Sent], dict[int, Message], dict[int, str]]:
     """Sort the replies: tensors of the next exchange, models of clients that are done, and who is lost and why."""
     sent: dict[int, _Sent] = {}
@@ -201,7 +219,7 @@ def _sort(
                 sent[node_id] = _read(_tensors_of(reply))
             except ReplyError as error:
                 lost[node_id] = str(error)
-    limit = f"within {timeout:g} s of the first" if sent else f"within {wait:g} s"
+    limit = f"within {limits.exchange_timeout:g} s of the first" if sent else f"within {limits.reply_timeout:g} s"
     lost |= {node_id: f"did not answer an exchange {limit}" for node_id in left if node_id not in replies}
     kinds = {node_id: (tag, tuple(t.shape), t.dtype) for node_id, (tag, t) in sent.items()}
     if kinds:
@@ -214,7 +232,7 @@ def _sort(
 
 
 def _tensors_of(reply: Message) -> ArrayRecord:
-    return reply.content.array_records.get(ANSWERS, ArrayRecord())
+    return reply.content.array_records.get(EXCHANGE, ArrayRecord())
 
 
 def _read(record: ArrayRecord) -> _Sent:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.messages.records import listed
+from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedavgm import FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN
@@ -45,10 +45,10 @@ __all__ = [
     "SiloBN",
     "Standalone",
     "StaticBN",
-    "client_hooks",
+    "make_hooks",
 ]
 
-STRATEGIES: Mapping[str, type[FedAvg]] = {
+STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
     strategy.name: strategy
     for strategy in (
         *(FedAvg, FedProx, Scaffold),
@@ -60,15 +60,14 @@ STRATEGIES: Mapping[str, type[FedAvg]] = {
 }
 
 
-def client_hooks(config: Mapping[str, Any]) -> list[ClientHook]:
-    """Return the client rules a training message asks for (its comma list ``rules``), in that order.
+def make_hooks(names: Iterable[str], context: HookContext) -> dict[str, ClientHook]:
+    """Return the client hooks that a training message asks for, by name, in that order.
 
     Raises:
-        ConfigError: the message asks for a rule this version does not have.
+        ConfigError: the message asks for a hook that this version does not have.
     """
-    known = {name: make for strategy in STRATEGIES.values() for name, make in strategy.rules.items()}
-    asked = listed(config, "rules")
-    for name in asked:
+    known = {name: make for strategy in STRATEGIES.values() for name, make in strategy.client_hooks.items()}
+    for name in names:
         if name not in known:
-            raise unknown_name("client rule", name, known)
-    return [known[name](config) for name in asked]
+            raise unknown_name("client hook", name, known)
+    return {name: known[name](context) for name in names}

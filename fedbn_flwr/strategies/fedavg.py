@@ -17,61 +17,45 @@ replies arrive, and with one client it is that client's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from fedbn_flwr.batchnorm.averaging import State, Variance, average, check_state
-from fedbn_flwr.errors import ConfigError, NormLayerError, unknown_name
-from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.server.momentum import MOMENTUM, MomentumScope, average_buffers, make_momentum
+from typing_extensions import TypeVar
+
+from fedbn_flwr.batchnorm.averaging import State, average, check_state
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.flower import RECALIBRATED, Server
+from fedbn_flwr.server.method import HookContext, HookFactory, Params, RunSettings
+from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
 from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.server.flower import Server
-from fedbn_flwr.server.shared_bn import SHARED_BN, make_share_bn
+from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
 from fedbn_flwr.training.loop import ClientHook
 
-__all__ = ["FedAvg", "FedAvgParams", "joined"]
+__all__ = ["FedAvg", "FedAvgParams"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedAvgParams:
-    """What every strategy of this package can be told beside Flower's own arguments.
-
-    Attributes:
-        variance: how running variances are averaged, "mean" or "pooled".
-        min_replies: usable replies below which a round keeps the previous global model.
-        eval_every: client evaluation every so many rounds, and in the last one.
-        momentum_scope: what becomes of SGD's momentum between rounds; see ``strategies.momentum``.
-        recalibrate: every test and the final model take statistics gathered from the clients; training does not see
-            them. See ``strategies.recalibration``.
-        eval_on: comma list of tests; "recalibrated" and "averaged-bn" in it are what ``completion`` shall offer.
-        seed: of the sampling of nodes.
-    """
-
-    variance: Variance = "mean"
-    min_replies: int = 1
-    eval_every: int = 1
-    momentum_scope: MomentumScope = "none"
-    recalibrate: bool = False
-    eval_on: str = ""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.variance not in ("mean", "pooled"):
-            raise unknown_name("variance", self.variance, ["mean", "pooled"])
-        if self.momentum_scope not in ("none", "local", "global"):
-            raise unknown_name("momentum_scope", self.momentum_scope, ["none", "local", "global"])
-        for key in ("min_replies", "eval_every"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key}={getattr(self, key)} must be at least 1")
+class FedAvgParams(Params):
+    """Parameters of FedAvg: none beside those of every strategy."""
 
 
-class FedAvg(Server):
+P = TypeVar("P", bound=FedAvgParams, default=FedAvgParams)
+
+
+def _momentum(context: HookContext) -> ClientHook:
+    return MomentumBuffers(context.config[SCOPE], context.local_entries)
+
+
+def _share_bn(context: HookContext) -> ClientHook:
+    return ShareBN(context.local_entries)
+
+
+class FedAvg(Server[P]):
     """Federated averaging. Takes Flower's own constructor arguments, and the fields of ``Params`` by name.
 
-    ``state_dict()`` is what outlives a round beside the global model; after ``load_state_dict`` the next ``start`` goes
-    on from there. A subclass names in ``checkpoint_keys`` the attributes it adds.
+    ``state_dict()`` is what to checkpoint beside the global model; after ``load_state_dict`` the next ``start`` goes on
+    from there. A subclass names in ``checkpoint_keys`` the attributes it adds.
 
     Args:
         *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
@@ -86,75 +70,83 @@ class FedAvg(Server):
     name = "fedavg"
     summary_line = "weighted average of everything, BN counters kept exact"
     source = "McMahan 2017"
+    Params: ClassVar[type[Any]] = FedAvgParams
+    client_hooks: ClassVar[Mapping[str, HookFactory]] = {"momentum": _momentum, "share-bn": _share_bn}
     implicit_hooks = frozenset({"share-bn"})  # a client may leave it
-    Params: ClassVar[type[FedAvgParams]] = FedAvgParams
-    rules: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], ClientHook]]] = {
-        "momentum": make_momentum,
-        "share-bn": make_share_bn,
-    }
+    keys: ClassVar[tuple[Key, ...]] = (MOMENTUM, SCOPE, SHARED_BN)
     checkpoint_keys: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, parts=parts, **kwargs)
-        self.momentum: dict[str, Any] = {}
+    momentum: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.momentum = {}
+        if problems := self._test_conflicts(self.params, self.tests):
+            raise ConfigError("\n".join(problems))
+
+    @classmethod
+    def conflicts(cls, params: P, run: RunSettings) -> list[str]:
+        """Return why these settings cannot be used in such a run, a line each."""
+        found = cls._test_conflicts(params, run.tests)
+        if params.momentum_scope != "none" and not run.sgd_momentum:
+            found.append(f"momentum-scope={params.momentum_scope} needs sgd-momentum above 0")
+        return found
+
+    @classmethod
+    def _test_conflicts(cls, params: P, tests: Sequence[str]) -> list[str]:
+        """Return which tests this method has no model for."""
+        found = []
+        bn_parts, weights = cls.local - {Part.REST}, cls.local & {Part.AFFINE, Part.REST}
+        if (params.recalibrate or RECALIBRATED in tests) and weights:
+            found.append(
+                f"strategy {cls.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
+                "weights under which statistics could be gathered (recalibrate, eval-on=recalibrated)."
+            )
+        if SHARED_BN in tests and (not bn_parts or Part.REST in weights):
+            found.append(
+                f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "
+                f"clients; strategy {cls.name!r} has no such model. It is for fedbn, silobn and mtfl."
+            )
+        return found
+
+    @classmethod
+    def exchange_cost(cls, params: P) -> tuple[int, int]:
+        """Return (0, 0): no BN layer is synchronised."""
+        return 0, 0
+
+    @classmethod
+    def extra_copies(cls, params: P) -> tuple[int, int]:
+        """Return how often the trainable floats travel beside the model: of shared entries, and of all."""
+        return int(params.momentum_scope == "global"), 0
 
     def begin(self) -> None:
         """Start without momentum.
 
         Raises:
-            NormLayerError: statistics shall be gathered, and the model has no BatchNorm.
+            NormLayerError: statistics shall be re-estimated, and the model has no BatchNorm.
         """
         self.momentum = {}
-        asked = self.params.recalibrate or "recalibrated" in self._tests
-        if asked and not list(self._known_parts.moments()):
+        asked = self.params.recalibrate or RECALIBRATED in self.tests
+        if asked and not list(self.run.parts.moments()):
             raise NormLayerError(
                 "recalibration gathers BatchNorm's running statistics, and the model has none. Use recalibrate=false "
                 "and no eval-on=recalibrated, or a model with BatchNorm."
             )
 
-    @classmethod
-    def check_tests(cls, tests: Sequence[str], recalibrate: bool = False) -> None:
-        """Refuse what this method has no model for.
-
-        Raises:
-            ConfigError: gathered statistics where weights stay with the clients; averaged BN parts where none do.
-        """
-        bn_parts, weights = cls.local - {Part.REST}, cls.local & {Part.AFFINE, Part.REST}
-        if (recalibrate or "recalibrated" in tests) and weights:
-            raise ConfigError(
-                f"strategy {cls.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
-                "weights under which statistics could be gathered (recalibrate, eval-on=recalibrated)."
-            )
-        if SHARED_BN in tests and (not bn_parts or Part.REST in weights):
-            raise ConfigError(
-                f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "
-                f"clients; strategy {cls.name!r} has no such model. It is for fedbn, silobn and mtfl."
-            )
-
-    @classmethod
-    def exchange_cost(cls, exchanges: str) -> tuple[int, int]:
-        """Return what a synchronised BN layer costs beside the model: exchanges, and rows of its channels each way."""
-        return 0, 0
-
-    @classmethod
-    def extra_copies(cls, momentum_scope: str) -> tuple[int, int]:
-        """Return how often the trainable floats travel beside the model: of shared entries, and of all."""
-        return int(momentum_scope == "global"), 0
-
     def phase(self, server_round: int) -> str:
         """Return "train": FedAvg has one phase."""
         return "train"
 
-    def client_config(self, server_round: int) -> dict[str, Any]:
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Tell the clients what becomes of their momentum, and to share BN parts that a test averages."""
         scope = self.params.momentum_scope
-        told = {} if scope == "none" else {"rules": "momentum", "momentum-scope": scope}
-        return joined(told, {"rules": "share-bn"}) if SHARED_BN in self._tests else told
+        hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {"momentum": {SCOPE: scope}}
+        return {**hooks, "share-bn": {}} if SHARED_BN in self.tests else hooks
 
     def extras(self, server_round: int) -> Mapping[str, State]:
         """Send the averaged momentum; open a record for shared BN parts."""
         sent: dict[str, State] = {MOMENTUM: self.momentum} if self.params.momentum_scope == "global" else {}
-        return {**sent, SHARED_BN: {}} if SHARED_BN in self._tests else sent
+        return {**sent, SHARED_BN: {}} if SHARED_BN in self.tests else sent
 
     def weights(self, replies: Sequence[Reply]) -> list[float]:
         """Return |D_i| of the replies, in their order; the weights p_i are these, normalised."""
@@ -163,20 +155,12 @@ class FedAvg(Server):
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply whose shared BN parts do not fit the model."""
         if shared := reply.extras.get(SHARED_BN):
-            local = self._known_parts.select(self.local)
-            check_state(shared, {name: before[name] for name in local}, self._known_parts)
+            local = self.run.parts.select(self.local)
+            check_state(shared, {name: before[name] for name in local}, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Return sum p_i x_i of the replies; average their momentum where it is global."""
         if self.params.momentum_scope == "global":
             sent = [reply.extras.get(MOMENTUM, {}) for reply in replies]
             self.momentum = average_buffers(sent, self.weights(replies))
-        return average(
-            [reply.state for reply in replies], self.weights(replies), self._known_parts, self.params.variance
-        )
-
-
-def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both messages to the clients as one, the lists of rules joined."""
-    rules = ",".join(filter(None, (str(config.get("rules", "")) for config in (first, second))))
-    return {**first, **second, "rules": rules}
+        return average([reply.state for reply in replies], self.weights(replies), self.run.parts, self.params.variance)

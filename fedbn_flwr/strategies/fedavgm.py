@@ -18,41 +18,24 @@ BN the same numbers as Flower's own FedAvgM; without momentum and with rate 1 Fe
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.method import setting
 from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.strategies.fedopt import FedOpt
 
 __all__ = ["FedAvgM", "FedAvgMParams"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgMParams(FedAvgParams):
-    """Parameters of FedAvgM.
+    """Parameters of FedAvgM."""
 
-    Attributes:
-        server_learning_rate: rate > 0 of the server's step.
-        server_momentum: beta in [0, 1).
-    """
-
-    server_learning_rate: float = 1.0
-    server_momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if not (math.isfinite(self.server_learning_rate) and self.server_learning_rate > 0):
-            raise ConfigError(f"server_learning_rate={self.server_learning_rate} must be a finite number above 0")
-        if not 0 <= self.server_momentum < 1:
-            raise ConfigError(f"server_momentum={self.server_momentum} must be in [0, 1)")
+    server_learning_rate: float = setting(1.0, "eta_g of scaffold; the server's rate of fedavgm", gt=0)
+    server_momentum: float = setting(0.0, "beta of fedavgm", ge=0, lt=1)
 
 
-class FedAvgM(FedOpt):
+class FedAvgM(FedOpt[FedAvgMParams]):
     """FedAvg with momentum on the server."""
 
     name = "fedavgm"

@@ -21,46 +21,33 @@ give the plain mean.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from logging import INFO
 from typing import Any
 
 import numpy as np
-from flwr.common import log
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.strategies.fedavg import FedAvg
-from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
+from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.messages.protocol import TRAIN_LOSS
+from fedbn_flwr.server.method import setting
 from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
 
 __all__ = ["FedBS", "FedBSParams"]
 
+logger = logging.getLogger("flwr")
 
-@dataclass(frozen=True, kw_only=True)
+
 class FedBSParams(FedProxParams):
-    """Parameters of FedBS.
+    """Parameters of FedBS."""
 
-    Attributes:
-        fedbs_eps: eps, the spread of the losses at which they agree.
-        fedbs_rounds: r, consecutive rounds in which they must.
-    """
-
-    fedbs_eps: float = 0.1
-    fedbs_rounds: int = 5
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if not (math.isfinite(self.fedbs_eps) and self.fedbs_eps >= 0):
-            raise ConfigError(f"fedbs_eps={self.fedbs_eps} must be a finite number >= 0")
-        if self.fedbs_rounds < 1:
-            raise ConfigError(f"fedbs_rounds={self.fedbs_rounds} must be at least 1")
+    fedbs_eps: float = setting(0.1, "eps of fedbs: the spread of losses that agree", ge=0)
+    fedbs_rounds: int = setting(5, "r of fedbs: consecutive rounds in which they must", ge=1)
 
 
-class FedBS(FedProx):
+class FedBS(FedProx[FedBSParams]):
     """Loss-weighted averaging until the losses agree, FedProx with equal weights after (``switched_after``).
 
     Args:
@@ -78,7 +65,7 @@ class FedBS(FedProx):
     switched_after: int | None = None
     agreed = 0
 
-    def __init__(self, *args: Any, loss_key: str = "train-loss", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, loss_key: str = TRAIN_LOSS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loss_key = loss_key
 
@@ -91,11 +78,12 @@ class FedBS(FedProx):
         """Return "loss-weighted" or "proximal"."""
         return "loss-weighted" if self.switched_after is None else "proximal"
 
-    def client_config(self, server_round: int) -> dict[str, Any]:
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Send mu in phase 2."""
+        hooks = super().hooks_for(server_round)
         if self.switched_after is None:
-            return FedAvg.client_config(self, server_round)
-        return super().client_config(server_round)
+            del hooks["proximal"]
+        return hooks
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply without a usable loss."""
@@ -119,5 +107,7 @@ class FedBS(FedProx):
             self.agreed = self.agreed + 1 if spread <= self.params.fedbs_eps else 0
             if self.agreed >= self.params.fedbs_rounds:
                 self.switched_after = server_round
-                log(INFO, "FedBS: the losses agreed in %d rounds; FedProx from round %d", self.agreed, server_round + 1)
+                logger.info(
+                    "FedBS: the losses agreed in %d rounds; FedProx from round %d", self.agreed, server_round + 1
+                )
         return state

@@ -23,21 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.method import setting
 from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, P
 
 __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOpt", "FedYogi", "FedYogiParams"]
 
 
-class FedOpt(FedAvg):
+class FedOpt(FedAvg[P]):
     """Algorithm 1: the server takes the clients' mean change for a gradient. A method writes ``step``.
 
     Give a subclass the ``local`` parts of another method (``local = FedBN.local``) and those stay with the clients,
@@ -52,7 +52,7 @@ class FedOpt(FedAvg):
         """Average; then step every floating entry but running statistics from where it was."""
         state = super().combine(server_round, replies, before)
         # By name too: InstanceNorm's statistics are no part of BatchNorm, and variances all the same.
-        averaged = {*self._known_parts.statistics, *split_state(before).statistics}
+        averaged = {*self.run.parts.statistics, *split_state(before).statistics}
         for name, mean in state.items():
             if name not in averaged and np.issubdtype(mean.dtype, np.floating):
                 x = before[name].astype(np.float64)
@@ -60,54 +60,31 @@ class FedOpt(FedAvg):
         return state
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAdagradParams(FedAvgParams):
-    """Parameters of FedAdagrad.
+    """Parameters of FedAdagrad."""
 
-    Attributes:
-        eta: the server's learning rate > 0.
-        tau: degree of adaptivity > 0.
-    """
-
-    eta: float = 0.1
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        for key in ("eta", "tau"):
-            if not (math.isfinite(getattr(self, key)) and getattr(self, key) > 0):
-                raise ConfigError(f"{key}={getattr(self, key)} must be a finite number above 0")
+    eta: float = setting(0.1, "the server's learning rate of fedadam, fedyogi and fedadagrad", gt=0)
+    tau: float = setting(1e-3, "adaptivity of fedadam, fedyogi and fedadagrad", gt=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdaptiveParams(FedAdagradParams):
-    """Parameters of FedAdam.
+    """Parameters of FedAdam."""
 
-    Attributes:
-        beta_1: decay of m, in [0, 1).
-        beta_2: decay of v, in [0, 1).
-    """
-
-    beta_1: float = 0.9
-    beta_2: float = 0.99
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        for key in ("beta_1", "beta_2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ConfigError(f"{key}={getattr(self, key)} must be in [0, 1)")
+    beta_1: float = setting(0.9, "decay of the first moment of fedadam and fedyogi", ge=0, lt=1)
+    beta_2: float = setting(0.99, "decay of the second moment of fedadam and fedyogi", ge=0, lt=1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedYogiParams(AdaptiveParams):
     """Parameters of FedYogi: FedAdam's, with Flower's own default of eta."""
 
-    eta: float = 0.01
+    eta: float = setting(0.01, "the server's learning rate of fedadam, fedyogi and fedadagrad", gt=0)
 
 
-class FedAdagrad(FedOpt):
+A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)
+B = TypeVar("B", bound=AdaptiveParams, default=AdaptiveParams)
+
+
+class FedAdagrad(FedOpt[A]):
     """Adaptive server step whose second moment only grows: v += Delta^2.
 
     Args:
@@ -151,7 +128,7 @@ class FedAdagrad(FedOpt):
         return float(self.params.eta)
 
 
-class FedAdam(FedAdagrad):
+class FedAdam(FedAdagrad[B]):
     """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
 
     name = "fedadam"
@@ -165,8 +142,7 @@ class FedAdam(FedAdagrad):
 
     def second_moment(self, v: Array, square: Array) -> Array:
         """Return beta_2 v + (1 - beta_2) Delta^2."""
-        beta_2: float = self.params.beta_2
-        return beta_2 * v + (1 - beta_2) * square
+        return self.params.beta_2 * v + (1 - self.params.beta_2) * square
 
     def rate(self, server_round: int) -> float:
         """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1)), with Flower's exponent."""
@@ -174,7 +150,7 @@ class FedAdam(FedAdagrad):
         return float(self.params.eta * math.sqrt(1 - self.params.beta_2**t) / (1 - self.params.beta_1**t))
 
 
-class FedYogi(FedAdam):
+class FedYogi(FedAdam[FedYogiParams]):
     """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, whatever the distance."""
 
     name = "fedyogi"
@@ -183,8 +159,7 @@ class FedYogi(FedAdam):
 
     def second_moment(self, v: Array, square: Array) -> Array:
         """Return v - (1 - beta_2) Delta^2 sign(v - Delta^2)."""
-        beta_2: float = self.params.beta_2
-        return np.asarray(v - (1 - beta_2) * square * np.sign(v - square))
+        return np.asarray(v - (1 - self.params.beta_2) * square * np.sign(v - square))
 
     def rate(self, server_round: int) -> float:
         """Return eta."""

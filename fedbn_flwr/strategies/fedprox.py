@@ -16,36 +16,30 @@ number of steps, so gamma-inexactness is what those steps reach. Law: mu = 0 is 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.method import HookContext, setting
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
 
 
-@dataclass(frozen=True, kw_only=True)
+PROXIMAL_MU = Key("proximal-mu", "float: mu", "server", "client")
+
+
 class FedProxParams(FedAvgParams):
-    """Parameters of FedProx.
+    """Parameters of FedProx."""
 
-    Attributes:
-        proximal_mu: mu >= 0.
-    """
+    proximal_mu: float = setting(0.01, "mu of fedprox, and of fedbs in phase 2", ge=0)
 
-    proximal_mu: float = 0.01
 
-    def __post_init__(self) -> None:
-        """Check mu."""
-        super().__post_init__()
-        if not (math.isfinite(self.proximal_mu) and self.proximal_mu >= 0):
-            raise ConfigError(f"proximal_mu={self.proximal_mu} must be a finite number >= 0")
+P = TypeVar("P", bound=FedProxParams, default=FedProxParams)
 
 
 class ProximalTerm(ClientHook):
@@ -66,20 +60,20 @@ class ProximalTerm(ClientHook):
         return self.mu / 2 * torch.stack([(p - start).square().sum() for p, start in self._received]).sum()
 
 
-def _rule(config: Mapping[str, Any]) -> ClientHook:
-    return ProximalTerm(float(config["proximal-mu"]))
+def _proximal(context: HookContext) -> ClientHook:
+    return ProximalTerm(float(context.config[PROXIMAL_MU]))
 
 
-class FedProx(FedAvg):
+class FedProx(FedAvg[P]):
     """FedAvg whose clients add a proximal term to their loss."""
 
     name = "fedprox"
     summary_line = "FedAvg with mu/2 ||w - w_global||^2 in the local loss"
     source = "Li 2020, arXiv:1812.06127"
     Params = FedProxParams
-    rules = {"proximal": _rule}
+    client_hooks = {"proximal": _proximal}
+    keys = (PROXIMAL_MU,)
 
-    def client_config(self, server_round: int) -> dict[str, Any]:
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Send mu."""
-        own = {"rules": "proximal", "proximal-mu": self.params.proximal_mu}
-        return joined(super().client_config(server_round), own)
+        return {**super().hooks_for(server_round), "proximal": {PROXIMAL_MU: self.params.proximal_mu}}

@@ -16,39 +16,26 @@ FixBN's after T* = M.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
 
-from fedbn_flwr.errors import ConfigError
+from pydantic import AfterValidator
+
+from fedbn_flwr.server.method import setting
 from fedbn_flwr.strategies.fedtan import FedTAN, FedTANParams
-from fedbn_flwr.strategies.fixbn import FixBNParams, FreezeSettings, Freezing
+from fedbn_flwr.strategies.fixbn import At, Freezing, WindowParams, check_at
 
 __all__ = ["FedTAN2", "FedTAN2Params"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedTAN2Params(FedTANParams):
-    """Parameters of FedTAN-II.
+class FedTAN2Params(WindowParams, FedTANParams):
+    """Parameters of FedTAN-II."""
 
-    Attributes:
-        fedtan_rounds: M, a round (int), a fraction of all rounds (float in [0, 1]) or "auto".
-        freeze_window: rounds in the window of the automatic M.
-        freeze_tau: variance under which the automatic M is reached.
-    """
-
-    fedtan_rounds: int | float | str = 0.1
-    freeze_window: int = 100
-    freeze_tau: float = 2e-3
-
-    def __post_init__(self) -> None:
-        """Check the values, as FixBN does."""
-        super().__post_init__()
-        try:
-            FixBNParams(freeze_at=self.fedtan_rounds, freeze_window=self.freeze_window, freeze_tau=self.freeze_tau)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("freeze_at=", "fedtan_rounds=")) from None
+    fedtan_rounds: Annotated[At, AfterValidator(check_at)] = setting(
+        0.1, "M of fedtan2: a round (int), a fraction of R or `auto`"
+    )
 
 
-class FedTAN2(Freezing, FedTAN):
+class FedTAN2(Freezing[FedTAN2Params], FedTAN[FedTAN2Params]):
     """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M)."""
 
     name = "fedtan2"
@@ -56,11 +43,11 @@ class FedTAN2(Freezing, FedTAN):
     source = "Wang 2023, arXiv:2301.02982, 5.4"
     Params = FedTAN2Params
 
-    def freeze_settings(self) -> FreezeSettings:
-        """Return M and the window rule's numbers; gamma and beta go on learning."""
-        params: FedTAN2Params = self.params
-        return FreezeSettings(params.fedtan_rounds, False, params.freeze_window, params.freeze_tau)
+    @classmethod
+    def freezes(cls, params: FedTAN2Params) -> tuple[str, At, bool]:
+        """Return M; gamma and beta go on learning."""
+        return "fedtan-rounds", params.fedtan_rounds, False
 
-    def synchronises(self, server_round: int) -> bool:
-        """Tell whether the round is one of the first M."""
+    def synchronised(self, server_round: int) -> bool:
+        """Return whether the round is one of the first M."""
         return not self.frozen(server_round)

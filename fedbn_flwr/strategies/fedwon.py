@@ -18,36 +18,27 @@ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.method import HookContext, RunSettings, setting
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
-from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
 from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["ClipGradients", "FedWon", "FedWonParams"]
 
 
-@dataclass(frozen=True, kw_only=True)
+AGC = Key("agc", "float: lambda", "server", "client")
+
+
 class FedWonParams(FedAvgParams):
-    """Parameters of FedWon.
+    """Parameters of FedWon."""
 
-    Attributes:
-        agc: lambda >= 0 of adaptive gradient clipping; 0 = off.
-    """
-
-    agc: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Check lambda."""
-        super().__post_init__()
-        if not (math.isfinite(self.agc) and self.agc >= 0):
-            raise ConfigError(f"agc={self.agc} must be a finite number >= 0")
+    agc: float = setting(0.1, "lambda of fedwon's adaptive gradient clipping; 0 = off", ge=0)
 
 
 class ClipGradients(ClientHook):
@@ -61,18 +52,27 @@ class ClipGradients(ClientHook):
         clip_gradients(model.parameters(), self._clipping, exclude=exclude_head(model))
 
 
-def _clip(config: Mapping[str, Any]) -> ClientHook:
-    return ClipGradients(float(config["agc"]))
+def _clip(context: HookContext) -> ClientHook:
+    return ClipGradients(float(context.config[AGC]))
 
 
-class FedWon(FedAvg):
+class FedWon(FedAvg[FedWonParams]):
     """FedAvg that requires a model without BatchNorm and carries AGC."""
 
     name = "fedwon"
     summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
     source = "Zhuang 2024, arXiv:2306.11879"
     Params = FedWonParams
-    rules = {"agc": _clip}
+    client_hooks = {"agc": _clip}
+    keys = (AGC,)
+
+    @classmethod
+    def conflicts(cls, params: FedWonParams, run: RunSettings) -> list[str]:
+        """Refuse a model with another norm."""
+        found = super().conflicts(params, run)
+        if run.norm != "wsconv":
+            found.append(f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv")
+        return found
 
     def begin(self) -> None:
         """Refuse a model with BatchNorm.
@@ -81,13 +81,13 @@ class FedWon(FedAvg):
             NormLayerError: naming the first layers.
         """
         super().begin()
-        if paths := [layer.path for layer in self._known_parts.layers]:
+        if paths := [layer.path for layer in self.run.parts.layers]:
             raise NormLayerError(
                 f"strategy 'fedwon' trains without normalisation; the model has {len(paths)} BatchNorm layers "
                 f"({', '.join(paths[:2])}, ...). Use replace_norm(model, 'wsconv'), or norm=wsconv."
             )
 
-    def client_config(self, server_round: int) -> dict[str, Any]:
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Send lambda."""
-        told = super().client_config(server_round)
-        return joined(told, {"rules": "agc", "agc": self.params.agc}) if self.params.agc else told
+        hooks = super().hooks_for(server_round)
+        return {**hooks, "agc": {AGC: self.params.agc}} if self.params.agc else hooks

@@ -26,79 +26,80 @@ to |D_i|, a round is one centralized step with frozen BN.
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from logging import INFO
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from flwr.common import log
+from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, normalise
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.messages.protocol import FROZEN, Key
+from fedbn_flwr.server.method import HookContext, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.settings import share_of
 
-__all__ = ["FixBN", "FixBNParams", "FreezeBN", "FreezeSettings", "Freezing", "ReportDrift", "freeze_round"]
+__all__ = [
+    "At",
+    "FixBN",
+    "FixBNParams",
+    "FreezeBN",
+    "Freezing",
+    "ReportDrift",
+    "WindowParams",
+    "check_at",
+    "freeze_round",
+]
 
-DELTA = "statistics-delta"
+logger = logging.getLogger("flwr")
 
+DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
+AFFINE = Key("freeze-affine", "bool: gamma and beta too", "server", "client")
 
-class FreezeSettings(NamedTuple):
-    """When BN is frozen, and whether gamma and beta are too: T* or "auto", then W and tau."""
-
-    at: int | float | str
-    affine: bool
-    window: int
-    tau: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixBNParams(FedAvgParams):
-    """Parameters of FixBN.
-
-    Attributes:
-        freeze_at: T*: a round (int), a fraction of all rounds (float in [0, 1], T* = floor(f R)), or "auto".
-        freeze_affine: freeze gamma and beta as well (Table H).
-        freeze_window: W, rounds in the window of the automatic T*.
-        freeze_tau: tau, the variance of delta under which the automatic T* fires.
-    """
-
-    freeze_at: int | float | str = 0.5
-    freeze_affine: bool = False
-    freeze_window: int = 100
-    freeze_tau: float = 2e-3
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        at = self.freeze_at
-        if isinstance(at, str) and at != "auto":
-            raise ConfigError(f"freeze_at={at!r} must be a round (int), a fraction (float in [0, 1]) or 'auto'")
-        if isinstance(at, float) and not 0 <= at <= 1:
-            raise ConfigError(f"freeze_at={at} must be a fraction in [0, 1]; for a round write an int")
-        if isinstance(at, int) and at < 0:
-            raise ConfigError(f"freeze_at={at} must be a round >= 0")
-        if self.freeze_window < 2:
-            raise ConfigError(f"freeze_window={self.freeze_window} must be at least 2 rounds")
-        if not self.freeze_tau > 0:
-            raise ConfigError(f"freeze_tau={self.freeze_tau} must be above 0")
+At = int | float | str  # a round, a fraction of all rounds, or "auto"
 
 
-def freeze_round(freeze_at: int | float | str, num_rounds: int) -> int | None:
-    """Return T* where it is known beforehand: an int as it is, a fraction as floor(f R); None for "auto".
+def check_at(at: At) -> At:
+    """Return ``at`` where it is a round >= 0 (int), a fraction in [0, 1] (float) or "auto"; else raise ValueError."""
+    if isinstance(at, str) and at != "auto":
+        raise ValueError(f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'")
+    if isinstance(at, float) and not 0 <= at <= 1:
+        raise ValueError(f"{at} is not a fraction in [0, 1]; for a round write an int")
+    if isinstance(at, int) and at < 0:
+        raise ValueError(f"{at} is not a round; the first is 1, and 0 freezes from the start")
+    return at
 
-    f is taken as the decimal it is written as: floor(0.29 * 100) is 29, not the 28 of binary floating point.
-    """
-    if isinstance(freeze_at, str):
+
+class WindowParams(FedAvgParams):
+    """The window rule of an automatic round."""
+
+    freeze_window: int = setting(100, "window W of an automatic round, rounds; must be below R", ge=2)
+    freeze_tau: float = setting(2e-3, "threshold tau of an automatic round: the variance of delta", gt=0)
+
+
+class FixBNParams(WindowParams):
+    """Parameters of FixBN."""
+
+    freeze_at: Annotated[At, AfterValidator(check_at)] = setting(
+        0.5, "T*: a round (int), a fraction of R (float, T* = floor(f R)) or `auto`"
+    )
+    freeze_affine: bool = setting(False, "freeze gamma and beta as well (Table H)")
+
+
+def freeze_round(at: At, num_rounds: int) -> int | None:
+    """Return T* where it is known beforehand: an int as it is, a fraction as floor(f R); None for "auto"."""
+    if isinstance(at, str):
         return None
-    return math.floor(Fraction(str(freeze_at)) * num_rounds) if isinstance(freeze_at, float) else freeze_at
+    return share_of(at, num_rounds) if isinstance(at, float) else at
 
 
 class FreezeBN(ClientHook):
@@ -163,15 +164,18 @@ def _statistics(model: nn.Module) -> list[Tensor]:
     return [s for s in pairs if s is not None]
 
 
-def _freeze(config: Mapping[str, Any]) -> ClientHook:
-    return FreezeBN(bool(config["freeze-affine"]))
+def _freeze(context: HookContext) -> ClientHook:
+    return FreezeBN(bool(context.config[AFFINE]))
 
 
-def _drift(_: Mapping[str, Any]) -> ClientHook:
+def _drift(_: HookContext) -> ClientHook:
     return ReportDrift()
 
 
-class Freezing(FedAvg):
+W = TypeVar("W", bound=WindowParams, default=WindowParams)
+
+
+class Freezing(FedAvg[W]):
     """What FixBN and FedTAN-II share: BN statistics that stay as they are after a round known or found out.
 
     Attributes:
@@ -180,29 +184,40 @@ class Freezing(FedAvg):
     """
 
     needs_batchnorm = True
-    rules = {"freeze-bn": _freeze, "report-drift": _drift}
-    checkpoint_keys = ("frozen_after", "deltas")
-
+    client_hooks = {"freeze-bn": _freeze, "report-drift": _drift}
     implicit_hooks = FedAvg.implicit_hooks | {"freeze-bn"}  # by the frozen entries of the reply
+    keys = (AFFINE, DELTA)
+    checkpoint_keys = ("frozen_after", "deltas")
 
     frozen_after: int | None = None
     deltas: list[float]
 
-    def freeze_settings(self) -> FreezeSettings:
-        """Return when to freeze, and what."""
-        raise NotImplementedError
+    @classmethod
+    @abstractmethod
+    def freezes(cls, params: W) -> tuple[str, At, bool]:
+        """Return the config key that says when to freeze, its value, and whether gamma and beta freeze too."""
+
+    @classmethod
+    def conflicts(cls, params: W, run: RunSettings) -> list[str]:
+        """Refuse a window that does not fit into the run."""
+        found, (key, at, _) = super().conflicts(params, run), cls.freezes(params)
+        if at == "auto" and params.freeze_window >= run.num_rounds:
+            found.append(
+                f"freeze-window={params.freeze_window} must be below num-server-rounds={run.num_rounds} for {key}=auto"
+            )
+        return found
 
     def begin(self) -> None:
         """Fix the round where it is known; check the window against the number of rounds."""
         super().begin()
-        settings = self.freeze_settings()
-        rounds = self.total_rounds if isinstance(settings.at, float) else self.num_rounds or math.inf
+        _, at, self._affine = self.freezes(self.params)
+        num_rounds = self.run.total_rounds if isinstance(at, float) else self.run.num_rounds or math.inf
         self.deltas = []
-        self.frozen_after = freeze_round(settings.at, self.num_rounds or 0)
-        if self.frozen_after is None and settings.window >= rounds:
+        self.frozen_after = freeze_round(at, self.run.num_rounds or 0)
+        if self.frozen_after is None and self.params.freeze_window >= num_rounds:
             raise ConfigError(
-                f"freeze_window={settings.window} must be below the number of rounds, {rounds}, where the round to "
-                "freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
+                f"freeze_window={self.params.freeze_window} must be below the number of rounds, {num_rounds}, where "
+                "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
     def frozen(self, server_round: int) -> bool:
@@ -213,13 +228,12 @@ class Freezing(FedAvg):
         """Return "frozen" once BN is, the method's own word before."""
         return "frozen" if self.frozen(server_round) else super().phase(server_round)
 
-    def client_config(self, server_round: int) -> dict[str, Any]:
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Tell the clients to freeze, or to report delta_m while the round is being looked for."""
-        told = super().client_config(server_round)
+        hooks = super().hooks_for(server_round)
         if self.frozen(server_round):
-            own = {"rules": "freeze-bn", "freeze-affine": self.freeze_settings().affine, "frozen": True}
-            return joined(told, own)
-        return joined(told, {"rules": "report-drift"}) if self.frozen_after is None else told
+            return {**hooks, "freeze-bn": {AFFINE: self._affine, FROZEN: True}}
+        return {**hooks, "report-drift": {}} if self.frozen_after is None else hooks
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply that changed what is frozen, or lacks delta_m while it is needed."""
@@ -250,19 +264,21 @@ class Freezing(FedAvg):
         return state
 
     def _frozen_names(self) -> tuple[str, ...]:
-        parts = self._known_parts
-        return parts.statistics + parts.counters + (parts.affine if self.freeze_settings().affine else ())
+        parts = self.run.parts
+        return parts.statistics + parts.counters + (parts.affine if self._affine else ())
 
     def _watch(self, server_round: int, replies: Sequence[Reply]) -> None:
-        settings, p = self.freeze_settings(), normalise(self.weights(replies))
+        p = normalise(self.weights(replies))
         self.deltas.append(sum(w * reply.metrics[DELTA] for w, reply in zip(p, replies, strict=True)))
-        window = self.deltas[-settings.window :]
-        if len(window) == settings.window and float(np.var(window)) < settings.tau:
+        window = self.deltas[-self.params.freeze_window :]
+        if len(window) == self.params.freeze_window and float(np.var(window)) < self.params.freeze_tau:
             self.frozen_after = server_round
-            log(INFO, "BN frozen after round %d: variance of delta over %d rounds under tau", server_round, len(window))
+            logger.info(
+                "BN frozen after round %d: variance of delta over %d rounds under tau", server_round, len(window)
+            )
 
 
-class FixBN(Freezing):
+class FixBN(Freezing[FixBNParams]):
     """FedAvg that freezes the BN statistics after round T* (``frozen_after``)."""
 
     name = "fixbn"
@@ -270,7 +286,7 @@ class FixBN(Freezing):
     source = "Zhong 2023, arXiv:2303.06530"
     Params = FixBNParams
 
-    def freeze_settings(self) -> FreezeSettings:
-        """Return T*, W and tau."""
-        params: FixBNParams = self.params
-        return FreezeSettings(params.freeze_at, params.freeze_affine, params.freeze_window, params.freeze_tau)
+    @classmethod
+    def freezes(cls, params: FixBNParams) -> tuple[str, At, bool]:
+        """Return T*, and whether gamma and beta freeze too."""
+        return "freeze-at", params.freeze_at, params.freeze_affine

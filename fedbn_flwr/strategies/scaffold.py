@@ -19,43 +19,38 @@ variates at zero, equal clients and eta_g = 1 it is FedAvg. Momentum is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import field_validator
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.averaging import State, weighted_sum
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, joined
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.method import HookContext, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.training.loop import Entries, Extras, ClientHook
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.training.loop import ClientHook, Entries, Extras
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldParams"]
 
-VARIATES = "variates"
+VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScaffoldParams(FedAvgParams):
-    """Parameters of SCAFFOLD.
+    """Parameters of SCAFFOLD."""
 
-    Attributes:
-        server_learning_rate: eta_g > 0.
-    """
+    server_learning_rate: float = setting(1.0, "eta_g of scaffold; the server's rate of fedavgm", gt=0)
 
-    server_learning_rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if not (math.isfinite(self.server_learning_rate) and self.server_learning_rate > 0):
-            raise ConfigError(f"server_learning_rate={self.server_learning_rate} must be a finite number above 0")
-        if self.momentum_scope != "none":
-            raise ConfigError("scaffold corrects plain SGD: momentum_scope must be 'none'")
+    @field_validator("momentum_scope")
+    @classmethod
+    def _plain_sgd(cls, scope: str) -> str:
+        if scope != "none":
+            raise ValueError("scaffold corrects plain SGD: momentum_scope must be 'none'")
+        return scope
 
 
 class ControlVariates(ClientHook):
@@ -117,24 +112,33 @@ class ControlVariates(ClientHook):
         return variates[name].to(like) if name in variates else torch.zeros_like(like)
 
 
-def _variates(_: Mapping[str, Any]) -> ClientHook:
+def _variates(_: HookContext) -> ClientHook:
     return ControlVariates()
 
 
-class Scaffold(FedAvg):
+class Scaffold(FedAvg[ScaffoldParams]):
     """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
 
     name = "scaffold"
     summary_line = "control variates over trainable parameters; BN statistics averaged"
     source = "Karimireddy 2020, arXiv:1910.06378"
     Params = ScaffoldParams
-    rules = {"variates": _variates}
+    client_hooks = {"variates": _variates}
+    keys = (VARIATES,)
     checkpoint_keys = ("variates",)
 
     variates: dict[str, Any]
 
     @classmethod
-    def extra_copies(cls, momentum_scope: str) -> tuple[int, int]:
+    def conflicts(cls, params: ScaffoldParams, run: RunSettings) -> list[str]:
+        """Refuse momentum."""
+        found = super().conflicts(params, run)
+        if run.sgd_momentum:
+            found.append(f"strategy=scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
+        return found
+
+    @classmethod
+    def extra_copies(cls, params: ScaffoldParams) -> tuple[int, int]:
         """Return that the variates of all trainable parameters travel beside the model."""
         return 0, 1
 
@@ -143,9 +147,9 @@ class Scaffold(FedAvg):
         super().begin()
         self.variates = {}
 
-    def client_config(self, server_round: int) -> dict[str, Any]:
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Ask for the correction."""
-        return joined(super().client_config(server_round), {"rules": "variates"})
+        return {**super().hooks_for(server_round), "variates": {}}
 
     def extras(self, server_round: int) -> Mapping[str, State]:
         """Send c."""
@@ -170,6 +174,6 @@ class Scaffold(FedAvg):
             x = before[name].astype(np.float64)
             moved = weighted_sum([reply.state[name].astype(np.float64) - x for reply in replies], shares)
             state[name] = (x + self.params.server_learning_rate * moved).astype(before[name].dtype)
-            step = len(replies) / self.num_able * weighted_sum([change[name] for change in changes], shares)
+            step = len(replies) / self.run.num_able * weighted_sum([change[name] for change in changes], shares)
             self.variates[name] = (self.variates.get(name, 0.0) + step).astype(before[name].dtype)
         return state

@@ -11,14 +11,14 @@ cost       F floats down, F up per client, as FedAvg; before each test F down an
 =========  ================================================================================================
 
 Differs from the paper, which averages batch means and variances: (count, mean, M2) of all clients are merged exactly
-(``strategies.recalibration``), the variance with torch's n/(n-1). Inference on batch statistics, the paper's
+(``server.recalibration``), the variance with torch's n/(n-1). Inference on batch statistics, the paper's
 alternative, is ``eval-on=global-batch-statistics``. Training keeps the statistics of the start; the tested and the
 final model hold the gathered ones. Law: those of the first BN layer equal one pass over the union of the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
-from fedbn_flwr.strategies.fedavg import FedAvg, joined
+from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.server.method import HookContext, RunSettings
 from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["StaticBN", "Untracked"]
@@ -54,24 +55,32 @@ class Untracked(ClientHook):
         return {}
 
 
-def _untracked(_: Mapping[str, Any]) -> ClientHook:
+def _untracked(_: HookContext) -> ClientHook:
     return Untracked()
 
 
-class StaticBN(FedAvg):
+class StaticBN(FedAvg[FedAvgParams]):
     """FedAvg without running statistics in training; they are gathered before each test and at the end."""
 
     name = "staticbn"
     summary_line = "trains on batch statistics; BN statistics gathered from all clients before a test"
     source = "Diao 2021, arXiv:2010.01264"
     needs_batchnorm = True
-    gathers = True
+    reestimates = True
     implicit_hooks = FedAvg.implicit_hooks | {"untracked-statistics"}  # by the statistics of the reply
-    rules = {"untracked-statistics": _untracked}
+    client_hooks = {"untracked-statistics": _untracked}
 
-    def client_config(self, server_round: int) -> dict[str, Any]:
+    @classmethod
+    def conflicts(cls, params: FedAvgParams, run: RunSettings) -> list[str]:
+        """Refuse batch-renorm, which needs tracked statistics."""
+        found = super().conflicts(params, run)
+        if run.norm == "batch-renorm":
+            found.append("strategy=staticbn tracks no statistics; norm=batch-renorm corrects by them")
+        return found
+
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Tell the clients not to track."""
-        return joined(super().client_config(server_round), {"rules": "untracked-statistics"})
+        return {**super().hooks_for(server_round), "untracked-statistics": {}}
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply whose statistics were tracked."""
@@ -89,4 +98,4 @@ class StaticBN(FedAvg):
         return {**state, **{name: before[name] for name in self._untracked_names()}}
 
     def _untracked_names(self) -> tuple[str, ...]:
-        return self._known_parts.statistics + self._known_parts.counters
+        return self.run.parts.statistics + self.run.parts.counters

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.training.loop import Batches, as_model_input, kept_modes
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
-from fedbn_flwr.training.loop import Batches, as_model_input
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -63,26 +63,22 @@ def evaluate(
     if len(data) == 0:
         return EvalResult(float("nan"), float("nan"), 0)
     parameter = next(model.parameters())
-    modes = {module: module.training for module in model.modules()}
     totals = torch.zeros(3, dtype=torch.float64, device=parameter.device)  # summed loss, correct, counted
     matrix: torch.Tensor | None = None
-    model.eval()
-    try:
-        with torch.inference_mode(), _without_running_statistics(model) if batch_statistics else nullcontext():
-            for positions in torch.split(torch.arange(len(data)), batch_size or task.test_batch):
-                inputs, targets = data.batch(positions)
-                outputs = model(as_model_input(inputs, parameter.device, parameter.dtype))
-                targets = targets.to(parameter.device)
-                counted = task.counted(targets)
-                totals += torch.stack(
-                    [task.loss(outputs, targets).double() * counted, (outputs.argmax(1) == targets).sum(), counted]
-                )
-                if task.score == "miou":
-                    counts = confusion(outputs, targets, task.ignore)
-                    matrix = counts if matrix is None else matrix + counts
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    statistics = _without_running_statistics(model) if batch_statistics else nullcontext()
+    with kept_modes(model), torch.inference_mode(), statistics:
+        model.eval()
+        for positions in torch.split(torch.arange(len(data)), batch_size or task.test_batch):
+            inputs, targets = data.batch(positions)
+            outputs = model(as_model_input(inputs, parameter.device, parameter.dtype))
+            targets = targets.to(parameter.device)
+            counted = task.counted(targets)
+            totals += torch.stack(
+                [task.loss(outputs, targets).double() * counted, (outputs.argmax(1) == targets).sum(), counted]
+            )
+            if task.score == "miou":
+                counts = confusion(outputs, targets, task.ignore)
+                matrix = counts if matrix is None else matrix + counts
     loss, correct, _ = (totals / totals[2]).tolist()
     return EvalResult(loss, correct, len(data), None if matrix is None else mean_iou(matrix))
 

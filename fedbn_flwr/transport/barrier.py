@@ -1,7 +1,7 @@
-"""A barrier that reduces: the clients of one round, each in a thread, meet at every exchange.
+"""A barrier that reduces: it collects a tensor from every client of a round and gives all of them the answer.
 
-In process the clients' own threads wait here; over the channel the server's threads wait for them. A member that
-leaves, stalls, or sends what cannot be used is dropped, and the others begin the step again, so that it stays exact.
+In process the clients' own threads wait here. Over the gRPC channel the server's threads wait for them. A member that
+leaves, stalls, or sends what cannot be used is dropped, and the others repeat the step, so that it stays exact.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fedbn_flwr.transport.reducer import Dropped, RetryStep, Reducer
-from fedbn_flwr.errors import EngineError, FedBNError
 from fedbn_flwr.batchnorm.sync import combine
+from fedbn_flwr.errors import EngineError, FedBNError
+from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
 
-__all__ = ["Barrier", "Member", "reducer_here", "reducers_of"]
+__all__ = ["Barrier", "BarrierGrid", "Member", "local_reducer", "use_reducers"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Barrier:
         self.late: list[str] = []
         self.exchanges = self.bytes_down = self.bytes_up = 0
 
-    def seat(self, node_id: int) -> Reducer:
-        """Return the place of a member."""
+    def reducer(self, node_id: int) -> Reducer:
+        """Return the reducer of a member."""
         return _MemberReducer(self, node_id)
 
     def begin(self, node_id: int) -> tuple[int, int]:
@@ -97,7 +98,7 @@ class Barrier:
             exchange.sent[node_id] = (tag, tensor)
             exchange.deadline = exchange.deadline or time.monotonic() + self._timeout
             self.bytes_up += tensor.numel() * tensor.element_size()
-            self._settle()
+            self._answer_if_complete()
             while exchange.answer is None and not exchange.aborted:
                 in_time = self._changed.wait(exchange.deadline - time.monotonic())
                 if not in_time and exchange is self._exchange:  # no other thread has noticed before this one
@@ -113,10 +114,10 @@ class Barrier:
         """Note that a member needs no more exchanges."""
         with self._changed:
             self._closed.add(node_id)
-            self._settle()
+            self._answer_if_complete()
 
     def leave(self, node_id: int, reason: str) -> None:
-        """Note that a member is gone; before it has closed its seat, that drops it."""
+        """Note that a member is gone; a member that has not closed its reducer is dropped."""
         with self._changed:
             if node_id in self._left() and node_id not in self._closed:
                 self._drop({node_id: reason})
@@ -150,7 +151,7 @@ class Barrier:
         self._exchange = _Exchange(self._exchange.attempt + 1)
         self._changed.notify_all()
 
-    def _settle(self) -> None:
+    def _answer_if_complete(self) -> None:
         """Answer the exchange once every member left has sent, or drop those that do not fit the others."""
         exchange, left = self._exchange, self._left()
         if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
@@ -176,48 +177,59 @@ class Barrier:
         self._changed.notify_all()
 
 
-class _MemberReducer:
-    """A member's place, in its own thread."""
+@runtime_checkable
+class BarrierGrid(Protocol):
+    """A grid whose clients run in this process and can wait at a barrier."""
 
-    def __init__(self, meeting: Barrier, node_id: int) -> None:
-        self._meeting = meeting
+    def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
+        """Let the members of a barrier run at the same time and find it by its id."""
+
+    def close_barrier(self, barrier_id: str) -> None:
+        """Forget a barrier."""
+
+
+class _MemberReducer:
+    """A member's reducer, used in the member's own thread."""
+
+    def __init__(self, barrier: Barrier, node_id: int) -> None:
+        self._barrier = barrier
         self._node_id = node_id
         self._attempt = 0
 
     def begin(self) -> int:
-        self._attempt, union = self._meeting.begin(self._node_id)
+        self._attempt, union = self._barrier.begin(self._node_id)
         return union
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        return self._meeting.reduce(self._node_id, self._attempt, tag, tensor)
+        return self._barrier.reduce(self._node_id, self._attempt, tag, tensor)
 
     def close(self) -> None:
-        self._meeting.close(self._node_id)
+        self._barrier.close(self._node_id)
 
 
-# Which meetings the code running in this thread may sit at: set by the engine around a client's work.
-_HERE: ContextVar[Callable[[str], Reducer]] = ContextVar("seats")
+# Finds this client's reducer by the barrier's id: set by the engine around a client's work.
+_FIND: ContextVar[Callable[[str], Reducer]] = ContextVar("reducers")
 
 
 @contextmanager
-def reducers_of(find: Callable[[str], Reducer]) -> Iterator[None]:
-    """Let the code of the block find its seats through ``find(barrier_id)``."""
-    token = _HERE.set(find)
+def use_reducers(find: Callable[[str], Reducer]) -> Iterator[None]:
+    """Let the code of the block find its reducers through ``find(barrier_id)``."""
+    token = _FIND.set(find)
     try:
         yield
     finally:
-        _HERE.reset(token)
+        _FIND.reset(token)
 
 
-def reducer_here(barrier_id: str) -> Reducer:
-    """Return this client's seat at a meeting in this process.
+def local_reducer(barrier_id: str) -> Reducer:
+    """Return this client's reducer at a barrier in this process.
 
     Raises:
-        EngineError: no engine of this process has such a meeting.
+        EngineError: no engine of this process has such a barrier.
     """
     try:
-        return _HERE.get()(barrier_id)
+        return _FIND.get()(barrier_id)
     except (LookupError, KeyError) as error:
         raise EngineError(
-            f"no meeting {barrier_id!r} in this process; fedtan-exchange must be messages or channel"
+            f"no barrier {barrier_id!r} in this process; fedtan-transport must be messages or channel"
         ) from error

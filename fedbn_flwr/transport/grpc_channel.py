@@ -1,7 +1,7 @@
-"""The channel: clients in other processes or on other machines reduce through one gRPC port of the server.
+"""The gRPC channel: clients in other processes or on other machines reduce through one port of the server.
 
-Clients connect outwards only. Every call carries a token handed to one node for one round; a call without a valid one
-is refused before it touches a meeting. TLS is required unless the port is bound to the loopback interface.
+Clients only connect outwards. Every call carries a token that belongs to one node for one round. A call without a valid
+token is refused before it reaches a barrier. TLS is required unless the port is bound to the loopback interface.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 from fedbn_flwr.transport.barrier import Barrier
 from fedbn_flwr.transport.reducer import Dropped, RetryStep
-from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 
 __all__ = ["ChannelReducer", "ChannelServer", "is_loopback"]
 
@@ -34,7 +34,7 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class ChannelServer:
-    """The server's end: a gRPC port behind which the meetings of the rounds are found by token.
+    """The server's end: a gRPC port that finds the barrier of a round by the caller's token.
 
     Args:
         bind: ``host:port``; port 0 takes a free one.
@@ -51,7 +51,7 @@ class ChannelServer:
                 f"fedtan-bind={bind!r} is reachable from other machines, and fedtan-tls-dir is not set: plaintext is "
                 "allowed on loopback only. Set fedtan-tls-dir to a folder with ca.crt, server.crt and server.key."
             )
-        self._seats: dict[str, tuple[Barrier, int]] = {}
+        self._reducers: dict[str, tuple[Barrier, int]] = {}
         # A port that another process listens on is an error, not shared with it.
         options = [*_OPTIONS, ("grpc.so_reuseport", 0)]
         self._server = grpc.server(ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="channel"), options=options)
@@ -71,15 +71,15 @@ class ChannelServer:
         self.address = address or f"{bind.rpartition(':')[0]}:{port}"
         self._server.start()
 
-    def admit(self, meeting: Barrier) -> Mapping[int, str]:
-        """Return a fresh token for each member of a meeting, by node id."""
-        tokens = {node_id: secrets.token_urlsafe(32) for node_id in meeting.members}
-        self._seats.update({token: (meeting, node_id) for node_id, token in tokens.items()})
+    def admit(self, barrier: Barrier) -> Mapping[int, str]:
+        """Return a fresh token for each member of a barrier, by node id."""
+        tokens = {node_id: secrets.token_urlsafe(32) for node_id in barrier.members}
+        self._reducers.update({token: (barrier, node_id) for node_id, token in tokens.items()})
         return tokens
 
-    def dismiss(self, meeting: Barrier) -> None:
-        """Let the tokens of a meeting expire."""
-        self._seats = {token: seat for token, seat in self._seats.items() if seat[0] is not meeting}
+    def dismiss(self, barrier: Barrier) -> None:
+        """Let the tokens of a barrier expire."""
+        self._reducers = {token: reducer for token, reducer in self._reducers.items() if reducer[0] is not barrier}
 
     def close(self) -> None:
         """Close the port."""
@@ -87,8 +87,8 @@ class ChannelServer:
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         token = dict(context.invocation_metadata()).get("token", "")
-        meeting, node_id = self._seats.get(str(token), (None, 0))
-        if meeting is None:
+        barrier, node_id = self._reducers.get(str(token), (None, 0))
+        if barrier is None:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "unknown or expired token")
             raise Dropped("unknown or expired token")
         try:
@@ -98,10 +98,10 @@ class ChannelServer:
                 raise ValueError(f"unknown operation {operation!r}")
             attempt, tag = int(header.get("attempt", 0)), str(header.get("tag", ""))
         except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
-            meeting.leave(node_id, f"sent a call that cannot be read: {error}")
+            barrier.leave(node_id, f"sent a call that cannot be read: {error}")
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a call that cannot be read: {error}")
         try:
-            return _answer(meeting, node_id, operation, attempt, tag, tensor, context)
+            return _answer(barrier, node_id, operation, attempt, tag, tensor, context)
         except RetryStep as error:
             return _pack({"status": "redo", "message": str(error)})
         except FedBNError as error:
@@ -109,7 +109,7 @@ class ChannelServer:
 
 
 def _answer(
-    meeting: Barrier,
+    barrier: Barrier,
     node_id: int,
     operation: str,
     attempt: int,
@@ -118,10 +118,10 @@ def _answer(
     context: grpc.ServicerContext,
 ) -> bytes:
     if operation == "begin":
-        attempt, union = meeting.begin(node_id)
+        attempt, union = barrier.begin(node_id)
         return _pack({"status": "ok", "attempt": attempt, "union": union})
     if operation == "close":
-        meeting.close(node_id)
+        barrier.close(node_id)
         return _pack({"status": "ok"})
     if tensor is None:
         raise Dropped(f"exchange '{tag}' came without a tensor")
@@ -129,18 +129,18 @@ def _answer(
 
     def ended() -> None:
         if waiting:
-            meeting.leave(node_id, f"lost its connection in exchange '{tag}'")
+            barrier.leave(node_id, f"lost its connection in exchange '{tag}'")
 
     context.add_callback(ended)  # called at the end of every call, also of one that asks the client to begin again
     try:
-        answer = meeting.reduce(node_id, attempt, tag, tensor)
+        answer = barrier.reduce(node_id, attempt, tag, tensor)
     finally:
         waiting = False
     return _pack({"status": "ok"}, answer)
 
 
 class ChannelReducer:
-    """A client's seat at the other end.
+    """The client's end.
 
     Args:
         address: ``host:port`` of the channel.

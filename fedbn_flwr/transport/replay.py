@@ -1,7 +1,7 @@
-"""The step replayed from recorded answers: no state between messages but what was answered so far.
+"""A synchronised step replayed from recorded answers.
 
-Each time the step is run again from its beginning, with the same batch and the same random numbers; exchanges that
-were answered take their answer, and the first one that was not ends the run.
+The step runs again from its beginning for every message, with the same batch and the same random numbers. An exchange
+that has an answer takes it. The first exchange without an answer ends the run: it is what the client sends next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SAME = 1e-2, 1e-5  # relative, absolute: above what the order of a sum on a GPU
 
 
 class Pending(FedBNError):
-    """The step has come to an exchange without an answer.
+    """The step has reached an exchange that has no answer yet.
 
     Attributes:
         tag: the exchange.
@@ -33,7 +33,7 @@ class Pending(FedBNError):
 
 
 class Replay:
-    """A seat that answers from a record.
+    """A reducer that takes its answers from a record.
 
     Args:
         answers: by tag.

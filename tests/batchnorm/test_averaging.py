@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm.averaging import State, average, check_state, normalise
-from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import ReplyError
 
 NAMES = ["w", "bn.weight", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "half"]
 PARTS = split_state(dict.fromkeys(NAMES))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, merge, moments_of
+from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_statistics
 from fedbn_flwr.training.loop import Batches
 
 

@@ -16,10 +16,10 @@ from flwr.server.compat import start_grid
 from flwr.server.strategy import FedAvg as LegacyFedAvg
 
 from fedbn_flwr.batchnorm.averaging import Array, average
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record, to_state
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.training import LearningRate, LocalTraining
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)

@@ -7,10 +7,10 @@ import pytest
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedbn_flwr.errors import StateError
-from fedbn_flwr.client.local_state import LocalState
-from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.records import to_state
 
 STATISTICS = frozenset({Part.STATISTICS, Part.COUNTERS})
 NAMES = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]

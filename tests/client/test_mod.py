@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedbn_flwr.modsel_spec import StateLocation
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ClientPartError, ConfigError, StateError
-from fedbn_flwr.transport.polling_grid import PollingGrid
-from fedbn_flwr.modsel_spec import StateLocation
-from fedbn_flwr.mods import answer_query, answer_statistics, bn_rules, local_bn
-from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.state_folder import Continuity
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ClientPartError, ConfigError, StateError
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.mods import answer_query, answer_statistics, bn_rules, local_bn
+from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import (
     MTFL,
     FedAvg,
@@ -42,6 +41,7 @@ from fedbn_flwr.strategies import (
     StaticBN,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.transport.polling_grid import PollingGrid
 
 SEED, BATCH = 7, 4
 SIZES = (6, 8, 10)
@@ -348,7 +348,7 @@ def test_agc_in_the_users_loop(federate, drive, app, datasets, mlp, same_bits) -
     same_bits(theirs.state, ours.state)
 
 
-@pytest.mark.parametrize("meet", [True, False], ids=["meeting", "messages"])
+@pytest.mark.parametrize("meet", [True, False], ids=["barrier", "messages"])
 @pytest.mark.parametrize("method", [FedTAN, FedDNA, functools.partial(FedTAN2, fedtan_rounds=1)])
 def test_fedtan_in_the_users_loop(federate, drive, app, datasets, mlp, same_bits, method, meet: bool) -> None:
     ours = federate(method(), mlp, datasets, rounds=2, grid_options={"max_workers": 3})

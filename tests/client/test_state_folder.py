@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedbn_flwr.errors import StateError
 from fedbn_flwr.client.state_folder import Continuity, StateFolder
+from fedbn_flwr.errors import StateError
 
 
 def folder(root: Path, run: str = "r1", committed: tuple[int, ...] = (), fingerprint: str = "f", partition: int = 2):

@@ -13,10 +13,10 @@ from torch import nn
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, StateError
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training.evaluation import evaluate
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fedbn_flwr.data import folders
-from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, load_dataset
 from fedbn_flwr.data.folders import decoded, files_of_classes, image_files
+from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, load_dataset
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.data import load_dataset
-from fedbn_flwr.data.partitioning import PARTITIONS, partition_test_set, make_partition, split_dataset
+from fedbn_flwr.data.partitioning import PARTITIONS, make_partition, partition_test_set, split_dataset
 from fedbn_flwr.errors import ConfigError, DataError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"

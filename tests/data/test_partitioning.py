@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.data.partitioning import PARTITIONS, partition_test_set, make_partition, partition_counts
+from fedbn_flwr.data.partitioning import PARTITIONS, make_partition, partition_counts, partition_test_set
 from fedbn_flwr.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -249,7 +249,9 @@ def test_the_test_set_is_dealt_in_proportion_by_largest_remainder(clients: int, 
     expected = slow_deal(counts, np.bincount(test_labels, minlength=classes))
     assert np.array_equal(partition_counts(dealt, test_labels, classes), expected)
     assert_valid(dealt, np.flatnonzero((counts.sum(0) > 0)[test_labels]))
-    assert all(np.array_equal(a, b) for a, b in zip(dealt, partition_test_set(partition, labels, test_labels, 1), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(dealt, partition_test_set(partition, labels, test_labels, 1), strict=True)
+    )
 
 
 def test_dealing_ties_go_to_the_lower_partition_id_and_the_draw_is_seeded() -> None:
@@ -259,7 +261,8 @@ def test_dealing_ties_go_to_the_lower_partition_id_and_the_draw_is_seeded() -> N
     dealt = partition_test_set(partition, labels, test_labels, seed=0)
     assert [len(part) for part in dealt] == [34, 34, 33]
     assert any(
-        not np.array_equal(a, b) for a, b in zip(dealt, partition_test_set(partition, labels, test_labels, 1), strict=True)
+        not np.array_equal(a, b)
+        for a, b in zip(dealt, partition_test_set(partition, labels, test_labels, 1), strict=True)
     )
 
 
@@ -267,7 +270,9 @@ def test_dealing_follows_appendix_d() -> None:
     labels, test_labels = labels_of([5000] * 10), labels_of([1000] * 10, seed=1)
     partition = make_partition("classes", labels, 5, seed=0, classes_per_client=4)
     train = partition_counts(partition, labels, 10)
-    assert np.array_equal(partition_counts(partition_test_set(partition, labels, test_labels, 0), test_labels, 10) * 5, train)
+    assert np.array_equal(
+        partition_counts(partition_test_set(partition, labels, test_labels, 0), test_labels, 10) * 5, train
+    )
 
 
 def test_the_registry_has_a_summary_and_a_source_each() -> None:

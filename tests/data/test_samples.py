@@ -75,7 +75,9 @@ def test_a_view_copies_no_image_and_batches_never_write_into_the_samples(samples
 
 def test_repeated_grey_channels_give_contiguous_batches() -> None:
     grey = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 1, 4, 4).expand(-1, 3, -1, -1)
-    inputs, _ = Subset(Samples(grey, torch.zeros(2, dtype=torch.int64)), None, mean=MEAN, std=STD).batch(torch.arange(2))
+    inputs, _ = Subset(Samples(grey, torch.zeros(2, dtype=torch.int64)), None, mean=MEAN, std=STD).batch(
+        torch.arange(2)
+    )
     assert inputs.is_contiguous()
     assert inputs.shape == (2, 3, 4, 4)
 

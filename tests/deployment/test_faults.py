@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.deployment import Federation
 from fedbn_flwr.deployment.federation import Outcome, nodes_online
 from fedbn_flwr.engines.processes import running
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.checked_file import read_checked
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -175,7 +175,7 @@ def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
 @pytest.mark.parametrize("exchange", ["channel", "messages"])
 def test_a_node_that_is_killed_in_mid_round_and_never_back(exchange: str, federation, begin) -> None:
     """Under FedTAN: the others redo the step without it."""
-    run = begin(strategy="fedtan", fedtan_exchange=exchange, fedtan_timeout=60.0)
+    run = begin(strategy="fedtan", fedtan_transport=exchange, fedtan_timeout=60.0)
     run.wait_for_round(1)
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):

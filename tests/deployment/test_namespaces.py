@@ -19,8 +19,8 @@ import pytest
 
 from fedbn_flwr.deployment import Federation
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import run
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -103,7 +103,7 @@ def test_every_service_rehearsed_as_a_machine_of_its_own(tmp_path: Path) -> None
     """Entry points, commands, order and health checks as compose would have them, with a host name each."""
     services = [*SERVER, *(f"{kind}-{n}" for n in range(1, NODES + 1) for kind in ("supernode", "superexec-clientapp"))]
     with machines(services) as spaces, federation_on(spaces, {name: [name] for name in services}) as federation:
-        summary, _ = run_over(federation, tmp_path / "out", strategy="fedtan", fedtan_exchange="channel")
+        summary, _ = run_over(federation, tmp_path / "out", strategy="fedtan", fedtan_transport="channel")
     expected = run(Config.make({**SETTINGS, "strategy": "fedtan"}), tmp_path / "in-process")
     assert summary["sha256"] == expected["sha256"]
 
@@ -115,7 +115,7 @@ def test_three_machines_with_delay_and_loss(tmp_path: Path, capsys: pytest.Captu
     names = list(services_of)
     with capsys.disabled(), machines(names, slow=names[1:]) as spaces, federation_on(spaces, services_of) as federation:
         average, average_seconds = run_over(federation, tmp_path / "fedavg", strategy="fedavg")
-        summary, seconds = run_over(federation, tmp_path / "fedtan", strategy="fedtan", fedtan_exchange="channel")
+        summary, seconds = run_over(federation, tmp_path / "fedtan", strategy="fedtan", fedtan_transport="channel")
         print(f"\nseconds a round: FedAvg {average_seconds}, FedTAN by channel {seconds}")
     assert (average["rejected"], summary["rejected"]) == (0, 0)
     expected = run(Config.make({**SETTINGS, "strategy": "fedtan"}), tmp_path / "in-process")

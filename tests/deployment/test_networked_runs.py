@@ -28,7 +28,7 @@ def test_fedbn_keeps_its_part_over_the_network(networked, in_process, same_run) 
 @pytest.mark.parametrize("strategy", ["fixbn", "fedtan"])
 def test_the_bits_of_the_run_in_process(strategy, networked, in_process, same_run) -> None:
     """FedTAN here by messages."""
-    ours, theirs = networked(strategy=strategy, fedtan_exchange="messages"), in_process(strategy=strategy)
+    ours, theirs = networked(strategy=strategy, fedtan_transport="messages"), in_process(strategy=strategy)
     same_run(ours, theirs)
     assert ours["rejected"] == 0
 
@@ -38,7 +38,7 @@ def test_fedtan_by_channel_among_intruders(
 ) -> None:
     """Each intruder is refused with the right message; the run ends in the bits of the one in process."""
     with intruders(federation, tmp_path) as logs:
-        ours = networked(strategy="fedtan", fedtan_exchange="channel")
+        ours = networked(strategy="fedtan", fedtan_transport="channel")
     theirs = in_process(strategy="fedtan")
     same_run(ours, theirs)
     assert ours["rejected"] == 0

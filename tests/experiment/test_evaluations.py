@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.experiment.setup import check, make_model
 from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.training.evaluation import evaluate
 
 DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
 

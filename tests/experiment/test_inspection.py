@@ -8,16 +8,16 @@ import pytest
 import torch
 from flwr.app import Context
 
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import Inspection, inspect_model
 from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
-from fedbn_flwr.models import build_model
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.models import build_model
 from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.strategies import STRATEGIES
 
 CLIENTS = 5  # of the papers' figures; where every strategy is tried, two do
 MODELS = {"resnet20 batch": ("resnet20", "batch"), "resnet20 group": ("resnet20", "group"), "mlp": ("mlp", "batch")}

@@ -9,13 +9,13 @@ import pytest
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.models import MODELS
-from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.strategies import STRATEGIES
 
 CLIENTS = 3
 EXAMPLES = {

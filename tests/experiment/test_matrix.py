@@ -15,8 +15,8 @@ import pytest
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
@@ -132,8 +132,8 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (app / "pyproject.toml").write_text(PYPROJECT)
     short = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "fedtan-rounds": 1}
     for name in STRATEGIES:
-        carrier = {"fedtan-exchange": "channel"} if name == "fedtan" else {}  # the others of its family by messages
-        given = Config.make({**short, **needs(name), "strategy": name, "freeze-at": 1, **carrier})
+        transport = {"fedtan-transport": "channel"} if name == "fedtan" else {}  # the others of its family by messages
+        given = Config.make({**short, **needs(name), "strategy": name, "freeze-at": 1, **transport})
         config, _ = preflight(given, folder / name)
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
     federation = {"num-supernodes": 3, "client-resources-num-cpus": 1, "init-args-num-cpus": 3}

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.setup import check
-from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 

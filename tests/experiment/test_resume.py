@@ -14,15 +14,15 @@ from flwr.app import RecordDict
 from safetensors.numpy import load_file
 
 from fedbn_flwr.app import client_app
+from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.output import alone, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
-from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.strategies import STRATEGIES
 
 ROUNDS = 6

@@ -18,18 +18,18 @@ from safetensors.torch import load_file
 from fedbn_flwr.app import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.curves import draw_curves
-from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.experiment.inspection import inspect_model
-from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.serve import centralized, serve
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.messages.records import state_sha256, to_state
-from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.evaluation import evaluate
 
 METHODS = [*STRATEGIES, CENTRALIZED]
 FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import count_clients, federation
 from fedbn_flwr.experiment.inspection import batchnorm_calls
-from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.partitioned_data import count_clients, federation
+from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.setup import image_shape, make_model
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import SEGMENTATION
 
 CITIES = {"bremen": 3, "aachen": 2}

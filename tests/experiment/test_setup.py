@@ -14,8 +14,8 @@ from torch import nn
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.experiment.node import client_fn
+from fedbn_flwr.experiment.partitioned_data import federation
 from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, pick_device
 from fedbn_flwr.strategies import STRATEGIES
 

@@ -14,8 +14,8 @@ import pytest
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.simulation import simulate
 
 pytestmark = pytest.mark.simulation
@@ -95,7 +95,7 @@ def test_a_run_begun_in_process_goes_on_in_simulation(in_process: dict[str, Any]
 
 
 def test_fedtan_by_channel_with_fewer_actors_than_clients_says_what_to_add(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "strategy": "fedtan", "fedtan-exchange": "channel", "fedtan-timeout": 2.0}
+    settings = {**SETTINGS, "strategy": "fedtan", "fedtan-transport": "channel", "fedtan-timeout": 2.0}
     with pytest.raises(EngineError) as caught:
         flower_run(
             ROOT,

@@ -20,9 +20,8 @@ from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError
-from fedbn_flwr.transport.polling_grid import PollingGrid
-from fedbn_flwr.mods import bn_rules, local_bn
 from fedbn_flwr.messages.records import from_record, to_record, to_state
+from fedbn_flwr.mods import bn_rules, local_bn
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import (
     MTFL,
@@ -37,6 +36,7 @@ from fedbn_flwr.strategies import (
     Standalone,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.transport.polling_grid import PollingGrid
 
 SEED, ROUNDS, SIZES = 7, 3, (6, 8, 10)
 

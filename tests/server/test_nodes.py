@@ -47,44 +47,44 @@ def node(partition: int, examples: int = 5, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def roster() -> NodeRegistry:
+def nodes() -> NodeRegistry:
     InProcessGrid(ClientApp(), 1).close()  # Flower makes messages only in a process that has an identity
     return NodeRegistry(seed=0, timeout=1)
 
 
-def test_two_nodes_that_claim_one_partition_from_the_start_are_refused(roster: NodeRegistry) -> None:
+def test_two_nodes_that_claim_one_partition_from_the_start_are_refused(nodes: NodeRegistry) -> None:
     with pytest.raises(ConfigError) as caught:
-        roster.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)  # type: ignore[arg-type]
+        nodes.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)  # type: ignore[arg-type]
     assert str(caught.value) == (
         "node 11 (partition 0) and node 13 (partition 0) both claim partition-id=0: give each SuperNode its own in "
         "--node-config."
     )
 
 
-def test_a_newcomer_waits_until_the_holder_of_its_partition_is_gone(roster: NodeRegistry) -> None:
+def test_a_newcomer_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry) -> None:
     """As a SuperNode without a key does that was killed: it comes back under another node id."""
     grid = Answers({11: node(0), 12: node(1)})
-    assert [n.node_id for n in roster.present(grid, 1)] == [11, 12]  # type: ignore[arg-type]
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]  # type: ignore[arg-type]
     grid.nodes[13] = node(1)
-    assert [n.node_id for n in roster.present(grid, 1)] == [11, 12]  # type: ignore[arg-type]
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]  # type: ignore[arg-type]
     del grid.nodes[12]
-    assert [n.node_id for n in roster.present(grid, 1)] == [11, 13]  # type: ignore[arg-type]
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]  # type: ignore[arg-type]
     assert grid.asked == [[11, 12], [13], [13]]
 
 
-def test_a_node_that_is_lost_while_it_is_asked_is_asked_again(roster: NodeRegistry, caplog) -> None:
+def test_a_node_that_is_lost_while_it_is_asked_is_asked_again(nodes: NodeRegistry, caplog) -> None:
     """Its partition matters as soon as it is back; an app that has no answer is taken without one."""
     grid = Answers({11: node(0), 12: ErrorCode.NODE_UNAVAILABLE, 13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION})
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert [(n.node_id, n.partition_id) for n in roster.present(grid, 1)] == [(11, 0), (13, None)]  # type: ignore[arg-type]
+        assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (13, None)]  # type: ignore[arg-type]
     assert "node 12 did not say who it is (error 5: lost); asked again later" in caplog.messages
-    assert roster.silent == {12: "error 5: lost"}
+    assert nodes.silent == {12: "error 5: lost"}
     grid.nodes[12] = node(1)
-    assert [(n.node_id, n.partition_id) for n in roster.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]  # type: ignore[arg-type]
-    assert roster.silent == {}
+    assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]  # type: ignore[arg-type]
+    assert nodes.silent == {}
     assert grid.asked == [[11, 12, 13], [12]]
 
 
-def test_why_a_node_cannot_take_part_is_known(roster: NodeRegistry) -> None:
+def test_why_a_node_cannot_take_part_is_known(nodes: NodeRegistry) -> None:
     grid = Answers({11: node(0), 12: node(1, 0, unusable="no images")})
-    assert [n.unusable for n in roster.present(grid, 1)] == ["", "no images"]  # type: ignore[arg-type]
+    assert [n.unusable for n in nodes.present(grid, 1)] == ["", "no images"]  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fedbn_flwr import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, server
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, server
 
 
 def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatch) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 
 SIZES = (6, 13, 9, 5)

@@ -1,4 +1,4 @@
-"""Rounds of FedTAN by any carrier, in process, and the centralised steps they are held against."""
+"""Rounds of FedTAN by any transport, in process, and the centralised steps they are held against."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.transport.polling_grid import PollingGrid
 
 State = Mapping[str, Tensor]
 RATE, DECAY = 0.1, 1e-2
@@ -96,7 +96,7 @@ class Outcome:
 
 @pytest.fixture
 def tan():
-    """``tan(strategy, model, data, carrier=..., hide={round: partitions}, ...)``: run; settings by name."""
+    """``tan(strategy, model, data, transport=..., hide={round: partitions}, ...)``: run; settings by name."""
     grids: list[InProcessGrid] = []
 
     def run(
@@ -104,7 +104,7 @@ def tan():
         model: nn.Module,
         data: Sequence[Batch],
         *,
-        carrier: str = "meeting",
+        transport: str = "barrier",
         rounds: int = 1,
         rate: LearningRate | float = RATE,
         hide: Mapping[int, Collection[int]] | None = None,
@@ -127,7 +127,7 @@ def tan():
         def hidden() -> Collection[int]:
             return (hide or {}).get(len(strategy.reports), ())
 
-        seen = BarrierWindow(grid, hidden) if carrier == "meeting" else Window(grid, hidden)
+        seen = BarrierWindow(grid, hidden) if transport == "barrier" else Window(grid, hidden)
         strategy.parts = strategy.parts or split_state(model)
         history: list[dict[str, Array]] = []
         start = time.monotonic()

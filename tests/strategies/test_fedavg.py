@@ -13,16 +13,16 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.batchnorm.averaging import average
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.messages.records import from_record, num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.server.metrics import average_metrics
+from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training.evaluation import evaluate
 
 SIZES = (6, 13, 9)
 

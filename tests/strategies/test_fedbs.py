@@ -8,10 +8,10 @@ import torch
 
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies import FedAvg, FedProx
 from fedbn_flwr.strategies.fedbs import FedBS
-from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.server.nodes import Node
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
-@pytest.mark.parametrize("carrier", ["meeting", "messages", "channel"])
-def test_alone_its_gradients_are_everybodys(tan, lab, model, same_bits, carrier: str, exchanges: str) -> None:
+@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
+def test_alone_its_gradients_are_everybodys(tan, lab, model, same_bits, transport: str, exchanges: str) -> None:
     data = lab.client_data((5,), (9,))
-    how = {**OPTIONS, "fedtan_exchange": carrier.replace("meeting", "messages"), "fedtan_exchanges": exchanges}
-    settings = {"carrier": carrier, "rounds": 2, "local_steps": 2, "batch_size": 4}
+    how = {**OPTIONS, "fedtan_transport": transport.replace("barrier", "messages"), "fedtan_exchanges": exchanges}
+    settings = {"transport": transport, "rounds": 2, "local_steps": 2, "batch_size": 4}
     own, shared = (tan(strategy(**how), model, data, **settings) for strategy in (FedDNA, FedTAN))
     same_bits(own.state, shared.state)
     assert [r.train.exchanges for r in own.strategy.reports] == [{"3L+1": 3, "2L+1": 2}[exchanges]] * 2

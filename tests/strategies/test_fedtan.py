@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.transport.grpc_channel import ChannelReducer
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
+from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
-CARRIERS = ("meeting", "messages", "channel")
+TRANSPORTS = ("barrier", "messages", "channel")
 
 
-def made(strategy=FedTAN, *, carrier: str = "meeting", **settings):
-    how = carrier if carrier == "channel" else "messages"
-    return strategy(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_exchange": how, **settings})
+def made(strategy=FedTAN, *, transport: str = "barrier", **settings):
+    how = transport if transport == "channel" else "messages"
+    return strategy(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_transport": how, **settings})
 
 
 def branches(lab) -> nn.Module:
@@ -34,12 +34,12 @@ def branches(lab) -> nn.Module:
         return lab.trained(lab.Branches())
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_the_ledger_of_resnet20_is_table_3(tan, lab, carrier: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_ledger_of_resnet20_is_table_3(tan, lab, transport: str) -> None:
     """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart; measured, and as ``inspect`` foretells it."""
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = lab.client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    report = tan(made(carrier=carrier), model, data, carrier=carrier).strategy.reports[0].train
+    report = tan(made(transport=transport), model, data, transport=transport).strategy.reports[0].train
     assert round(report.megabytes, 4) == 6.2679
     assert report.exchanges == 3 * 19 + 1 == 58
     assert (report.down, report.up) == (4 * (271098 + 2 * 1376), 5 * 4 * (271098 + 2 * 1376))
@@ -66,19 +66,21 @@ def test_all_carriers_move_the_same_bytes(tan, lab, strategy, exchanges: str, ro
     model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
     state = sum(value.nbytes for value in model.state_dict().values() if value.is_floating_point())
     counters = sum(value.nbytes for value in model.state_dict().values() if not value.is_floating_point())
-    for carrier in CARRIERS:
-        run = tan(made(strategy, carrier=carrier, fedtan_exchanges=exchanges), model, data, carrier=carrier, rounds=2)
+    for transport in TRANSPORTS:
+        run = tan(
+            made(strategy, transport=transport, fedtan_exchanges=exchanges), model, data, transport=transport, rounds=2
+        )
         for report in run.strategy.reports:
             moved = report.train
-            assert moved.exchanges == count, carrier
-            assert (moved.down, moved.up) == (state + 5 * rows * 4 * 8, 3 * (state + 5 * rows * 4 * 8)), carrier
-            assert (moved.counters_down, moved.counters_up) == (counters, 3 * counters), carrier
+            assert moved.exchanges == count, transport
+            assert (moved.down, moved.up) == (state + 5 * rows * 4 * 8, 3 * (state + 5 * rows * 4 * 8)), transport
+            assert (moved.counters_down, moved.counters_up) == (counters, 3 * counters), transport
 
 
 def test_the_carriers_give_the_same_bits(tan, lab, same_bits) -> None:
     model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
     for strategy in (FedTAN, FedDNA):
-        one, *others = (tan(made(strategy, carrier=c), model, data, carrier=c, rounds=2) for c in CARRIERS)
+        one, *others = (tan(made(strategy, transport=c), model, data, transport=c, rounds=2) for c in TRANSPORTS)
         for other in others:
             same_bits(one.state, other.state)
 
@@ -87,18 +89,18 @@ def test_without_batchnorm_it_is_fedavg(tan, lab, same_bits) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(1, 4), nn.Linear(4, 3)).double()
     data = lab.client_data((5,), (2, 3, 1))
     plain = tan(FedAvg(fraction_evaluate=0.0), model, data, rounds=2, local_steps=2)
-    for carrier in CARRIERS:
-        run = tan(made(carrier=carrier), model, data, carrier=carrier, rounds=2, local_steps=2)
+    for transport in TRANSPORTS:
+        run = tan(made(transport=transport), model, data, transport=transport, rounds=2, local_steps=2)
         same_bits(run.state, plain.state)
         assert run.strategy.reports[1].train.exchanges == 1
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_client_with_one_example_takes_part(tan, lab, carrier: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_with_one_example_takes_part(tan, lab, transport: str) -> None:
     """Its first step sees the union; the local ones, which would see one value per channel, are left out."""
     model = build_model("mlp", num_classes=3, channels=1, size=28).double()
     data = lab.client_data((1, 28, 28), (1, 3))
-    run = tan(made(carrier=carrier), model, data, carrier=carrier, local_steps=3)
+    run = tan(made(transport=transport), model, data, transport=transport, local_steps=3)
     clients = run.strategy.reports[0].clients
     assert [clients[i]["steps"] for i in "01"] == [1, 3]
     assert [clients[i]["dropped-batches"] for i in "01"] == [2, 0]
@@ -108,7 +110,7 @@ def test_a_client_with_one_example_takes_part(tan, lab, carrier: str) -> None:
     ("settings", "message"),
     [
         ({"fedtan_exchanges": "4L+1"}, "unknown fedtan_exchanges '4L+1'. Did you mean '3L+1'? Allowed: 2L+1, 3L+1."),
-        ({"fedtan_exchange": "chanel"}, "unknown fedtan_exchange 'chanel'. Did you mean 'channel'?"),
+        ({"fedtan_transport": "chanel"}, "unknown fedtan_exchange 'chanel'. Did you mean 'channel'?"),
         ({"fedtan_timeout": 0.0}, "fedtan_timeout=0.0 must be above 0 seconds"),
         ({"fedtan_timeout": float("nan")}, "fedtan_timeout=nan must be above 0 seconds"),
     ],
@@ -120,9 +122,9 @@ def test_settings_are_checked(settings: dict, message: str) -> None:
 
 
 def test_a_channel_in_plaintext_beyond_loopback_is_refused(tan, lab) -> None:
-    strategy = made(carrier="channel", fedtan_bind="0.0.0.0:0")
+    strategy = made(transport="channel", fedtan_bind="0.0.0.0:0")
     with pytest.raises(ConfigError, match="plaintext is allowed on loopback only"):
-        tan(strategy, branches(lab), lab.client_data((3, 6, 6), (2, 3)), carrier="channel")
+        tan(strategy, branches(lab), lab.client_data((3, 6, 6), (2, 3)), transport="channel")
 
 
 def test_clients_that_do_not_tell_their_size_are_named(tan, lab) -> None:
@@ -157,13 +159,13 @@ def test_the_port_is_closed_at_the_end_also_of_a_run_that_failed(tan, lab) -> No
 
     for aggregate in (None, fail):
         strategy = made(
-            carrier="channel", fedtan_bind=bind, **({"train_metrics_aggr_fn": aggregate} if aggregate else {})
+            transport="channel", fedtan_bind=bind, **({"train_metrics_aggr_fn": aggregate} if aggregate else {})
         )
         if aggregate:
             with pytest.raises(ValueError, match="no"):
-                tan(strategy, model, data, carrier="channel")
+                tan(strategy, model, data, transport="channel")
         else:
-            assert tan(strategy, model, data, carrier="channel").strategy.reports[0].rejected == {}
+            assert tan(strategy, model, data, transport="channel").strategy.reports[0].rejected == {}
         host, _, port = bind.partition(":")
         with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=2):
             pass
@@ -198,7 +200,7 @@ def test_intruders_do_not_disturb_a_run(tan, lab, same_bits) -> None:
             return super().fit(parameters, config)
 
     model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
-    run = tan(made(carrier="channel"), model, data, carrier="channel", rounds=2, client=Besieged)
+    run = tan(made(transport="channel"), model, data, transport="channel", rounds=2, client=Besieged)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert said.count("replayed") == 3
     assert said.count("UNAUTHENTICATED") + said.count("RESOURCE_EXHAUSTED") == len(said) - 3 == 18
@@ -207,9 +209,9 @@ def test_intruders_do_not_disturb_a_run(tan, lab, same_bits) -> None:
 
 def test_two_runs_of_one_strategy_are_independent(tan, lab, same_bits) -> None:
     model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
-    strategy = made(carrier="channel")
-    first = tan(strategy, model, data, carrier="channel", rounds=2)
-    again = tan(strategy, copy.deepcopy(model), data, carrier="channel", rounds=2)
+    strategy = made(transport="channel")
+    first = tan(strategy, model, data, transport="channel", rounds=2)
+    again = tan(strategy, copy.deepcopy(model), data, transport="channel", rounds=2)
     same_bits(first.state, again.state)
     assert len(strategy.reports) == 2
 

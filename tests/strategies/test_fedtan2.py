@@ -29,11 +29,11 @@ def data(lab):
     return lab.client_data((5,), SIZES)
 
 
-@pytest.mark.parametrize("carrier", ["meeting", "messages", "channel"])
+@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
 @pytest.mark.parametrize(("at", "m"), [(2, 2), (0.5, 2), (0, 0)])
-def test_fedtan_up_to_m_then_frozen(tan, model, data, same_bits, carrier: str, at: int | float, m: int) -> None:
-    how = {**OPTIONS, "fedtan_exchange": "messages" if carrier == "meeting" else carrier}
-    settings = {"rounds": 5, "local_steps": 2, "batch_size": 4, "carrier": carrier}
+def test_fedtan_up_to_m_then_frozen(tan, model, data, same_bits, transport: str, at: int | float, m: int) -> None:
+    how = {**OPTIONS, "fedtan_transport": "messages" if transport == "barrier" else transport}
+    settings = {"rounds": 5, "local_steps": 2, "batch_size": 4, "transport": transport}
     run = tan(FedTAN2(fedtan_rounds=at, **how), model, data, **settings)
     full = tan(FedTAN(**how), model, data, **settings)
     assert run.strategy.frozen_after == m
@@ -93,8 +93,8 @@ def test_a_window_as_long_as_the_run_is_refused(tan, model, data) -> None:
         tan(FedTAN2(fedtan_rounds="auto", freeze_window=3, **OPTIONS), model, data, rounds=3)
 
 
-@pytest.mark.parametrize("carrier", ["meeting", "messages", "channel"])
-def test_the_automatic_m_fires_by_the_window_rule(tan, model, data, same_bits, carrier: str) -> None:
+@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
+def test_the_automatic_m_fires_by_the_window_rule(tan, model, data, same_bits, transport: str) -> None:
     """Deltas 1, .5, .3, .25, .24: the variance of three falls under 0.012 after round 4 (0.0116...), not 3 (0.087)."""
     deltas = [1.0, 0.5, 0.3, 0.25, 0.24, 9.0]
     window = [float(np.var(deltas[i - 3 : i])) for i in (3, 4)]
@@ -107,15 +107,17 @@ def test_the_automatic_m_fires_by_the_window_rule(tan, model, data, same_bits, c
                 metrics["statistics-delta"] = deltas[config["server-round"] - 1]
             return arrays, count, metrics
 
-    how = {**OPTIONS, "fedtan_exchange": "messages" if carrier == "meeting" else carrier}
+    how = {**OPTIONS, "fedtan_transport": "messages" if transport == "barrier" else transport}
     strategy = FedTAN2(fedtan_rounds="auto", freeze_window=3, freeze_tau=0.012, **how)
-    run = tan(strategy, model, data, carrier=carrier, rounds=6, client=Scripted, local_steps=2, batch_size=4)
+    run = tan(strategy, model, data, transport=transport, rounds=6, client=Scripted, local_steps=2, batch_size=4)
     assert strategy.frozen_after == 4
     assert strategy.deltas == pytest.approx(deltas[:4])
     assert [r.phase for r in strategy.reports] == ["synchronised"] * 4 + ["frozen"] * 2
     for name in STATISTICS:
         assert run.history[6][name].tobytes() == run.history[4][name].tobytes()
-    fixed = tan(FedTAN2(fedtan_rounds=4, **how), model, data, carrier=carrier, rounds=6, local_steps=2, batch_size=4)
+    fixed = tan(
+        FedTAN2(fedtan_rounds=4, **how), model, data, transport=transport, rounds=6, local_steps=2, batch_size=4
+    )
     same_bits(run.state, fixed.state)
 
 

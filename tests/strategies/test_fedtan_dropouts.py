@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.strategies import FedTAN, carry
+from fedbn_flwr.transport.polling_grid import PollingGrid
 
-CARRIERS = ("meeting", "messages", "channel")
+TRANSPORTS = ("barrier", "messages", "channel")
 SIZES = (6, 5, 9, 7)
 BAD = 1
 Fault = Callable[[Tensor], Tensor]
@@ -76,9 +76,9 @@ def broken(fault: Fault | None, *, fit: Callable[..., Any] | None = None) -> typ
     return Broken
 
 
-def strategy(carrier: str, **settings: Any) -> FedTAN:
-    how = carrier if carrier == "channel" else "messages"
-    return FedTAN(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_exchange": how, **settings})
+def strategy(transport: str, **settings: Any) -> FedTAN:
+    how = transport if transport == "channel" else "messages"
+    return FedTAN(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_transport": how, **settings})
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def data(lab):
 @pytest.fixture
 def without(tan, model, data):
     """The run in which the broken client is not there in round 1."""
-    return tan(strategy("meeting"), model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4)
+    return tan(strategy("barrier"), model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4)
 
 
 FAULTS = {
@@ -102,19 +102,21 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("carrier", "simulated"), [*((c, False) for c in CARRIERS), ("channel", True)])
+@pytest.mark.parametrize(("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_the_round_is_as_without_the_lost_client(
-    tan, model, data, without, same_bits, monkeypatch, carrier: str, kind: str, simulated: bool
+    tan, model, data, without, same_bits, monkeypatch, transport: str, kind: str, simulated: bool
 ) -> None:
     """In Flower's simulation, too, where by channel a client that is only late ends the run."""
     if simulated:
         monkeypatch.setattr(carry, "in_simulation", lambda grid: True)
     fault, fit, said = FAULTS[kind]
-    if kind == "does not synchronise" and carrier == "messages":
+    if kind == "does not synchronise" and transport == "messages":
         fit = answers_with_a_model
-    made = strategy(carrier)
-    done = tan(made, model, data, carrier=carrier, rounds=2, client=broken(fault, fit=fit), local_steps=3, batch_size=4)
+    made = strategy(transport)
+    done = tan(
+        made, model, data, transport=transport, rounds=2, client=broken(fault, fit=fit), local_steps=3, batch_size=4
+    )
     assert done.seconds < 10, "nobody waited for a timeout"
     first, second = made.reports
     node_id = done.grid.get_node_ids()[BAD]
@@ -134,9 +136,9 @@ def answers_with_a_model(self: TorchClient, parameters: Any, config: Any) -> Any
 
 
 @pytest.mark.parametrize("begins", [True, False])
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
-    tan, model, data, without, same_bits, carrier: str, begins: bool
+    tan, model, data, without, same_bits, transport: str, begins: bool
 ) -> None:
     release = threading.Event()
 
@@ -154,43 +156,43 @@ def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
         stall(None)
         return TorchClient.fit(self, parameters, config)
 
-    made = strategy(carrier, fedtan_timeout=1.0)
+    made = strategy(transport, fedtan_timeout=1.0)
     try:
-        done = tan(made, model, data, carrier=carrier, rounds=2, client=Stalling, local_steps=3, batch_size=4)
+        done = tan(made, model, data, transport=transport, rounds=2, client=Stalling, local_steps=3, batch_size=4)
     finally:
         release.set()
     assert 1 <= done.seconds < 8
     late = {
-        ("meeting", True): "did not send exchange 'mean/1' within 1 s",
+        ("barrier", True): "did not send exchange 'mean/1' within 1 s",
         ("channel", True): "did not send exchange 'mean/1' within 1 s",
         ("messages", True): "did not answer an exchange within 1 s of the first",
         ("messages", False): "did not answer an exchange within 1 s of the first",
-    }.get((carrier, begins), "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'")
+    }.get((transport, begins), "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'")
     assert late in done.why(BAD)
     assert made.reports[0].participants == [0, 2, 3]
     for server_round in (1, 2):
         same_bits(done.history[server_round], without.history[server_round])
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_two_lost_clients_are_two_redone_steps(tan, model, data, same_bits, carrier: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_lost_clients_are_two_redone_steps(tan, model, data, same_bits, transport: str) -> None:
     class Broken(TorchClient):
         def fit(self, parameters, config):
             self.model[4].fault = {0: cut, 2: cut_backward}.get(self.partition_id)
             return super().fit(parameters, config)
 
-    made = strategy(carrier)
-    done = tan(made, model, data, carrier=carrier, client=Broken, local_steps=2)
-    without = tan(strategy("meeting"), model, data, hide={1: {0, 2}}, local_steps=2)
+    made = strategy(transport)
+    done = tan(made, model, data, transport=transport, client=Broken, local_steps=2)
+    without = tan(strategy("barrier"), model, data, hide={1: {0, 2}}, local_steps=2)
     assert made.reports[0].participants == [1, 3]
     assert len(made.reports[0].rejected) == 2
     same_bits(done.state, without.state)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_below_the_minimum_the_previous_model_is_kept(tan, model, data, same_bits, carrier: str) -> None:
-    made = strategy(carrier, min_replies=4)
-    done = tan(made, model, data, carrier=carrier, rounds=2, client=broken(cut))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_below_the_minimum_the_previous_model_is_kept(tan, model, data, same_bits, transport: str) -> None:
+    made = strategy(transport, min_replies=4)
+    done = tan(made, model, data, transport=transport, rounds=2, client=broken(cut))
     assert done.seconds < 10
     first, second = made.reports
     assert first.kept_previous
@@ -202,22 +204,22 @@ def test_below_the_minimum_the_previous_model_is_kept(tan, model, data, same_bit
     assert not second.kept_previous
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_when_all_are_lost_the_round_ends(tan, model, data, same_bits, carrier: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_when_all_are_lost_the_round_ends(tan, model, data, same_bits, transport: str) -> None:
     class Broken(TorchClient):
         def fit(self, parameters, config):
             self.model[4].fault = cut
             return super().fit(parameters, config)
 
-    made = strategy(carrier)
-    done = tan(made, model, data, carrier=carrier, client=Broken)
+    made = strategy(transport)
+    done = tan(made, model, data, transport=transport, client=Broken)
     assert made.reports[0].kept_previous
     assert len(made.reports[0].rejected) == 4
     assert done.seconds < 10
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(tan, model, data, carrier: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(tan, model, data, transport: str) -> None:
     """The step it took part in stands; only its model is missing from the average."""
 
     def fit(self: TorchClient, parameters: Any, config: Any) -> Any:
@@ -230,8 +232,8 @@ def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(tan, model, 
         self.model[4].fault = late
         return TorchClient.fit(self, parameters, config)
 
-    made = strategy(carrier)
-    done = tan(made, model, data, carrier=carrier, client=broken(None, fit=fit), local_steps=2)
+    made = strategy(transport)
+    done = tan(made, model, data, transport=transport, client=broken(None, fit=fit), local_steps=2)
     assert "lights out" in done.why(BAD)
     assert made.reports[0].participants == [0, 2, 3]
     assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was redone"
@@ -251,7 +253,7 @@ def test_an_array_that_cannot_be_read_drops_its_sender(tan, model, data, without
         return replies
 
     monkeypatch.setattr(PollingGrid, "pull_messages", spoiled)
-    done = tan(made, model, data, carrier="messages", rounds=2, local_steps=3, batch_size=4)
+    done = tan(made, model, data, transport="messages", rounds=2, local_steps=3, batch_size=4)
     assert "sent a tensor that cannot be read: " in done.why(BAD)
     same_bits(done.state, without.state)
 
@@ -260,10 +262,10 @@ def test_an_array_that_cannot_be_read_drops_its_sender(tan, model, data, without
 def test_replayed_steps_give_the_bits_of_uninterrupted_ones(tan, model, data, same_bits, steps: int) -> None:
     """With dropout on: batch, random state and running statistics are those of the first pass in every replay."""
     settings = {"rounds": 2, "local_steps": steps, "batch_size": 4, "sgd_momentum": 0.9}
-    met, replayed, called = (tan(strategy(c), model, data, carrier=c, **settings) for c in CARRIERS)
+    met, replayed, called = (tan(strategy(c), model, data, transport=c, **settings) for c in TRANSPORTS)
     same_bits(met.state, replayed.state)
     same_bits(met.state, called.state)
-    other = tan(strategy("meeting"), model, data, **settings, seed=8)
+    other = tan(strategy("barrier"), model, data, **settings, seed=8)
     assert not np.array_equal(met.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"
 
 

@@ -70,12 +70,14 @@ def test_in_process_a_round_is_a_centralised_step(tan, lab, name: str, exchanges
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-@pytest.mark.parametrize("carrier", ["messages", "channel"])
+@pytest.mark.parametrize("transport", ["messages", "channel"])
 @pytest.mark.parametrize(("name", "sizes"), [("mlp", SIZES), ("resnet20", (2, 1)), ("branches", SIZES)])
-def test_the_other_carriers_obey_the_law(tan, lab, name: str, sizes: tuple[int, ...], carrier: str, exchanges: str):
+def test_the_other_carriers_obey_the_law(tan, lab, name: str, sizes: tuple[int, ...], transport: str, exchanges: str):
     model, shape = make(lab, name)
     data = lab.client_data(shape, sizes)
-    assert off(tan, lab, model, data, carrier=carrier, fedtan_exchange=carrier, fedtan_exchanges=exchanges) < 1e-10
+    assert (
+        off(tan, lab, model, data, transport=transport, fedtan_transport=transport, fedtan_exchanges=exchanges) < 1e-10
+    )
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -167,14 +169,14 @@ def test_equal_batches_of_unequal_clients_weigh_samples_by_p_over_b(tan, lab, ex
     assert min(lab.distances(done.tensors, plain, start)) > 1e-3, "the plain union is another step"
 
 
-@pytest.mark.parametrize("carrier", ["meeting", "messages", "channel"])
-def test_later_steps_are_local_and_share_one_optimizer(tan, lab, carrier: str) -> None:
+@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
+def test_later_steps_are_local_and_share_one_optimizer(tan, lab, transport: str) -> None:
     """Three steps with momentum: the first by hand on the union, two local ones, then the average; slow and plain."""
     model, shape = make(lab, "mlp")
     data = lab.client_data(shape, (4, 6, 5))
     done = one_round(
-        tan, lab, model, data, carrier=carrier, fedtan_exchange=carrier.replace("meeting", "messages"), local_steps=3,
-        sgd_momentum=0.9,
+        tan, lab, model, data, transport=transport, fedtan_transport=transport.replace("barrier", "messages"),
+        local_steps=3, sgd_momentum=0.9,
     )  # fmt: skip
     start, weights = model.state_dict(), [len(d) / 15 for d in data]
     local = [copy.deepcopy(model) for _ in data]

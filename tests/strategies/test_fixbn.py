@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import FedAvg, FixBN
 from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freeze_round
 

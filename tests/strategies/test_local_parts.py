@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import average
-from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.records import from_record, tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training.evaluation import evaluate
 
 METHODS = [FedBN, SiloBN, MTFL, Standalone]
 LEAVES = {

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import strategies
+from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN
 
 ROUNDS, RATE, ETA, MOMENTUM = 5, 0.1, 0.07, 0.8

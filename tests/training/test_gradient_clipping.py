@@ -9,10 +9,10 @@ import torch
 import torchvision.models
 from torch import Tensor, nn
 
-from fedbn_flwr.training.gradient_clipping import clip_gradients, clip_in_steps, exclude_head
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.models.digits import DigitsCNN
 from fedbn_flwr.models.resnet import SmallResNet
+from fedbn_flwr.training.gradient_clipping import clip_gradients, clip_in_steps, exclude_head
 
 SHAPES = [(4, 3, 2, 2), (5, 3), (4, 1, 1, 1), (6,), (1,), ()]
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.training import LearningRate, LocalTraining, ClientHook, TrainResult, as_model_input, sgd, train
+from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining, TrainResult, as_model_input, sgd, train
 
 
 def stream(purpose: str) -> torch.Generator:
@@ -25,8 +25,8 @@ def settings(**changes) -> LocalTraining:
 
 
 def run(model: nn.Module, data, rate: float = 0.1, **changes) -> TrainResult:
-    rules = changes.pop("rules", ())
-    return train(model, data, settings(**changes), learning_rate=rate, stream=stream, rules=rules)
+    hooks = changes.pop("hooks", ())
+    return train(model, data, settings(**changes), learning_rate=rate, stream=stream, hooks=hooks)
 
 
 def by_hand(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], rate: float, momentum=0.0, decay=0.0) -> list:
@@ -178,9 +178,9 @@ def test_what_else_takes_a_batch_of_one(points, mlp, change: str) -> None:
     model = mlp(norm=change != "no norm")
     if "without statistics" in change:
         model[1] = nn.BatchNorm1d(4, track_running_stats=False).double()
-    rules = [Freeze()] if "frozen" in change else []
+    hooks = [Freeze()] if "frozen" in change else []
     takes = change in ("no norm", "frozen norm")
-    assert run(model, points(5), batch_size=4, rules=rules).num_dropped == (0 if takes else 1)
+    assert run(model, points(5), batch_size=4, hooks=hooks).num_dropped == (0 if takes else 1)
 
 
 def test_nothing_to_train_on(points, mlp) -> None:
@@ -219,10 +219,10 @@ class Noted(ClientHook):
 def test_rules_are_called_in_order_and_a_penalty_is_not_in_the_loss(points, mlp) -> None:
     """The gradient of half the squared norm is the parameter itself: weight decay 1."""
     data, model, decayed = points(8), mlp(), mlp()
-    rule = Noted(model)
-    result = run(model, data, batch_size=4, rules=[rule, ClientHook()])
+    hook = Noted(model)
+    result = run(model, data, batch_size=4, hooks=[hook, ClientHook()])
     plain = run(decayed, data, batch_size=4, weight_decay=1.0)
-    assert rule.calls == ["begin", "penalty", "penalty", "end"]
+    assert hook.calls == ["begin", "penalty", "penalty", "end"]
     same(model, decayed)
     assert result.metrics == {"noted": 1.0}
     assert result.loss == pytest.approx(plain.loss, rel=1e-13)

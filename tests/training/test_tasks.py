@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, confusion, mean_iou, pixel_cross_entropy
-from fedbn_flwr.training import LearningRate, LocalTraining, train
 
 
 def pixels(count: int = 5, classes: int = 4) -> tuple[Tensor, Tensor]:

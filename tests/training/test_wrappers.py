@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.mods import answer_query, bn_rules, local_bn
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.mods import answer_query, bn_rules, local_bn
 from fedbn_flwr.strategies import FedBN, FedProx, FedTAN, FixBN, Scaffold, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix

@@ -1,4 +1,4 @@
-"""Threads that never outlive a test's patience, members of meetings, and certificates."""
+"""Threads that never outlive a test's patience, members of barriers, and certificates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedbn_flwr.transport import Dropped, Member, RetryStep, Reducer
+from fedbn_flwr.transport import Dropped, Member, Reducer, RetryStep
 
 PATIENCE = 20
 
@@ -45,20 +45,20 @@ def members() -> Callable[..., Mapping[int, Member]]:
 
 @pytest.fixture
 def steps() -> Callable[..., Any]:
-    """``steps(seat, tensors)``: a client's whole step, with what it does about RetryStep; (answers, union, attempts)."""
+    """``steps(reducer, tensors)``: a client's whole step, repeated after RetryStep; (answers, union, attempts)."""
 
-    def run(seat: Reducer, exchanges: Mapping[str, Any]) -> Any:
+    def run(reducer: Reducer, exchanges: Mapping[str, Any]) -> Any:
         attempts = 0
         while True:
             attempts += 1
             try:
-                union = seat.begin()
-                answers = {tag: seat.reduce(tag, tensor) for tag, tensor in exchanges.items()}
+                union = reducer.begin()
+                answers = {tag: reducer.reduce(tag, tensor) for tag, tensor in exchanges.items()}
             except RetryStep:
                 continue
             except Dropped as error:
                 return error
-            seat.close()
+            reducer.close()
             return answers, union, attempts
 
     return run

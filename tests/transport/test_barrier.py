@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from fedbn_flwr.transport import Dropped, Barrier, RetryStep, reducer_here, reducers_of
-from fedbn_flwr.errors import EngineError
 from fedbn_flwr.batchnorm.sync import combine
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.transport import Barrier, Dropped, RetryStep, local_reducer, use_reducers
 
 
 def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -19,28 +19,28 @@ def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def test_members_leave_with_the_weighted_sum(members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 3, 2), timeout=10)
+    barrier = Barrier(members(1, 3, 2), timeout=10)
     sent = [{"mean/0": row(i, 1), "gradients/0": torch.full((2, 3), float(i))} for i in range(3)]
-    done = at_once(*(partial(steps, meeting.seat(100 + i), sent[i]) for i in range(3)))
+    done = at_once(*(partial(steps, barrier.reducer(100 + i), sent[i]) for i in range(3)))
     for answers, union, attempts in done:
         assert (union, attempts) == (2 + 3 + 4, 1)
         for tag in sent[0]:
             assert torch.equal(answers[tag], combine(tag, [s[tag] for s in sent], [1, 3, 2]))
             assert answers[tag].dtype == sent[0][tag].dtype
-    assert meeting.dropped == {}
-    assert (meeting.exchanges, meeting.bytes_down, meeting.bytes_up) == (2, 2 * 8 + 6 * 4, 3 * (2 * 8 + 6 * 4))
+    assert barrier.dropped == {}
+    assert (barrier.exchanges, barrier.bytes_down, barrier.bytes_up) == (2, 2 * 8 + 6 * 4, 3 * (2 * 8 + 6 * 4))
 
 
 def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> None:
     """1e16 - 1e16 + 1 is 1, backwards it is 0."""
     for delays in ((0.0, 0.1, 0.2), (0.2, 0.1, 0.0)):
-        meeting = Barrier(members(1, 1, 1), timeout=10)
+        barrier = Barrier(members(1, 1, 1), timeout=10)
 
-        def arrive(i: int, delay: float, meeting: Barrier = meeting) -> torch.Tensor:
+        def arrive(i: int, delay: float, barrier: Barrier = barrier) -> torch.Tensor:
             time.sleep(delay)
-            seat = meeting.seat(100 + i)
-            seat.begin()
-            return seat.reduce("mean/0", row((3e16, -3e16, 3.0)[i]))
+            reducer = barrier.reducer(100 + i)
+            reducer.begin()
+            return reducer.reduce("mean/0", row((3e16, -3e16, 3.0)[i]))
 
         answers = at_once(*(partial(arrive, i, delay) for i, delay in enumerate(delays)))
         assert answers == [row(1.0)] * 3
@@ -48,24 +48,24 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
 
 def test_who_comes_too_late_is_dropped_and_the_others_begin_again_once(members, at_once, steps) -> None:
     """Many wait; all notice the end of the time at the same moment, and one of them acts on it."""
-    meeting = Barrier(members(*[1] * 9), timeout=0.3)
-    meeting.seat(104).begin()
+    barrier = Barrier(members(*[1] * 9), timeout=0.3)
+    barrier.reducer(104).begin()
     here = [100, 101, 102, 103, 105, 106, 107]
-    done = at_once(*(partial(steps, meeting.seat(i), {"mean/0": row(i), "variance/0": row(1)}) for i in here))
+    done = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": row(i), "variance/0": row(1)}) for i in here))
     assert [attempts for _, _, attempts in done] == [2] * 7
     assert {union for _, union, _ in done} == {sum(2 + i - 100 for i in here)}
     assert done[0][0]["mean/0"] == pytest.approx(sum(here) / 7)
-    assert meeting.dropped[104] == "did not send exchange 'mean/0' within 0.3 s"
-    assert meeting.dropped[108] == (
+    assert barrier.dropped[104] == "did not send exchange 'mean/0' within 0.3 s"
+    assert barrier.dropped[108] == (
         "did not begin the step within 0.3 s of the first: all clients of a round must run at the same time; in "
         "simulation add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=9'"
     )
     with pytest.raises(Dropped, match="node 104 was dropped from the synchronised step: it did not send"):
-        meeting.seat(104).reduce("mean/0", row(1))
+        barrier.reducer(104).reduce("mean/0", row(1))
     with pytest.raises(Dropped, match="node 108 was dropped"):
-        meeting.seat(108).begin()
+        barrier.reducer(108).begin()
     with pytest.raises(Dropped, match="node 7 is not a member"):
-        meeting.seat(7).begin()
+        barrier.reducer(7).begin()
 
 
 @pytest.mark.parametrize(
@@ -79,86 +79,86 @@ def test_who_comes_too_late_is_dropped_and_the_others_begin_again_once(members, 
     ],
 )
 def test_what_cannot_be_used_drops_its_sender(members, at_once, steps, tag: str, tensor, why: str) -> None:
-    meeting = Barrier(members(1, 1, 2), timeout=10)
+    barrier = Barrier(members(1, 1, 2), timeout=10)
     good = {"mean/0": row(1, 2)}
     bad, *others = at_once(
-        partial(steps, meeting.seat(100), {tag: tensor}),
-        partial(steps, meeting.seat(101), good),
-        partial(steps, meeting.seat(102), good),
+        partial(steps, barrier.reducer(100), {tag: tensor}),
+        partial(steps, barrier.reducer(101), good),
+        partial(steps, barrier.reducer(102), good),
     )
     assert isinstance(bad, Dropped)
-    assert meeting.dropped[100].startswith(why)
+    assert barrier.dropped[100].startswith(why)
     for answers, union, _ in others:
         assert union == 3 + 4
         assert torch.equal(answers["mean/0"], row(1, 2))
 
 
 def test_what_nobody_can_combine_ends_the_step(members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 1), timeout=10)
-    done = at_once(*(partial(steps, meeting.seat(100 + i), {"moments/0": torch.ones(2, 5)}) for i in range(2)))
+    barrier = Barrier(members(1, 1), timeout=10)
+    done = at_once(*(partial(steps, barrier.reducer(100 + i), {"moments/0": torch.ones(2, 5)}) for i in range(2)))
     assert all(isinstance(error, Dropped) for error in done)
-    assert meeting.dropped[101].startswith("sent what cannot be combined: exchange 'moments/0' needs tensors of shape")
+    assert barrier.dropped[101].startswith("sent what cannot be combined: exchange 'moments/0' needs tensors of shape")
 
 
 def test_one_who_wants_more_than_the_others_is_dropped(members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 1, 1), timeout=10)
+    barrier = Barrier(members(1, 1, 1), timeout=10)
     one = {"mean/0": row(1)}
     more, *others = at_once(
-        partial(steps, meeting.seat(100), {**one, "mean/1": row(1)}),
-        *(partial(steps, meeting.seat(i), one) for i in (101, 102)),
+        partial(steps, barrier.reducer(100), {**one, "mean/1": row(1)}),
+        *(partial(steps, barrier.reducer(i), one) for i in (101, 102)),
     )
     assert isinstance(more, Dropped)
-    assert meeting.dropped == {
+    assert barrier.dropped == {
         100: "wanted exchange ('mean/1', (1,), torch.float64) when 2 others were done",
     }
     assert all(attempts == 1 for _, _, attempts in others), "those who were done stay done"
 
 
 def test_leaving_drops_a_member_at_once_unless_it_was_done(members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 1, 1), timeout=10)
+    barrier = Barrier(members(1, 1, 1), timeout=10)
 
     def leave() -> None:
-        meeting.seat(100).begin()
+        barrier.reducer(100).begin()
         time.sleep(0.1)
-        meeting.leave(100, "went home")
+        barrier.leave(100, "went home")
 
     start = time.monotonic()
-    _, *others = at_once(leave, *(partial(steps, meeting.seat(i), {"mean/0": row(1)}) for i in (101, 102)))
+    _, *others = at_once(leave, *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
     assert time.monotonic() - start < 5
     assert [(union, attempts) for _, union, attempts in others] == [(3 + 4, 2)] * 2
-    assert meeting.dropped == {100: "went home"}
-    meeting.leave(101, "after the step")
-    meeting.leave(100, "a second time")
-    assert meeting.dropped == {100: "went home"}
+    assert barrier.dropped == {100: "went home"}
+    barrier.leave(101, "after the step")
+    barrier.leave(100, "a second time")
+    assert barrier.dropped == {100: "went home"}
 
 
 def test_below_the_minimum_everybody_is_sent_home(members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 1, 1), timeout=10, min_members=3)
-    release = threading.Timer(0.1, partial(meeting.leave, 100, "went home"))
+    barrier = Barrier(members(1, 1, 1), timeout=10, min_members=3)
+    release = threading.Timer(0.1, partial(barrier.leave, 100, "went home"))
     release.start()
-    done = at_once(*(partial(steps, meeting.seat(i), {"mean/0": row(1)}) for i in (101, 102)))
+    done = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
     assert [str(error) for error in done] == ["2 clients are left for the synchronised step, 3 needed"] * 2
-    assert meeting.dropped == {100: "went home"}
+    assert barrier.dropped == {100: "went home"}
 
 
 def test_a_seat_of_an_earlier_attempt_must_begin_again(members) -> None:
-    meeting = Barrier(members(1, 1), timeout=10)
-    seat = meeting.seat(101)
-    seat.begin()
-    meeting.leave(100, "went home")
+    barrier = Barrier(members(1, 1), timeout=10)
+    reducer = barrier.reducer(101)
+    reducer.begin()
+    barrier.leave(100, "went home")
     with pytest.raises(RetryStep, match="attempt 0 is over; attempt 1 has begun"):
-        seat.reduce("mean/0", row(1))
-    assert seat.begin() == 3
-    assert seat.reduce("mean/0", row(5)) == 5
+        reducer.reduce("mean/0", row(1))
+    assert reducer.begin() == 3
+    assert reducer.reduce("mean/0", row(5)) == 5
 
 
 def test_seats_are_found_in_their_own_thread_only(members, at_once) -> None:
-    meeting = Barrier(members(1), timeout=10)
-    with reducers_of({"a": meeting.seat(100)}.__getitem__):
-        assert reducer_here("a").begin() == 2
-        with pytest.raises(EngineError, match="no meeting 'b' in this process; fedtan-exchange must be"):
-            reducer_here("b")
-        (elsewhere,) = at_once(partial(reducer_here, "a"))
+    barrier = Barrier(members(1), timeout=10)
+    with use_reducers({"a": barrier.reducer(100)}.__getitem__):
+        assert local_reducer("a").begin() == 2
+        with pytest.raises(EngineError, match="no barrier 'b' in this process; fedtan-exchange must be"):
+            local_reducer("b")
+        (elsewhere,) = at_once(partial(local_reducer, "a"))
         assert isinstance(elsewhere, EngineError)
     with pytest.raises(EngineError):
-        reducer_here("a")
+        local_reducer("a")

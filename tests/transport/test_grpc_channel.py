@@ -14,10 +14,10 @@ import grpc
 import pytest
 import torch
 
-from fedbn_flwr.transport import Dropped, Barrier
-from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer, is_loopback
-from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.batchnorm.sync import combine
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.transport import Barrier, Dropped
+from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer, is_loopback
 
 MANY = 5 * 2**20
 
@@ -46,44 +46,44 @@ def frame(header: object, body: bytes = b"") -> bytes:
     return struct.pack(">I", len(text)) + text + body
 
 
-def seats(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
+def reducers(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
     options = {"certificate": server.certificate, "timeout": 10, **options}
     return [ChannelReducer(server.address, token, **options) for token in tokens.values()]
 
 
 def test_an_exchange_is_the_weighted_sum(server, members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 3), timeout=10)
-    tokens = server.admit(meeting)
+    barrier = Barrier(members(1, 3), timeout=10)
+    tokens = server.admit(barrier)
     assert len(set(tokens.values())) == 2
     assert all(len(token) >= 43 for token in tokens.values()), "256 bits"
     sent = [
         {"mean/0": torch.randn(3, dtype=torch.float64), "gradients/0": torch.randn(2, 3), "mean/1": torch.ones(0)}
         for _ in range(2)
     ]
-    done = at_once(*(partial(steps, seat, sent[i]) for i, seat in enumerate(seats(server, tokens))))
+    done = at_once(*(partial(steps, reducer, sent[i]) for i, reducer in enumerate(reducers(server, tokens))))
     for answers, union, attempts in done:
         assert (union, attempts) == (5, 1)
         for tag, answer in answers.items():
             want = combine(tag, [s[tag] for s in sent], [1, 3])
             assert answer.dtype == want.dtype
             assert torch.equal(answer, want)
-    assert meeting.exchanges == 3
+    assert barrier.exchanges == 3
 
 
 def test_nobody_comes_in_without_a_valid_token(server, members, at_once, steps) -> None:
-    old, meeting = Barrier(members(1, 1), timeout=10), Barrier(members(1, 1), timeout=10)
+    old, barrier = Barrier(members(1, 1), timeout=10), Barrier(members(1, 1), timeout=10)
     expired = server.admit(old)
     server.dismiss(old)
-    tokens = server.admit(meeting)
+    tokens = server.admit(barrier)
     begin = frame({"op": "begin"})
     for token in (None, "", "guess", tokens[100][:-1], *expired.values()):
         assert raw(server.address, token, begin) == "UNAUTHENTICATED", token
     with pytest.raises(EngineError, match=r"UNAUTHENTICATED.*unknown or expired token"):
-        seats(server, expired)[0].begin()
-    done = at_once(*(partial(steps, seat, {"mean/0": torch.ones(2)}) for seat in seats(server, tokens)))
+        reducers(server, expired)[0].begin()
+    done = at_once(*(partial(steps, reducer, {"mean/0": torch.ones(2)}) for reducer in reducers(server, tokens)))
     assert [attempts for _, _, attempts in done] == [1, 1]
-    assert meeting.dropped == old.dropped == {}
-    server.dismiss(meeting)
+    assert barrier.dropped == old.dropped == {}
+    server.dismiss(barrier)
     assert raw(server.address, tokens[100], begin) == "UNAUTHENTICATED", "replayed when the round is over"
 
 
@@ -108,33 +108,33 @@ GARBAGE = [
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_a_member_that_sends_garbage_is_dropped(server, members, at_once, steps, garbage: bytes) -> None:
-    meeting = Barrier(members(1, 1, 1), timeout=10)
-    tokens = server.admit(meeting)
-    _, *good = seats(server, tokens)
+    barrier = Barrier(members(1, 1, 1), timeout=10)
+    tokens = server.admit(barrier)
+    _, *good = reducers(server, tokens)
     start = time.monotonic()
     said, *done = at_once(
         partial(raw, server.address, tokens[100], garbage),
-        *(partial(steps, seat, {"mean/0": torch.ones(2)}) for seat in good),
+        *(partial(steps, reducer, {"mean/0": torch.ones(2)}) for reducer in good),
     )
     assert said == "INVALID_ARGUMENT"
     assert {union for _, union, _ in done} == {3 + 4}
-    assert list(meeting.dropped) == [100]
-    assert meeting.dropped[100].startswith("sent a call that cannot be read: ")
+    assert list(barrier.dropped) == [100]
+    assert barrier.dropped[100].startswith("sent a call that cannot be read: ")
     assert time.monotonic() - start < 5
 
 
 def test_a_reduction_without_a_tensor_is_refused(server, members) -> None:
-    meeting = Barrier(members(1, 1), timeout=10)
-    tokens = server.admit(meeting)
+    barrier = Barrier(members(1, 1), timeout=10)
+    tokens = server.admit(barrier)
     assert raw(server.address, tokens[100], frame({"op": "reduce", "attempt": 0, "tag": "mean/0"})) == "dropped"
 
 
 def test_what_is_too_large_is_refused_before_it_is_read(server, members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 1), timeout=1)
-    tokens = server.admit(meeting)
+    barrier = Barrier(members(1, 1), timeout=1)
+    tokens = server.admit(barrier)
     assert raw(server.address, tokens[100], bytes(MANY)) == "RESOURCE_EXHAUSTED"
     assert raw(server.address, None, bytes(MANY)) in ("RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
-    large, small = seats(server, tokens)
+    large, small = reducers(server, tokens)
 
     def send() -> object:
         large.begin()
@@ -147,21 +147,21 @@ def test_what_is_too_large_is_refused_before_it_is_read(server, members, at_once
 
 
 def test_other_methods_and_bare_bytes_get_nothing(server, members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 1), timeout=10)
-    tokens = server.admit(meeting)
+    barrier = Barrier(members(1, 1), timeout=10)
+    tokens = server.admit(barrier)
     assert raw(server.address, tokens[100], frame({"op": "begin"}), "/fedbn.Channel/Other") == "UNIMPLEMENTED"
     assert raw(server.address, tokens[100], frame({"op": "begin"}), "/other/Call") == "UNIMPLEMENTED"
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=5) as bare:
         bare.sendall(bytes(range(256)) * 64)
-    done = at_once(*(partial(steps, seat, {"mean/0": torch.ones(2)}) for seat in seats(server, tokens)))
+    done = at_once(*(partial(steps, reducer, {"mean/0": torch.ones(2)}) for reducer in reducers(server, tokens)))
     assert [attempts for _, _, attempts in done] == [1, 1]
 
 
 def test_a_client_that_vanishes_while_it_waits_is_dropped_at_once(server, members, at_once, steps) -> None:
-    meeting = Barrier(members(1, 1, 1), timeout=10)
-    tokens = server.admit(meeting)
-    vanishing, *good = seats(server, tokens)
+    barrier = Barrier(members(1, 1, 1), timeout=10)
+    tokens = server.admit(barrier)
+    vanishing, *good = reducers(server, tokens)
     vanishing.begin()
     call = frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": [2]}, bytes(8))
     channel = grpc.insecure_channel(server.address)
@@ -169,33 +169,33 @@ def test_a_client_that_vanishes_while_it_waits_is_dropped_at_once(server, member
     threading.Timer(0.2, waiting.cancel).start()
     start = time.monotonic()
 
-    def later(seat: ChannelReducer) -> object:
+    def later(reducer: ChannelReducer) -> object:
         time.sleep(0.5)
-        return steps(seat, {"mean/0": torch.ones(2)})
+        return steps(reducer, {"mean/0": torch.ones(2)})
 
-    done = at_once(*(partial(later, seat) for seat in good))
+    done = at_once(*(partial(later, reducer) for reducer in good))
     channel.close()
     assert time.monotonic() - start < 5
-    assert meeting.dropped == {100: "lost its connection in exchange 'mean/0'"}
+    assert barrier.dropped == {100: "lost its connection in exchange 'mean/0'"}
     assert {union for _, union, _ in done} == {3 + 4}
 
 
 def test_begin_again_and_dropped_reach_the_client(server, members, at_once, steps) -> None:
     """Being told to begin again ends a call, and must not count as a lost connection."""
-    meeting = Barrier(members(1, 1, 1), timeout=10)
-    tokens = server.admit(meeting)
-    out, *good = seats(server, tokens)
+    barrier = Barrier(members(1, 1, 1), timeout=10)
+    tokens = server.admit(barrier)
+    out, *good = reducers(server, tokens)
 
     def leave() -> None:
         time.sleep(0.3)
-        meeting.leave(100, "went home")
+        barrier.leave(100, "went home")
 
     _, *done = at_once(leave, *(partial(steps, s, {"mean/0": torch.ones(1), "mean/1": torch.ones(1)}) for s in good))
     assert [(union, attempts) for _, union, attempts in done] == [(7, 2), (7, 2)]
     with pytest.raises(Dropped, match="node 100 was dropped from the synchronised step: it went home"):
         out.begin()
     time.sleep(0.1)
-    assert list(meeting.dropped) == [100]
+    assert list(barrier.dropped) == [100]
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:9000", "example.org:9000", ":9000"])
@@ -228,21 +228,21 @@ def test_tls_with_a_ca_of_ones_own(tls_dir, members, at_once, steps) -> None:
     server = ChannelServer("0.0.0.0:0", tls_dir=str(ours))
     try:
         server.address = f"127.0.0.1:{server.address.rpartition(':')[2]}"
-        meeting = Barrier(members(1, 3), timeout=10)
-        tokens = server.admit(meeting)
+        barrier = Barrier(members(1, 3), timeout=10)
+        tokens = server.admit(barrier)
         assert server.certificate == (ours / "ca.crt").read_bytes()
-        (wrong, *_) = seats(server, tokens, certificate=(theirs / "ca.crt").read_bytes())
-        (plain, *_) = seats(server, tokens, certificate=b"")
+        (wrong, *_) = reducers(server, tokens, certificate=(theirs / "ca.crt").read_bytes())
+        (plain, *_) = reducers(server, tokens, certificate=b"")
         for refused in (wrong, plain):
             start = time.monotonic()
             with pytest.raises(EngineError, match="UNAVAILABLE"):
                 refused.begin()
             assert time.monotonic() - start < 5
         done = at_once(
-            *(partial(steps, s, {"mean/0": torch.tensor([4.0 * i])}) for i, s in enumerate(seats(server, tokens)))
+            *(partial(steps, s, {"mean/0": torch.tensor([4.0 * i])}) for i, s in enumerate(reducers(server, tokens)))
         )
         assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
-        assert meeting.dropped == {}
+        assert barrier.dropped == {}
     finally:
         server.close()
 

@@ -16,7 +16,7 @@ from flwr.supercore.retry.retry_invoker import RetryInvoker
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.transport.polling_grid import PollingGrid, prompt
+from fedbn_flwr.transport.polling_grid import PollingGrid, polling
 
 
 class SlowGrid(Grid):
@@ -205,5 +205,5 @@ def test_the_rest_of_the_grid_is_passed_on() -> None:
 
 def test_a_prompt_grid_is_not_wrapped_again() -> None:
     grid = PollingGrid(SlowGrid())
-    assert prompt(grid) is grid
-    assert isinstance(prompt(SlowGrid()), PollingGrid)
+    assert polling(grid) is grid
+    assert isinstance(polling(SlowGrid()), PollingGrid)

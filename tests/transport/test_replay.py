@@ -9,22 +9,22 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.transport import Pending, Replay
-from fedbn_flwr.errors import StateError
 from fedbn_flwr.client.replay_log import forget, recall
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.transport import Pending, Replay
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 
 
 def test_a_replay_answers_from_the_record_and_stops_at_its_end() -> None:
-    seat = Replay({"mean/0": torch.ones(2)}, union_batch_size=9)
-    assert seat.begin() == 9
-    assert torch.equal(seat.reduce("mean/0", torch.zeros(2)), torch.ones(2))
+    reducer = Replay({"mean/0": torch.ones(2)}, union_batch_size=9)
+    assert reducer.begin() == 9
+    assert torch.equal(reducer.reduce("mean/0", torch.zeros(2)), torch.ones(2))
     with pytest.raises(Pending) as pending:
-        seat.reduce("variance/0", torch.full((2,), 5.0))
+        reducer.reduce("variance/0", torch.full((2,), 5.0))
     assert pending.value.tag == "variance/0"
     assert torch.equal(pending.value.tensor, torch.full((2,), 5.0))
-    seat.close()
+    reducer.close()
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def message(arrays, *, server_round: int = 1, attempt: int = 0, union: int = 9):
 def told(context: Context, arrays, **about) -> tuple[dict, dict]:
     """The model and the answers a client has after a message."""
     parameters, config = recall(context, *message(arrays, **about))
-    seat = config["fedtan-seat"]
-    assert seat.begin() == about.get("union", 9)
+    reducer = config["fedtan-seat"]
+    assert reducer.begin() == about.get("union", 9)
     return dict(zip(json.loads(config["array-names"]), parameters, strict=True)), {
-        tag: seat.reduce(tag, torch.zeros(1)).tolist() for tag in ("mean/0", "variance/0") if tag in seat._answers
+        tag: reducer.reduce(tag, torch.zeros(1)).tolist() for tag in ("mean/0", "variance/0") if tag in reducer._answers
     }
 
 

@@ -5,8 +5,16 @@ Source: FedTAN, Algorithms 1-3, eq. (39)-(41). Law: with one plain SGD step (wei
 average of the clients' models equals one centralised step on the loss ``sum p_i * mean_i(loss)``.
 """
 
-from fedbn_flwr.batchnorm.sync.reduction import BACKWARDS, EXCHANGES, Backward, Exchanges, Reduce, combine, num_exchanges
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
+from fedbn_flwr.batchnorm.sync.reduction import (
+    BACKWARDS,
+    EXCHANGES,
+    Backward,
+    Exchanges,
+    Reduce,
+    combine,
+    num_exchanges,
+)
 from fedbn_flwr.batchnorm.sync.step import synchronised
 
 __all__ = [

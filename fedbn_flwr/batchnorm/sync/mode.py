@@ -13,9 +13,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from fedbn_flwr.errors import NormLayerError, ReplyError
-from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
 from fedbn_flwr.batchnorm.sync.layer import Normalise, elements_per_channel, local_moments, mean_square, per_channel
+from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
+from fedbn_flwr.errors import NormLayerError, ReplyError
 
 __all__ = ["SynchronisedStep"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce, num_exchanges
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
+from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce, num_exchanges
+from fedbn_flwr.errors import ConfigError, NormLayerError
 
 __all__ = ["synchronised"]
 

@@ -55,19 +55,19 @@ def federated(
     *,
     loss: Loss = functional.cross_entropy,
     forge: Callable[[int, str, Tensor], Tensor] | None = None,
-    meeting: Barrier | None = None,
+    barrier: Barrier | None = None,
     autocast: bool = False,
     **options: str,
 ) -> State:
     """One round of one step: the average of the clients' models. ``forge`` alters what a client sends."""
-    meeting = meeting or Barrier(weights)
+    barrier = barrier or Barrier(weights)
     union = sum(len(x) for x, _ in batches)
     models = [copy.deepcopy(model) for _ in batches]
     failures: list[BaseException] = []
 
     def client(i: int) -> None:
         def reduce(tag: str, tensor: Tensor) -> Tensor:
-            return meeting.reduce(i, tag, forge(i, tag, tensor) if forge else tensor)
+            return barrier.reduce(i, tag, forge(i, tag, tensor) if forge else tensor)
 
         x, target = batches[i]
         try:
@@ -78,7 +78,7 @@ def federated(
             sgd_step(models[i])
         except BaseException as error:
             failures.append(error)
-            meeting.barrier.abort()
+            barrier.barrier.abort()
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(len(batches))]
     for thread in threads:

@@ -139,10 +139,10 @@ def test_a_frozen_backbone_exchanges_nothing_backward(lab):
     model = mlp()
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
-    batches, meeting = lab.client_batches((6,), (2, 3)), lab.Barrier((2, 3))
-    found = lab.federated(model, batches, (2, 3), meeting=meeting)
+    batches, barrier = lab.client_batches((6,), (2, 3)), lab.Barrier((2, 3))
+    found = lab.federated(model, batches, (2, 3), barrier=barrier)
     assert lab.distance(found, lab.centralised(model, batches), model.state_dict()) < 1e-10
-    assert [tag for tag, _, _ in meeting.log][-1] == "gradients/1"
+    assert [tag for tag, _, _ in barrier.log][-1] == "gradients/1"
 
 
 @pytest.mark.parametrize("exchanges", MODES)
@@ -186,7 +186,7 @@ def test_own_gradients_are_each_client_s_derivative(lab):
 def test_the_path_through_the_local_variance_must_be_left_out(lab):
     """With d var_i / d mean = -2 (mean_i - mean) added to what a client sends, the step is off."""
     model, batches = mlp(), lab.client_batches((6,), (4, 4))
-    oracle, start, meeting = lab.centralised(model, batches), model.state_dict(), lab.Barrier((1, 1))
+    oracle, start, barrier = lab.centralised(model, batches), model.state_dict(), lab.Barrier((1, 1))
     own: dict[tuple[int, str], Tensor] = {}
     shared: dict[str, Tensor] = {}
 
@@ -195,13 +195,13 @@ def test_the_path_through_the_local_variance_must_be_left_out(lab):
         if kind == "mean":
             own[client, layer] = tensor
         if kind == "variance":
-            shared[layer] = meeting.result
+            shared[layer] = barrier.result
         if kind == "gradients":
             path = tensor[0] * -2 * (own[client, layer] - shared[layer])
             return torch.stack([tensor[0], tensor[1] + path])
         return tensor
 
-    wrong = lab.distance(lab.federated(model, batches, (1, 1), meeting=meeting, forge=forge), oracle, start)
+    wrong = lab.distance(lab.federated(model, batches, (1, 1), barrier=barrier, forge=forge), oracle, start)
     right = lab.distance(lab.federated(model, batches, (1, 1)), oracle, start)
     assert wrong > 1e-4
     assert right < 1e-10

@@ -97,9 +97,9 @@ def test_bfloat16_autocast_keeps_the_statistics_in_float32(lab):
     torch.manual_seed(1)
     model = torchvision.models.resnet18(num_classes=3)
     batches = [(x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))]
-    meeting = lab.Barrier((5, 3))
-    found = lab.federated(model, batches, (5, 3), autocast=True, meeting=meeting)
-    assert {dtype for _, _, dtype in meeting.log} == {torch.float32}
+    barrier = lab.Barrier((5, 3))
+    found = lab.federated(model, batches, (5, 3), autocast=True, barrier=barrier)
+    assert {dtype for _, _, dtype in barrier.log} == {torch.float32}
     oracle = lab.centralised(model, batches)
     by_torch = lab.centralised(model, batches, autocast=True)
     assert lab.distance(found, oracle, model.state_dict()) < 2 * lab.distance(by_torch, oracle, model.state_dict())

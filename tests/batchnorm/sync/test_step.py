@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
 from fedbn_flwr.batchnorm.sync import combine, num_exchanges, synchronised
+from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
 
 
 def alone(tag: str, tensor: Tensor) -> Tensor:

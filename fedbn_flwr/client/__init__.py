@@ -1,0 +1,7 @@
+"""The client half: ``TorchClient``, and the mod and hooks for training loops of other people."""
+
+from __future__ import annotations
+
+from fedbn_flwr.client.torch_client import TorchClient, client_app
+
+__all__ = ["TorchClient", "client_app"]

@@ -1,0 +1,158 @@
+"""Every touch of Flower's internals. Nothing else imports a module or reads an attribute that Flower does not document.
+
+Each function has a canary in ``tests/compat/test_flower.py``. It says what broke and what to do when a new version of
+Flower changes it. Supported: Flower 1.41 and 1.42.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message
+from flwr.clientapp.client_app import ClientAppException
+from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY, SUPERLINK_NODE_ID, ErrorCode
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords, log_strategy_start_info
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid, InMemoryGrid
+
+__all__ = [
+    "NUM_PARTITIONS_KEY",
+    "PARTITION_ID_KEY",
+    "Run",
+    "app_error",
+    "copied_message",
+    "empty_run",
+    "identify_process",
+    "is_app_error",
+    "is_default_aggregation",
+    "is_network_grid",
+    "is_simulation_grid",
+    "log_start",
+    "retry_http_500",
+    "set_message_id",
+    "set_reply_source",
+]
+
+_TRIES = 8  # of a request that the SuperLink answers with HTTP 500
+
+
+def empty_run(run_id: int) -> Run:
+    """Return a ``Run`` that no SuperLink knows."""
+    return Run.create_empty(run_id=run_id)
+
+
+def identify_process(run_id: int) -> None:
+    """Give this process the identity that Flower needs to make messages, as its engines do; keep one that is there."""
+    try:
+        _ = TaskIdentity.run_id
+    except RuntimeError:
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
+
+
+def is_simulation_grid(grid: Grid) -> bool:
+    """Return whether the grid is that of Flower's simulation."""
+    return isinstance(grid, InMemoryGrid)
+
+
+def is_network_grid(grid: Grid) -> bool:
+    """Return whether the grid's nodes are processes of their own, which come and go."""
+    return isinstance(grid, HttpGrid)
+
+
+def copied_message(message: Message) -> Message:
+    """Return a message with the same metadata and a deep copy of the content."""
+    metadata = message.metadata
+    copied = Message(copy.deepcopy(message.content), metadata.dst_node_id, metadata.message_type)
+    copied.metadata.__dict__.update(metadata.__dict__)
+    return copied
+
+
+def set_message_id(message: Message, message_id: str, run_id: int | None = None) -> None:
+    """Set the id, which Flower's own engines give on the way, and the run where one is given."""
+    message.metadata.__dict__["_message_id"] = message_id
+    if run_id is not None:
+        message.metadata.__dict__["_run_id"] = run_id
+
+
+def set_reply_source(reply: Message, node_id: int) -> None:
+    """Set the node that a reply came from: an error reply for a lost node does not carry it."""
+    reply.metadata.__dict__["_src_node_id"] = node_id
+
+
+def app_error(message: Message, reason: str | Exception) -> Message:
+    """Return the reply of a node whose app raised an exception, in the words of Flower's own engines."""
+    if isinstance(reason, Exception):
+        raised = ClientAppException(str(reason))
+        reason = f"{type(raised)}:<'{raised}'>"
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def is_app_error(reply: Message) -> bool:
+    """Return whether the error reply comes from an app that raised, and not from Flower for a node that is gone."""
+    return bool(reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
+
+
+def is_default_aggregation(function: Any) -> bool:
+    """Return whether the function is the one that Flower's strategies average metrics with by default."""
+    return function is aggregate_metricrecords
+
+
+def log_start(
+    num_rounds: int, arrays: ArrayRecord, train_config: ConfigRecord | None, evaluate_config: ConfigRecord | None
+) -> None:
+    """Log what Flower's own ``start`` logs first."""
+    log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config)
+
+
+def retry_http_500(grid: Grid) -> None:
+    """Make Flower's grid over HTTP repeat a request that was answered with 500, as it does after 502 to 504.
+
+    A SuperLink whose SQLite database is locked by what nodes write answers 500. The whole of ``pull_messages`` cannot
+    be repeated: what it had pulled would be lost. Another grid is left as it is.
+    """
+    invoker = getattr(grid, "_retry_invoker", None)
+    if invoker is None or isinstance(invoker.should_giveup, _GiveUp):
+        return
+    invoker.should_giveup = give_up = _GiveUp(invoker.should_giveup)
+    succeeded = invoker.on_success
+
+    def on_success(state: Any) -> None:
+        give_up.reset()
+        if succeeded is not None:
+            succeeded(state)
+
+    invoker.on_success = on_success
+
+
+class _GiveUp:
+    """Whether to give up a request: as Flower decides, and after repeated HTTP 500 answers.
+
+    Flower's own threads send requests through the same grid, so each thread, and with it each request, has a count.
+    """
+
+    def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
+        self._otherwise = otherwise
+        self._thread = threading.local()
+
+    def reset(self) -> None:
+        """Begin to count anew: the thread's next request is another."""
+        self._thread.failures = 0
+
+    def __call__(self, error: Exception) -> bool:
+        failed = isinstance(error, httpx.HTTPStatusError) and (
+            error.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+        )
+        failures = self._thread.failures = getattr(self._thread, "failures", 0) + failed
+        give_up = failures >= _TRIES if failed else self._otherwise(error)
+        if give_up:
+            self.reset()
+        elif failed:
+            logging.getLogger("flwr").warning("The SuperLink failed (500; its database may be locked); trying again.")
+        return give_up

@@ -1,0 +1,64 @@
+"""The config keys of the methods, derived from the strategies' ``Params``.
+
+A key may belong to several methods. Where they disagree about its default, the config's default is 0 and means "the
+method's own"; a type or a limit on which they disagree is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.method import Params
+from fedbn_flwr.strategies import FedAvg
+
+__all__ = ["method_fields", "methods_with", "own_default"]
+
+Methods = Iterable[type[FedAvg[Any]]]
+
+
+def methods_with(methods: Methods, field: str) -> list[type[FedAvg[Any]]]:
+    """Return the methods that have the setting ``field`` beside those of every method."""
+    return [m for m in methods if field in m.Params.model_fields and field not in Params.model_fields]
+
+
+def method_fields(methods: Methods) -> dict[str, Any]:
+    """Return (type, field) of each setting by name, for pydantic's ``create_model``.
+
+    Raises:
+        ConfigError: two methods disagree about the type or the limits of a setting.
+    """
+    methods = list(methods)
+    own = own_default(methods)
+    names = dict.fromkeys(name for method in methods for name in method.Params.model_fields)
+    fields: dict[str, Any] = {}
+    for name in names:
+        if name in Params.model_fields:
+            continue
+        first, *others = _declared(methods, name)
+        for other in others:
+            if (other.annotation, other.metadata) != (first.annotation, first.metadata):
+                raise ConfigError(f"methods declare the setting {name!r} with different types or limits")
+        field = copy.copy(first)
+        field.description = "; ".join(dict.fromkeys(str(f.description) for f in (first, *others)))
+        if name in own:
+            field.default, field.metadata = own[name], []
+            field.description += "; 0 = the method's own"
+        fields[name] = (field.annotation, field)
+    return fields
+
+
+def own_default(methods: Methods) -> dict[str, Any]:
+    """Return the config's default, 0, of each setting whose default depends on the method."""
+    methods = list(methods)
+    names = {name for method in methods for name in method.Params.model_fields}
+    defaults = {name: [field.default for field in _declared(methods, name)] for name in names}
+    return {name: type(found[0])(0) for name, found in defaults.items() if len(set(found)) > 1}
+
+
+def _declared(methods: Methods, name: str) -> list[FieldInfo]:
+    return [method.Params.model_fields[name] for method in methods if name in method.Params.model_fields]

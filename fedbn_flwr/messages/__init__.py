@@ -1,0 +1,1 @@
+"""What server and clients send each other: names, records, and the forms that NumPyClients take."""

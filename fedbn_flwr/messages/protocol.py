@@ -1,0 +1,334 @@
+"""Everything that travels between server and clients, and everything that lies in a client's ``Context.state``.
+
+This file holds the name of each record and key that more than one module uses. What a single method sends is declared
+in that method's file (its ``keys``) and listed here too. ``make generate`` writes the table from the declarations; no
+other file writes such a name (``tests/messages/test_protocol.py``).
+
+<!-- protocol -->
+<!-- /protocol -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from flwr.app import ConfigRecord, Message, MetricRecord
+
+from fedbn_flwr.errors import StateError
+
+__all__ = [
+    "SERIES_PATTERN",
+    "Continuity",
+    "EvaluateConfig",
+    "Key",
+    "MessageConfig",
+    "NodeProperties",
+    "ReplyInfo",
+    "TrainConfig",
+    "comma_list",
+    "merged_config",
+]
+
+
+class Key(str):
+    """The name of a record or of an entry, with the columns of the table above."""
+
+    kind: str
+    writer: str
+    reader: str
+    since: str
+
+    def __new__(cls, name: str, kind: str, writer: str, reader: str, since: str = "0.1") -> Self:
+        """Make the key ``name``; the other arguments are its row in the table."""
+        key = super().__new__(cls, name)
+        key.kind, key.writer, key.reader, key.since = kind, writer, reader, since
+        return key
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Return that a copy is the plain name: messages are copied and pickled."""
+        return str, (str(self),)
+
+
+# --- records of a message ---------------------------------------------------------------------------------------------
+METRICS = Key("metrics", "MetricRecord of a reply", "client", "server")
+INFO = Key("properties", "ConfigRecord of a reply: ReplyInfo", "client", "server")
+EXCHANGE = Key("fedtan", "ArrayRecord: one exchange of a synchronised step", "server, client", "client, server")
+STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistics", "server", "client")
+
+# --- config of a message: what the server tells -----------------------------------------------------------------------
+SERVER_ROUND = Key("server-round", "int", "server", "client")
+HOOKS = Key("rules", "str, comma list: client hooks to apply", "server", "client")
+LOCAL_ENTRIES = Key("local-entries", "str, JSON list: names of the entries that stay", "server", "client")
+LOCAL_SHA256 = Key("local-sha256", "str: SHA-256 of what a client keeps", "server, client", "client, server")
+SERIES = Key("series", "str: experiment id", "server", "client")
+RUN = Key("run", "str: this run and its resumptions", "server", "client")
+COMMITTED = Key("committed", "str, comma list: rounds of the checkpoints", "server", "client")
+TEST_SETS = Key("test-sets", "str, comma list", "server", "client")
+FROZEN = Key("frozen", "bool: BN is frozen in this round", "server", "client")
+BARRIER = Key("fedtan-meeting", "str: id of the barrier in this process", "server", "client")
+CHANNEL_ADDRESS = Key("fedtan-address", "str, host:port", "server", "client")
+CHANNEL_TOKEN = Key("fedtan-token", "str: this node's token for this round", "server", "client")
+CHANNEL_CA = Key("fedtan-ca", "bytes, PEM", "server", "client")
+CHANNEL_TIMEOUT = Key("fedtan-timeout", "float, seconds", "server", "client")
+ATTEMPT = Key("fedtan-attempt", "int: attempt of a step that travels in messages", "server", "client")
+UNION = Key("fedtan-union", "int: examples in the union of the first batches", "server", "client")
+FIRST_BATCH = Key("fedtan-batch-size", "int: examples of this client's first batch", "server", "client")
+
+# --- arrays as a NumPyClient takes them -------------------------------------------------------------------------------
+ARRAY_NAMES = Key("array-names", "str, JSON list: names of the arrays, in order", "codec, NumPyClient", "NumPyClient")
+MOD = Key("client-mod", "str: the mod that does the client's part", "mod", "TorchClient")
+
+# --- metrics of a reply -----------------------------------------------------------------------------------------------
+NUM_EXAMPLES = Key("num-examples", "int: training examples, the weight", "client", "server")
+LOSS = Key("loss", "float: mean loss on the first test set", "client", "server")
+TRAIN_LOSS = Key("train-loss", "float", "client", "server")
+TRAIN_ACCURACY = Key("train-accuracy", "float", "client", "server")
+EXAMPLES_PROCESSED = Key("examples-processed", "int", "client", "server")
+STEPS = Key("steps", "int", "client", "server")
+DROPPED_BATCHES = Key("dropped-batches", "int", "client", "server")
+EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
+
+# --- what a client part says of itself --------------------------------------------------------------------------------
+APPLIED = Key("rules-applied", "str, comma list: client hooks applied", "client", "server")
+LOCAL_HOME = Key("local-home", "str: folder or memory", "client", "server")
+LOCAL_BEGAN = Key("local-began", "str: what is kept began in this round", "client", "server")
+PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
+BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
+UNUSABLE = Key("unusable", "str: why the node has no usable data", "client", "server")
+
+# --- config of a node -------------------------------------------------------------------------------------------------
+NUM_PARTITIONS = Key("num-partitions", "int", "node config", "client")
+STATE_DIR = Key("state-dir", "str: absolute folder of what is kept", "node config, run config", "client")
+DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
+DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
+
+# --- Context.state ----------------------------------------------------------------------------------------------------
+KEPT = Key("fedbn-flwr.local", "ArrayRecord: entries that stay with the client", "client", "client")
+KEPT_BY_HOOKS = Key("fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, what client hooks keep", "client", "client")
+KEPT_ABOUT = Key("fedbn-flwr.local.about", "ConfigRecord: version, fingerprint, round, begun", "client", "client")
+INBOX = Key("fedbn-flwr.inbox", "ArrayRecords inbox/RECORD: what was sent beside the model", "mod", "bn_rules")
+OUTBOX = Key(
+    "fedbn-flwr.outbox", "ConfigRecord, ArrayRecords outbox/RECORD: what to add to the reply", "bn_rules", "mod"
+)
+MODEL_SPEC = Key("fedbn-flwr.whole", "ConfigRecord: names and shapes of the whole model", "mod", "mod")
+STEP_MODEL = Key("fedbn-flwr.step.model", "ArrayRecord: the round's model", "client", "client")
+STEP_ANSWERS = Key("fedbn-flwr.step.answers", "ArrayRecord: exchanges answered so far", "client", "client")
+STEP_SENT = Key("fedbn-flwr.step.sent", "ArrayRecord: exchanges sent so far", "mod", "mod")
+STEP_ABOUT = Key("fedbn-flwr.step", "ConfigRecord: round and attempt", "client", "client")
+VERSION = Key("version", "int, in KEPT_ABOUT: of this form", "client", "client")
+FINGERPRINT = Key("fingerprint", "str, in KEPT_ABOUT: of the model", "client", "client")
+BEGUN = Key("begun", "int, in KEPT_ABOUT: the round in which what is kept began, else 0", "client", "client")
+STEP_ATTEMPT = Key("attempt", "int, in STEP_ABOUT", "client", "client")
+SPEC_SHAPES = Key("frame", "str, JSON, in MODEL_SPEC", "mod", "mod")
+STEP_GENERATORS = Key("fedbn-flwr.step.generators", "ConfigRecord: the default generators", "mod", "mod")
+
+CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
+"""What the client part says among the metrics of a ``NumPyClient``; not for whoever sums the metrics up."""
+
+SERIES_PATTERN = re.compile(
+    r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}"
+)  # a path's component, from outside: no separator, no ".."
+_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the words of the comma list ``key``; none where the key is missing."""
+    return tuple(word for word in str(config.get(key, "")).split(",") if word)
+
+
+def merged_config(message: Message) -> dict[str, Any]:
+    """Return the entries of all ConfigRecords of the message."""
+    return {key: value for record in message.content.config_records.values() for key, value in record.items()}
+
+
+@dataclass(frozen=True)
+class Continuity:
+    """The run that a message belongs to, and the rounds it may be resumed from.
+
+    Attributes:
+        series: experiment id; runs of one experiment go on with the same client parts.
+        run: this run and its resumptions.
+        committed: rounds of the server's checkpoints; a resume starts from one of them.
+    """
+
+    series: str
+    run: str
+    committed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the names: a client makes paths of them."""
+        if not SERIES_PATTERN.fullmatch(self.series) or not _RUN.fullmatch(self.run):
+            raise StateError(
+                f"series {self.series!r} and run {self.run!r} must be 1 to 64 letters, digits, '-' or '_' (a series: "
+                "'.' inside, too)"
+            )
+
+    def write(self) -> dict[str, str]:
+        """Return it as entries of a message's config."""
+        return {SERIES: self.series, RUN: self.run, COMMITTED: ",".join(map(str, self.committed))}
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Continuity | None:
+        """Return what a message's config holds; None where the server sends nothing."""
+        if SERIES not in config:
+            return None
+        return cls(str(config[SERIES]), str(config[RUN]), tuple(map(int, comma_list(config, COMMITTED))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageConfig:
+    """What every message with the model tells a client.
+
+    Attributes:
+        server_round: counted from 1.
+        local_entries: names of the entries that stay with the client; empty where nothing does.
+        local_sha256: hash of what the client shall go on from, "" for nothing; None where the client decides.
+        continuity: the run, for what the client keeps on disk.
+    """
+
+    server_round: int = 1
+    local_entries: tuple[str, ...] = ()
+    local_sha256: str | None = None
+    continuity: Continuity | None = None
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """Return what a message's config holds; keys that are not of this class are passed over."""
+        return cls(**cls._entries(config))
+
+    @classmethod
+    def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "server_round": int(config.get(SERVER_ROUND, 1)),
+            "local_entries": tuple(json.loads(str(config.get(LOCAL_ENTRIES, "[]")))),
+            "local_sha256": config.get(LOCAL_SHA256),
+            "continuity": Continuity.read(config),
+        }
+
+    def write(self) -> dict[str, Any]:
+        """Return it as entries of a message's config; what is not set is left out."""
+        told: dict[str, Any] = {SERVER_ROUND: self.server_round}
+        told |= self.continuity.write() if self.continuity else {}
+        if self.local_entries:
+            told[LOCAL_ENTRIES] = json.dumps(list(self.local_entries))
+        if self.local_sha256 is not None:
+            told[LOCAL_SHA256] = self.local_sha256
+        return told
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(MessageConfig):
+    """What a training message tells a client. What a hook is told beside this is declared in the method's file.
+
+    Attributes:
+        hooks: names of the client hooks to apply, in order.
+        frozen: whether BN is frozen in this round, for the learning rate.
+        by_messages: whether the synchronised step travels in messages of this kind.
+    """
+
+    hooks: tuple[str, ...] = ()
+    frozen: bool = False
+    by_messages: bool = False
+
+    @classmethod
+    def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        own = {"hooks": comma_list(config, HOOKS), "frozen": bool(config.get(FROZEN, False))}
+        return {**super()._entries(config), **own, "by_messages": ATTEMPT in config}
+
+    def write(self) -> dict[str, Any]:
+        """Return it as entries of a message's config; what is not set is left out."""
+        return super().write() | ({HOOKS: ",".join(self.hooks)} if self.hooks else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(MessageConfig):
+    """What an evaluation message tells a client.
+
+    Attributes:
+        test_sets: names of the test sets to use; empty for all.
+    """
+
+    test_sets: tuple[str, ...] = ()
+
+    @classmethod
+    def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super()._entries(config), "test_sets": comma_list(config, TEST_SETS)}
+
+
+@dataclass(frozen=True)
+class ReplyInfo:
+    """What a client part says of itself in a reply.
+
+    Attributes:
+        applied: names of the client hooks that the training applied.
+        local_sha256: hash of what the client keeps, "" for nothing.
+        durable: whether that lies in a state folder too.
+        began: whether it began in this round.
+        partition_id: which partition the client holds; None where it does not say.
+    """
+
+    applied: frozenset[str] = frozenset()
+    local_sha256: str = ""
+    durable: bool = False
+    began: bool = False
+    partition_id: int | None = None
+
+    @classmethod
+    def read(cls, reply: Message) -> ReplyInfo:
+        """Return what a reply says; an error, or a client without a client part, says nothing."""
+        said: Mapping[str, Any] = (reply.content.config_records.get(INFO) if reply.has_content() else None) or {}
+        own = said.get(PARTITION_ID)
+        return cls(
+            frozenset(comma_list(said, APPLIED)),
+            str(said.get(LOCAL_SHA256, "")),
+            said.get(LOCAL_HOME) == "folder",
+            LOCAL_BEGAN in said,
+            own if isinstance(own, int) and own >= 0 else None,
+        )
+
+    def write(self) -> dict[str, str]:
+        """Return what is said of the kept part, as entries of a reply; empty where nothing is kept."""
+        if not self.local_sha256:
+            return {}
+        said: dict[str, str] = {LOCAL_SHA256: self.local_sha256, LOCAL_HOME: "folder" if self.durable else "memory"}
+        return said | ({LOCAL_BEGAN: "anew"} if self.began else {})
+
+
+@dataclass(frozen=True)
+class NodeProperties:
+    """What a node answers when it is asked who it is; None where it does not say.
+
+    Attributes:
+        partition_id: which part of the data it holds.
+        num_examples: training examples it holds.
+        batch_size: examples of its first batch.
+        unusable: why it cannot take part; "" where it can.
+    """
+
+    partition_id: int | None = None
+    num_examples: int | None = None
+    batch_size: int | None = None
+    unusable: str = ""
+
+    @classmethod
+    def read(cls, reply: Message) -> NodeProperties:
+        """Return what a reply to the query says; negative numbers count as not said."""
+        said: dict[str, int] = {}
+        for metrics in reply.content.metric_records.values():
+            said |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
+        info: Mapping[str, Any] = reply.content.config_records.get(INFO) or {}
+        numbers = (said.get(PARTITION_ID), said.get(NUM_EXAMPLES), said.get(BATCH_SIZE))
+        return cls(*numbers, str(info.get(UNUSABLE, "")))
+
+    def write(self) -> dict[str, MetricRecord | ConfigRecord]:
+        """Return the records of a reply."""
+        said = {PARTITION_ID: self.partition_id, NUM_EXAMPLES: self.num_examples, BATCH_SIZE: self.batch_size}
+        records: dict[str, MetricRecord | ConfigRecord] = {}
+        records[METRICS] = MetricRecord({str(key): value for key, value in said.items() if value is not None})
+        if self.unusable:
+            records[INFO] = ConfigRecord({UNUSABLE: self.unusable})
+        return records

@@ -1,0 +1,8 @@
+"""The client part for other people's apps, by the names that they import: ``from fedbn_flwr.mods import local_bn``."""
+
+from __future__ import annotations
+
+from fedbn_flwr.client.hooks import Hooks, bn_rules
+from fedbn_flwr.client.mod import answer_query, answer_statistics, local_bn
+
+__all__ = ["Hooks", "answer_query", "answer_statistics", "bn_rules", "local_bn"]

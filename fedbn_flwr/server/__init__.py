@@ -1,0 +1,1 @@
+"""What every strategy stands on: Flower's calls, nodes, messages and replies, and the parts any method may use."""

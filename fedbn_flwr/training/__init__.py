@@ -1,0 +1,20 @@
+"""Local training and evaluation of a torch model: one loop that trains, one function that evaluates. Torch only."""
+
+from __future__ import annotations
+
+from fedbn_flwr.training.loop import Batches, ClientHook, TrainResult, sgd, train
+from fedbn_flwr.training.settings import LearningRate, LocalTraining
+from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
+
+__all__ = [
+    "CLASSIFICATION",
+    "SEGMENTATION",
+    "Batches",
+    "ClientHook",
+    "LearningRate",
+    "LocalTraining",
+    "Task",
+    "TrainResult",
+    "sgd",
+    "train",
+]

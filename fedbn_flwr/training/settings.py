@@ -1,0 +1,98 @@
+"""The settings of local training: learning rate, steps and batches. Torch only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["LearningRate", "LocalTraining", "share_of"]
+
+
+def share_of(fraction: float | str, count: int) -> int:
+    """Return floor(fraction * count), the fraction taken as the decimal it is written as: 0.29 of 100 is 29."""
+    return math.floor(Fraction(str(fraction)) * count)
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate over server rounds: ``initial``, times each factor once its round has passed.
+
+    Args:
+        initial: the rate of round 1.
+        decay_after: round r means "from round r + 1"; the word "freeze" means "once the method has frozen BN".
+        factors: one factor for each entry of ``decay_after``.
+    """
+
+    initial: float
+    decay_after: tuple[int | str, ...] = ()
+    factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that every decay has a factor."""
+        if not (math.isfinite(self.initial) and self.initial > 0):
+            raise ConfigError(f"learning rate {self.initial} must be a finite number above 0")
+        if len(self.decay_after) != len(self.factors):
+            raise ConfigError(f"{len(self.decay_after)} decays of the learning rate but {len(self.factors)} factors")
+
+    def at(self, server_round: int, frozen: bool = False) -> float:
+        """Return the learning rate of a round (counted from 1)."""
+        rate = self.initial
+        for after, factor in zip(self.decay_after, self.factors, strict=True):
+            if frozen if isinstance(after, str) else server_round > after:
+                rate *= factor
+        return rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """Settings of one client's training in one round.
+
+    Args:
+        learning_rate: rate over rounds.
+        local_steps: steps per round, each on a batch drawn with replacement (arXiv:2301.02982, 6.1); 0 = by epochs.
+        local_epochs: passes over the data per round in a fresh order, the last batch possibly smaller.
+        batch_size: examples per step; 0 = the whole local data set in every step.
+        sgd_momentum: momentum of SGD (not of BatchNorm); the optimizer is new in each round.
+        weight_decay: L2 coefficient on every trainable parameter.
+        amp: bfloat16 autocast in forward passes; parameters and statistics stay in their dtype.
+    """
+
+    learning_rate: LearningRate
+    local_steps: int = 0
+    local_epochs: int = 1
+    batch_size: int = 32
+    sgd_momentum: float = 0.0
+    weight_decay: float = 0.0
+    amp: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for key in ("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay"):
+            if not getattr(self, key) >= 0:
+                raise ConfigError(f"{key}={getattr(self, key)} must be at least 0")
+        if not self.local_steps and not self.local_epochs:
+            raise ConfigError("local_steps and local_epochs are both 0: nothing to train")
+
+    def first_batch(self, num_examples: int) -> int:
+        """Return the examples in the first step's batch."""
+        return min(self.batch_size or num_examples, num_examples)
+
+    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Yield the positions of each step's batch."""
+        size = self.batch_size or num_examples
+        whole = size >= num_examples
+        if self.local_steps:
+            for _ in range(self.local_steps):
+                drawn = torch.arange(num_examples) if whole else None
+                yield torch.randint(num_examples, (size,), generator=generator) if drawn is None else drawn
+            return
+        for _ in range(self.local_epochs):
+            order = torch.arange(num_examples) if whole else torch.randperm(num_examples, generator=generator)
+            yield from torch.split(order, size)
