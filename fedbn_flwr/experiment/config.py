@@ -39,7 +39,7 @@ logger = logging.getLogger("flwr")
 if TYPE_CHECKING:
     _MethodSettings = Params
 else:
-    _MethodSettings = create_model("_MethodSettings", __base__=Params, **method_fields(STRATEGIES.values()))
+    _MethodSettings = create_model("_MethodSettings", **method_fields(STRATEGIES.values()))
 
 
 def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:

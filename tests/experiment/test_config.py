@@ -70,7 +70,7 @@ def test_every_parameter_of_a_strategy_is_a_key() -> None:
     """A parameter without a key could not be set from anywhere but Python."""
     keys = set(Config.model_fields)
     for strategy in STRATEGIES.values():
-        assert set(strategy.Params.__dataclass_fields__) <= keys, strategy.name
+        assert set(strategy.Params.model_fields) <= keys, strategy.name
 
 
 def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:

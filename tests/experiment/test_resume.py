@@ -19,7 +19,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.output import alone, read_metrics
+from fedbn_flwr.experiment.output import lock_folder, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
@@ -159,7 +159,7 @@ def test_a_history_that_was_cut_by_hand_is_not_taken(tmp_path: Path) -> None:
 def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
     with pytest.raises(Cut):
         start(tmp_path, cut=3)
-    with alone(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
         start(tmp_path, resume=True)
     start(tmp_path, resume=True)
 
