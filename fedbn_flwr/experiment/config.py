@@ -270,6 +270,8 @@ class Config(_MethodSettings):
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if lines:
             raise ConfigError("\n".join(lines))
+        if config.strategy in STRATEGIES:  # a key that holds "the method's own" takes the method's default
+            config = config.model_copy(update=config.params().model_dump())
         return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
 
     @classmethod

@@ -35,7 +35,7 @@ def test_recalibrate_on_digits_holds_the_statistics_of_the_union(quick_run) -> N
     plain, other = quick_run(strategy="fedavg", **{**settings, "eval-on": "global,recalibrated"})
     model, about = saved(out)
     trained, about_trained = saved(other)
-    assert about["statistics"] == "gathered from zero from the clients under these weights"
+    assert about["statistics"] == "re-estimated from the clients' data under these weights"
     assert about_trained["statistics"] == about["affine"] == "global"
     (layer,) = (module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
     (theirs,) = (module for module in trained.modules() if isinstance(module, nn.BatchNorm1d))

@@ -17,7 +17,7 @@ from fedbn_flwr.app import client_app
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment import run as run_module
+from fedbn_flwr.experiment import serve as serve_module
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import lock_folder, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
@@ -178,8 +178,8 @@ def test_a_first_line_that_was_cut_short_is_gone_after_a_resume(tmp_path: Path) 
 
 def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
     """Over a network, where a node's part of the data is its own; elsewhere two nodes would deal all among them."""
-    monkeypatch.setattr(run_module, "RETURN_GRACE", 0.3)
-    monkeypatch.setattr(run_module, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(serve_module, "RETURN_GRACE", 0.3)
+    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
     out = tmp_path / "out"
 
     def go(num_nodes: int, rounds: int) -> None:
@@ -196,7 +196,7 @@ def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkey
     go(3, 2)
     with pytest.raises(ConfigError, match=r"num-clients=3, but the federation has 2 node.*the run began with 3"):
         go(2, 4)
-    monkeypatch.setattr(run_module, "over_network", lambda grid: True)
+    monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
     go(2, 4)
     assert "the run began with 3 nodes and goes on with 2: the others may come back" in caplog.text
     lines = read_metrics(out / "metrics.jsonl")
