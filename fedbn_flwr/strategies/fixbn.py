@@ -241,7 +241,7 @@ class Freezing(FedAvg[W]):
         if self.frozen_after is None:
             if DELTA not in reply.metrics:
                 raise ReplyError(
-                    f"metric '{DELTA}' is missing: the client's training must apply the rule 'report-drift'"
+                    f"metric '{DELTA}' is missing: the client's training must apply the client hook 'report-drift'"
                 )
             if not 0 <= reply.metrics[DELTA] < math.inf:
                 raise ReplyError(f"metric '{DELTA}' is {reply.metrics[DELTA]}, which must be a finite number >= 0")
