@@ -140,9 +140,7 @@ class Recorder:
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
-        frozen_after = getattr(strategy, "frozen_after", None)
-        if frozen_after is not None:
-            summary["frozen-after"] = frozen_after
+        summary |= strategy.outcome() if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
         local = strategy.run.local_hashes if strategy else {}

@@ -198,6 +198,11 @@ class FedTAN(FedAvg[P]):
         return found
 
     @classmethod
+    def needs_all_at_once(cls, params: P) -> bool:
+        """Return whether the exchanges go through the channel: every client waits for the others there."""
+        return params.fedtan_transport == "channel"
+
+    @classmethod
     def exchange_cost(cls, params: P) -> tuple[int, int]:
         """Return exchanges per layer, and rows: mean, variance (fused: and the mean's remainder), two gradients."""
         forward, rows = (2, 2) if params.fedtan_exchanges == "3L+1" else (1, 3)

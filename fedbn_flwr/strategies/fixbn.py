@@ -220,6 +220,10 @@ class Freezing(FedAvg[W]):
                 "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
+    def outcome(self) -> dict[str, Any]:
+        """Return the round after which BN was frozen, once it is known."""
+        return {} if self.frozen_after is None else {"frozen-after": self.frozen_after}
+
     def frozen(self, server_round: int) -> bool:
         """Tell whether this round trains with frozen BN."""
         return self.frozen_after is not None and server_round > self.frozen_after
