@@ -1,4 +1,4 @@
-"""The default Flower app: a ServerApp and a ClientApp that take everything from the run config."""
+"""The default Flower app: a ServerApp and a ClientApp with all settings from the run config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ server_app = ServerApp()
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the server's side of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
+    """Run the server part of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
     config = Config.make(context.run_config, complete=True)
     serve(grid, config, _out(config, context.run_id))
 

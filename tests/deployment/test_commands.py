@@ -47,13 +47,13 @@ def test_up_run_and_down(scratch: Path) -> None:
         os.kill(pids[0], 9)
         log = scratch / "federation/supervisor.log"
         deadline = time.monotonic() + 30
-        while "ended; it is started again" not in log.read_text():
+        while "ended and was restarted" not in log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.2)
     finally:
         down = command("down", *where)
     assert down.returncode == 0, down.stderr
-    assert "nothing of the federation is left running" in down.stdout
+    assert "no process of the federation is running" in down.stdout
     assert command("down", *where).returncode == 0, "and again"
 
     try:  # the folder's keys and state are used again; a supervisor that is killed leaves its services behind

@@ -67,8 +67,8 @@ def test_a_variable_that_must_be_set(text: str, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("services: {one: {command: flwr run}}", "command='flwr run' must be a list of words"),
-        ("services: [", "no compose file"),
-        ("volumes: {}", "no compose file"),
+        ("services: [", "cannot be read as a compose file"),
+        ("volumes: {}", "cannot be read as a compose file"),
     ],
 )
 def test_what_the_reader_does_not_know_is_an_error(text: str, said: str, tmp_path: Path) -> None:
