@@ -1,4 +1,4 @@
-"""What ``make federation-up``, ``federation-run`` and ``federation-down`` do."""
+"""The commands ``make federation-up``, ``federation-run`` and ``federation-down``."""
 
 from __future__ import annotations
 
