@@ -34,6 +34,6 @@ def _out(config: Config, run_id: int) -> Path:
             f"out='/the/absolute/path/{config.out}'."
         )
     if config.resume and not config.out:
-        raise ConfigError("resume=true needs out='/the/absolute/path' of the run to go on with.")
+        raise ConfigError("resume=true needs out='/the/absolute/path' of the run to continue.")
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     return Path(config.out) if config.out else home / "fedbn-runs" / str(run_id)

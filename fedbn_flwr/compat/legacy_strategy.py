@@ -85,10 +85,10 @@ def to_legacy(
     if strategy.recalibrates:
         _refuse(strategy, "re-estimates BN statistics from its clients before tests")
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
-        raise ConfigError(f"Flower's legacy loop begins with round 1 and cannot go on after round {after}.")
-    tell = on_fit_config_fn, on_evaluate_config_fn
-    sum_up = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
-    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, tell, sum_up)
+        raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
+    config_fns = on_fit_config_fn, on_evaluate_config_fn
+    metrics_fns = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
+    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, config_fns, metrics_fns)
 
 
 class LegacyStrategy(Strategy):
@@ -103,17 +103,17 @@ class LegacyStrategy(Strategy):
         strategy: FedAvg[Any],
         initial_arrays: ArrayRecord,
         evaluate_fn: EvaluateFn | None,
-        tell: tuple[ConfigFn | None, ConfigFn | None],
-        sum_up: tuple[MetricsFn | None, MetricsFn | None],
+        config_fns: tuple[ConfigFn | None, ConfigFn | None],
+        metrics_fns: tuple[MetricsFn | None, MetricsFn | None],
     ) -> None:
         super().__init__()
         self.strategy = strategy
         self._names = list(initial_arrays)
         self._initial = initial_arrays
         self._evaluate_fn = evaluate_fn
-        self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in tell)
-        self._fit_metrics, self._evaluate_metrics = sum_up
-        self._asked: dict[str, Message] = {}
+        self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in config_fns)
+        self._fit_metrics, self._evaluate_metrics = metrics_fns
+        self._sent: dict[str, Message] = {}  # by client id
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Return the initial arrays."""
@@ -123,14 +123,9 @@ class LegacyStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
-        record, told = self._record(parameters), ConfigRecord(dict(self._fit_config(server_round)))
-        grid = _ManagerGrid(client_manager, self.strategy)
-        return [
-            (proxy, FitIns(ndarrays_to_parameters(arrays), config))
-            for proxy, arrays, config in self._open(
-                self.strategy.configure_train(server_round, record, told, grid), client_manager
-            )
-        ]
+        configure, config = self.strategy.configure_train, self._fit_config(server_round)
+        opened = self._configure(configure, server_round, parameters, config, client_manager)
+        return [(proxy, FitIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
@@ -152,14 +147,9 @@ class LegacyStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Return the strategy's evaluation messages as EvaluateIns."""
-        record, told = self._record(parameters), ConfigRecord(dict(self._evaluate_config(server_round)))
-        grid = _ManagerGrid(client_manager, self.strategy)
-        return [
-            (proxy, EvaluateIns(ndarrays_to_parameters(arrays), config))
-            for proxy, arrays, config in self._open(
-                self.strategy.configure_evaluate(server_round, record, told, grid), client_manager
-            )
-        ]
+        configure, config = self.strategy.configure_evaluate, self._evaluate_config(server_round)
+        opened = self._configure(configure, server_round, parameters, config, client_manager)
+        return [(proxy, EvaluateIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
@@ -198,16 +188,21 @@ class LegacyStrategy(Strategy):
         metrics = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_WORDS}) for res in used]
         return fn(metrics) if metrics else {}
 
-    def _record(self, parameters: Parameters) -> ArrayRecord:
-        arrays = parameters_to_ndarrays(parameters)
-        return ArrayRecord({n: FlowerArray(array) for n, array in zip(self._names, arrays, strict=True)})
-
-    def _open(
-        self, messages: Iterable[Message], client_manager: ClientManager
+    def _configure(
+        self,
+        configure: Callable[[int, ArrayRecord, ConfigRecord, Grid], Iterable[Message]],
+        server_round: int,
+        parameters: Parameters,
+        config: dict[str, Scalar],
+        client_manager: ClientManager,
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
+        """Return the strategy's messages of a round as clients with their arrays and config."""
+        arrays = zip(self._names, parameters_to_ndarrays(parameters), strict=True)
+        record, grid = ArrayRecord({n: FlowerArray(a) for n, a in arrays}), _ManagerGrid(client_manager, self.strategy)
+        messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
         proxies = client_manager.all()
-        self._asked = {str(message.metadata.dst_node_id): message for message in messages}
-        return [(_NamingProxy(proxies[cid]), *open_message(message)) for cid, message in self._asked.items()]
+        self._sent = {str(message.metadata.dst_node_id): message for message in messages}
+        return [(_NamingProxy(proxies[cid]), *open_message(message)) for cid, message in self._sent.items()]
 
     def _replies(
         self, reply: Callable[[Message, Any], Message], results: Sequence[tuple[ClientProxy, Any]], failures: Failures
@@ -216,7 +211,7 @@ class LegacyStrategy(Strategy):
         named = [failure for failure in failures if isinstance(failure, tuple)]
         replies = []
         for proxy, res in [*results, *named]:
-            message = self._asked[proxy.cid]
+            message = self._sent[proxy.cid]
             try:
                 if res.status.code is not Code.OK:
                     raise StateError(res.status.message)

@@ -46,7 +46,7 @@ class Augment:
             match = re.fullmatch(r"crop([1-9][0-9]{0,3})", entry)
             repeated = (match is not None and crop > 0) or (entry == "flip" and flip)
             if repeated or (match is None and entry != "flip"):
-                problem = "stands twice" if repeated else "is unknown"
+                problem = "is there twice" if repeated else "is unknown"
                 raise ConfigError(
                     f"augment={text!r}: {entry!r} {problem}. Allowed: a comma list with at most one each of cropN "
                     "(zero padding of N >= 1 pixels, then a random crop) and flip, e.g. 'crop4,flip', or '' for none."

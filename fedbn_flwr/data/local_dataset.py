@@ -50,7 +50,7 @@ def load_local_dataset(
     shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
     if not where.is_absolute():
         raise DataError(
-            f"data-path={path!r} is relative, and apps run in folders of their own. Write an absolute path."
+            f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path."
         )
     try:
         if where.is_file():

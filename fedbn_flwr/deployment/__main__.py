@@ -112,7 +112,7 @@ def down(folder: Folder = _HOME) -> None:
     while running(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     if running(pid):
-        raise EngineError(f"the federation's supervisor, process {pid}, does not end")
+        raise EngineError(f"the supervisor of the federation, process {pid}, does not end")
     while services := _services(folder):  # left by a supervisor that was killed
         if time.monotonic() > deadline:
             raise EngineError(f"the federation's processes {', '.join(map(str, services))} do not end")

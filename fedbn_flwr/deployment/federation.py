@@ -236,8 +236,8 @@ def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:
     keys = len(list((folder / "certs").glob("node-*")))
     if keys < num_nodes:
         raise ConfigError(
-            f"{str(folder)!r} has keys for {keys} nodes, and {num_nodes} are asked for: start no more than it has, or "
-            "remove the folder, with all it holds, for a new federation."
+            f"{str(folder)!r} has keys for {keys} nodes, but {num_nodes} are asked for. Start at most {keys} nodes, or "
+            "remove the folder to start a new federation."
         )
     return Layout.load(folder).addresses
 

@@ -48,8 +48,8 @@ def refuse_unusual(convolutions: Mapping[str, _ConvNd], why: str) -> None:
     bad = [f"{shown_path(path)} ({type(conv).__name__})" for path, conv in convolutions.items() if _is_unusual(conv)]
     if bad:
         raise NormLayerError(
-            f"{why} cannot be put on these convolutions: {', '.join(bad)}. They are lazy and saw no batch, are "
-            "parametrized, or have a forward of their own. Use plain torch convolutions."
+            f"{why} cannot be used on these convolutions: {', '.join(bad)}. They are lazy and saw no batch, are "
+            "parametrized, or have their own forward. Use plain torch convolutions."
         )
 
 

@@ -182,7 +182,7 @@ def _refuse_others(model: nn.Module, blocks: list[_Block], head: nn.Linear | Non
     if not blocks:
         problem = "it has no block of convolutions conv1, conv2, ..., each followed by its BatchNorm, with a shortcut"
     elif strays:
-        problem = f"BatchNorm stands neither in a residual block nor after the stem's convolution: {', '.join(strays)}"
+        problem = f"BatchNorm is neither in a residual block nor after the stem's convolution: {', '.join(strays)}"
     elif head is None:
         problem = "it has no linear classifier"
     else:

@@ -94,7 +94,7 @@ def test_unknown_entries_are_refused(text: str, entry: str) -> None:
 
 @pytest.mark.parametrize("text", ["flip,flip", "crop2,crop2", "crop2,crop4"])
 def test_repeated_entries_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="is there twice"):
         Augment.parse(text)
 
 

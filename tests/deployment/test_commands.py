@@ -65,7 +65,7 @@ def test_up_run_and_down(scratch: Path) -> None:
         down = command("down", *where)
         assert down.returncode == 0, down.stderr
         too_many = command("up", "--nodes", "3", *where)
-        assert (too_many.returncode, "has keys for 2 nodes, and 3 are asked for" in too_many.stderr) == (1, True)
+        assert (too_many.returncode, "has keys for 2 nodes, but 3 are asked for" in too_many.stderr) == (1, True)
         up = command("up", "--nodes", "2", *where)  # the killed node is refused for a while, and held for online
         assert up.returncode == 0, up.stderr
         assert log.read_text() == "", "nothing had to be started again after it was up"

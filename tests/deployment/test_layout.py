@@ -34,7 +34,7 @@ def test_a_used_folder_keeps_the_addresses_in_its_certificates(tmp_path: Path) -
     again.layout.save()
     as_keyed = Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path)
     assert as_keyed.layout.addresses == first.layout.addresses, "as many as there are keys, not as were up last"
-    with pytest.raises(ConfigError, match="has keys for 3 nodes, and 4 are asked for"):
+    with pytest.raises(ConfigError, match="has keys for 3 nodes, but 4 are asked for"):
         Federation(ROOT / "docker-compose.yml", 4, folder=tmp_path)
 
 

@@ -71,8 +71,8 @@ class SynchronisedStep(TorchFunctionMode):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if before.pop() == self._seen:
                 raise NormLayerError(
-                    f"BatchNorm layer {path!r} ({type(module).__name__}) made no call of functional.batch_norm that "
-                    "could be synchronised: it has arithmetic of its own, or it is called again in the backward pass "
+                    f"BatchNorm layer {path!r} ({type(module).__name__}) cannot be synchronised, because it does not "
+                    "call functional.batch_norm: it has its own arithmetic, or it is called again in the backward pass "
                     "(activation checkpointing). Use plain BatchNorm without checkpointing."
                 )
             self._layer = None

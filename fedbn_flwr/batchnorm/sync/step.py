@@ -74,8 +74,8 @@ def synchronised(
     for path, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
-                f"module {path or 'model'!r} is a {type(module).__name__}: its BatchNorm calls are out of reach and "
-                "would not be synchronised. Use the plain module."
+                f"module {path or 'model'!r} is a {type(module).__name__}: its BatchNorm calls cannot be synchronised. "
+                "Use the plain module."
             )
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:

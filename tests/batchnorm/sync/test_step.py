@@ -224,7 +224,7 @@ class DataParallelLike(nn.DataParallel):
 
 
 def test_layers_that_cannot_be_synchronised_are_refused_by_name():
-    with pytest.raises(NormLayerError, match=r"layer '1' \(Arithmetic\) made no call"):
+    with pytest.raises(NormLayerError, match=r"layer '1' \(Arithmetic\) cannot be synchronised, because"):
         step(nn.Sequential(nn.Linear(4, 3), Arithmetic(3)).double())
     with pytest.raises(NormLayerError, match="module '0' is a DataParallelLike"):
         step(nn.Sequential(DataParallelLike(small())))
