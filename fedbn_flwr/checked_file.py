@@ -22,7 +22,7 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import state_sha256
 
-__all__ = ["read_checked", "remove_leftovers", "write_atomically", "write_checked"]
+__all__ = ["encode_safetensors", "read_checked", "remove_leftovers", "write_atomically", "write_checked"]
 
 _ARRAY = "__array__"  # {"__array__": "model/fc.weight"} in the tree stands for that array
 
@@ -54,6 +54,17 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> Non
         os.close(folder)
 
 
+def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
+    """Return a safetensors file whose bytes depend on the content alone: ``save`` puts the metadata in random order."""
+    data = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata=dict(metadata))
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header = {"__metadata__": dict(sorted(metadata.items())), **{k: v for k, v in header.items() if k in arrays}}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + data[start:]
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of processes that were killed while they wrote; no reader takes them for results."""
     for path in folder.glob(".*.tmp"):
@@ -69,8 +80,8 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
     """
     arrays: dict[str, Array] = {}
     about = json.dumps(_take_out(content, "", arrays))
-    whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    write_atomically(path, save(whole, metadata={"about": about, "sha256": _sha256(about, whole)}), mode=0o600)
+    content_sha256 = _sha256(about, arrays)
+    write_atomically(path, encode_safetensors(arrays, {"about": about, "sha256": content_sha256}), mode=0o600)
 
 
 def read_checked(path: Path) -> dict[str, Any]:

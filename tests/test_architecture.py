@@ -1,4 +1,4 @@
-"""Arrows between modules point one way: pure torch < strategies and client < engines < experiment < command line."""
+"""The rooms of the package: every module stands in one, and imports point one way, from tensors to the command line."""
 
 from __future__ import annotations
 
@@ -9,24 +9,38 @@ from pathlib import Path
 import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
-TORCH_ONLY = ("averaging", "data", "errors", "evaluation", "models", "norms", "randomness", "seeds", "state", "syncbn")
-TORCH_ONLY += ("agc", "steps", "tasks", "training", "wrappers")
-EDGE = ("records", "wire", "local_state", "exchange")  # know Flower's records, and nothing of strategies or clients
-FORBIDDEN = {
-    **dict.fromkeys(TORCH_ONLY + EDGE, ("client", "engines", "exchange", "experiment", "cli", "app", "strategies")),
-    "strategies": ("client", "engines", "experiment", "cli", "app"),
-    **dict.fromkeys(("client", "mods", "rules"), ("engines", "experiment", "cli", "app")),
-    "legacy": ("client", "engines", "experiment", "cli", "app"),
-    "engines": ("strategies", "client", "experiment", "cli", "app", "deployment"),
-    "deployment": ("strategies", "client", "experiment", "cli", "app"),
-    "experiment": ("cli",),
-}
+LEVELS = (
+    ("errors", "seeds"),
+    ("training", "norms", "compat/flower"),
+    ("batchnorm", "data", "models"),
+    ("messages", "transport", "checked_file"),
+    ("server", "engines"),
+    ("strategies",),
+    ("client", "compat/legacy_strategy", "deployment"),
+    ("mods", "__init__"),
+    ("experiment",),
+    ("cli", "app"),
+)
+"""Each room may import from its own level and from those above it in this list."""
+TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "data", "models")
+APART = (("server", "engines"), ("norms", "compat/flower"), ("training", "compat/flower"))
+"""Rooms of one level that do not know each other."""
 
 
-def modules() -> list[tuple[str, Path]]:
-    """Every module as (first name below the package, file)."""
-    found = [(path.relative_to(PACKAGE), path) for path in sorted(PACKAGE.rglob("*.py"))]
-    return [(relative.parts[0].removesuffix(".py"), path) for relative, path in found]
+def group_of(name: str) -> str | None:
+    """The room of a module, given its dotted name below the package; None where it has none."""
+    rooms = [room for level in LEVELS for room in level]
+    parts = name.split(".")
+    return next((room for room in ("/".join(parts[:2]), parts[0]) if room in rooms), None)
+
+
+def modules() -> list[tuple[str | None, Path]]:
+    """Every module as (room, file)."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found.append((group_of(name.removesuffix(".__init__")), path))
+    return found
 
 
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
@@ -56,39 +70,55 @@ def top(name: str) -> str:
     return name.split(".")[0]
 
 
+def test_every_module_has_a_room() -> None:
+    assert [str(path.relative_to(PACKAGE)) for room, path in modules() if room is None] == ["compat/__init__.py"]
+
+
 def test_torch_only_modules_do_not_know_flower() -> None:
     wrong = []
-    for group, path in modules():
-        if group in TORCH_ONLY:
+    for room, path in modules():
+        if room in TORCH_ONLY:
             for name, line, eager in imports(path):
-                lazily_split = group == "data" and top(name) == "flwr_datasets" and not eager
+                lazily_split = room == "data" and top(name) == "flwr_datasets" and not eager
                 if top(name) in ("flwr", "flwr_datasets", "ray") and not lazily_split:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert wrong == []
 
 
 def test_arrows() -> None:
+    level = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
     wrong = []
-    for group, path in modules():
+    for room, path in modules():
         for name, line, _ in imports(path):
-            parts = name.split(".")
-            if parts[0] == "fedbn_flwr" and len(parts) > 1 and parts[1] in FORBIDDEN.get(group, ()):
+            other = group_of(name.removeprefix("fedbn_flwr."))
+            if room is None or other is None or not name.startswith("fedbn_flwr."):
+                continue
+            if level[other] > level[room] or (room, other) in APART or (other, room) in APART:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert wrong == []
+
+
+def test_strategies_are_papers_and_nothing_else() -> None:
+    from fedbn_flwr.strategies import STRATEGIES
+
+    files = {path.stem for path in (PACKAGE / "strategies").glob("*.py")} - {"__init__"}
+    assert files == {strategy.__module__.rsplit(".")[-1] for strategy in STRATEGIES.values()}
 
 
 def test_no_module_imports_from_the_package_root() -> None:
     """The root re-exports from the upper layers: importing it from below would be an arrow upwards."""
     names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
-    for group, path in modules():
-        if group != "__init__":
+    for room, path in modules():
+        if room != "__init__":
             for name, line, _ in imports(path):
                 if top(name) == "fedbn_flwr":
                     assert name.split(".")[1] in names, f"{path}:{line} imports {name}"
 
 
-def test_the_lists_above_name_real_modules() -> None:
-    assert set(TORCH_ONLY + EDGE) <= {group for group, _ in modules()}
+def test_the_lists_above_name_real_rooms() -> None:
+    rooms = {room for level in LEVELS for room in level}
+    assert rooms == {room for room, _ in modules() if room}
+    assert set(TORCH_ONLY) | {room for pair in APART for room in pair} <= rooms
 
 
 def test_no_module_state() -> None:

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from fedbn_flwr.cli import Engine, Kind, app
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.experiment import launch
+from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
@@ -98,7 +98,7 @@ def test_list_one_line_each(kind: str, names: list[str]) -> None:
 
 def test_every_kind_is_listed_above() -> None:
     assert {kind.value for kind in Kind} == {"strategies", "norms", "models", "datasets", "partitions"}
-    assert {engine.value for engine in Engine} == set(launch.ENGINES)
+    assert {engine.value for engine in Engine} == set(run_module.ENGINES)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -162,7 +162,7 @@ def test_partition_counts_what_the_run_would_train_on(tmp_path: Path) -> None:
     title, head, *rows = result.output.strip().splitlines()
     assert title == "training examples by class"
     assert head.split() == ["client", *map(str, range(10)), "all"]
-    split = federation(Config.make({"partition": "classes", "classes-per-client": 3}), 4)
+    split = partitioned_data(Config.make({"partition": "classes", "classes-per-client": 3}), 4)
     for client, (row, own) in enumerate(zip(rows[:-1], split.train, strict=True)):
         classes = [int((split.dataset.train.targets[own] == label).sum()) for label in range(10)]
         assert row.split() == [str(client), *map(str, classes), str(len(own))]
@@ -242,7 +242,7 @@ def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
     def fails(*_):
         raise EngineError("the federation fell over")
 
-    monkeypatch.setattr(launch, "run", fails)
+    monkeypatch.setattr(run_module, "run", fails)
     result = call("run", *SMALL, "--out", str(tmp_path / "out"))
     assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (1, "the federation fell over")
 

@@ -39,7 +39,7 @@ logger = logging.getLogger("flwr")
 if TYPE_CHECKING:
     _MethodSettings = Params
 else:
-    _MethodSettings = create_model("_MethodSettings", __base__=Params, **method_fields(STRATEGIES.values()))
+    _MethodSettings = create_model("_MethodSettings", **method_fields(STRATEGIES.values()))
 
 
 def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
@@ -270,6 +270,8 @@ class Config(_MethodSettings):
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if lines:
             raise ConfigError("\n".join(lines))
+        if config.strategy in STRATEGIES:  # a key that holds "the method's own" takes the method's default
+            config = config.model_copy(update=config.params().model_dump())
         return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
 
     @classmethod

@@ -37,8 +37,6 @@ def method_fields(methods: Methods) -> dict[str, Any]:
     names = dict.fromkeys(name for method in methods for name in method.Params.model_fields)
     fields: dict[str, Any] = {}
     for name in names:
-        if name in Params.model_fields:
-            continue
         first, *others = _declared(methods, name)
         for other in others:
             if (other.annotation, other.metadata) != (first.annotation, first.metadata):

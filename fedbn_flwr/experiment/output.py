@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import yaml
-from safetensors.numpy import save
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.checked_file import remove_leftovers, write_atomically
+from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
@@ -152,11 +151,10 @@ class RunFolder:
         """Write the model (with what it holds as metadata), the curves and, last, the summary."""
         from fedbn_flwr.experiment.curves import draw_curves
 
-        arrays = {name: np.asarray(array, order="C") for name, array in state.items()}  # keeps 0-dim counters 0-dim
         with self._writing():
             if self._tensorboard:
                 self._tensorboard.close()
-            write_atomically(self.path / "model.safetensors", save(arrays, metadata=dict(about)))
+            write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))
             write_atomically(self.path / "curves.png", draw_curves({"": read_metrics(self.path / "metrics.jsonl")}))
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
 

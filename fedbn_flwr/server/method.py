@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, get_args
 
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, Variance
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import is_default_aggregation
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.server.momentum import MomentumScope
@@ -22,7 +23,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["HookContext", "HookFactory", "Method", "Params", "RunSettings", "setting"]
+__all__ = ["HookContext", "HookFactory", "Method", "Params", "RunSettings", "limits", "setting"]
 
 
 def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -> Any:
@@ -69,12 +70,32 @@ class Params(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            lines = [f"{'.'.join(map(str, e['loc'][:1]))}={e['input']!r}: {_reason(e)}" for e in error.errors()]
-            raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+            first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}  # of a union: one is enough
+            raise ConfigError("\n".join(map(self._problem, reversed(first.values())))) from error
+
+    @classmethod
+    def _problem(cls, problem: Any) -> str:
+        """Return pydantic's problem in plain words: the setting, its value, what is allowed."""
+        name, value = str(problem["loc"][0]), problem["input"]
+        if problem["type"] == "literal_error":
+            return str(unknown_name(name, value, get_args(cls.model_fields[name].annotation)))
+        if problem["type"] == "value_error":
+            return f"{name}={value!r}: {problem['ctx']['error']}"
+        allowed = limits(cls.model_fields[name])
+        if allowed and isinstance(value, (int, float)):
+            return f"{name}={value!r} must be {allowed}"
+        return f"{name}={value!r}: {problem['msg'].lower()}"
 
 
-def _reason(error: Any) -> str:
-    return str(error["ctx"]["error"]) if error["type"] == "value_error" else str(error["msg"]).lower()
+def limits(field: FieldInfo) -> str:
+    """Return the numbers that a field allows, in words; "" where there is no limit."""
+    signs = ("ge", "gt", "le", "lt")
+    found = {sign: getattr(limit, sign) for limit in field.metadata for sign in signs if hasattr(limit, sign)}
+    if found.keys() >= {"ge", "lt"}:
+        return f"in [{found['ge']}, {found['lt']})"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    text = " and ".join(f"{words[sign]} {value}" for sign, value in found.items())
+    return f"a finite number {text}" if text and field.annotation is float else text
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,8 @@ def test_a_client_fn_that_returns_something_else(open_grid) -> None:
 
 def test_an_error_rolls_the_context_back(client_fn, mlp, open_grid, same_bits) -> None:
     grid = open_grid(client_app(client_fn))
-    keep = ConfigRecord({"local-parts": "statistics,counters"})
+    local = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    keep = ConfigRecord({"local-entries": json.dumps(local)})
     content = RecordDict({"arrays": to_record(state_of(mlp(dropout=0.3))), "config": keep})
     ask(grid, content, MessageType.TRAIN)
     kept = from_record(grid.context(0).state["fedbn-flwr.local"])

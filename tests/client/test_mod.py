@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedbn_flwr.modsel_spec import StateLocation
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client.model_spec import StateLocation
 from fedbn_flwr.client.state_folder import Continuity
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError, StateError
@@ -197,7 +197,7 @@ def test_an_unchanged_app_with_the_mod_is_our_client(federate, drive, app, datas
     theirs = drive(method(), app())
     same_bits(theirs.state, ours.state)
     same_reports(theirs.strategy, ours.strategy)
-    assert theirs.strategy.local_hashes.keys() == ours.strategy.local_hashes.keys()
+    assert theirs.strategy.run.local_hashes.keys() == ours.strategy.run.local_hashes.keys()
     for i in range(len(SIZES)) if method.local else ():
         kept = [from_record(grid.context(i).state["fedbn-flwr.local"]) for grid in (theirs.grid, ours.grid.inner)]
         same_bits(*kept)
@@ -573,10 +573,10 @@ def test_a_restarted_node_goes_on_with_its_part(on_disk, drive, app, same_bits, 
     plain, strategy = drive(method(), app(ruled, query=True)), method(fraction_evaluate=0.0)
     arrays, _ = on_disk(strategy, (restarted,), rounds=3)
     same_bits(from_record(arrays), plain.state)
-    assert strategy.local_hashes == plain.strategy.local_hashes != {}
+    assert strategy.run.local_hashes == plain.strategy.run.local_hashes != {}
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
-    assert strategy.volatile == []
-    assert plain.strategy.volatile == ["0", "1", "2"]
+    assert strategy.run.volatile == []
+    assert plain.strategy.run.volatile == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("method", KEEPING)
@@ -586,7 +586,7 @@ def test_a_run_goes_on_with_new_nodes(on_disk, drive, app, same_bits, method: An
     after.load_state_dict(before.state_dict(), 1)
     arrays, _ = on_disk(after, (), rounds=3, arrays=arrays)
     same_bits(from_record(arrays), whole.state)
-    assert after.local_hashes == whole.strategy.local_hashes
+    assert after.run.local_hashes == whole.strategy.run.local_hashes
     assert [report.rejected for report in after.reports] == [{}] * 2
 
 
@@ -605,7 +605,7 @@ def test_the_next_run_of_a_series_begins_with_the_parts_of_the_one_before(on_dis
 
 
 def test_a_home_needs_a_series_a_full_path_and_a_partition_id(tmp_path) -> None:
-    told = Continuity("series", "run").told()
+    told = Continuity("series", "run")
 
     def home(node: Any, run: Any = None, told: Any = told) -> StateLocation | None:
         return StateLocation.of(Context(1, 1, node, RecordDict(), run or {}), told)
@@ -613,7 +613,7 @@ def test_a_home_needs_a_series_a_full_path_and_a_partition_id(tmp_path) -> None:
     own = {"partition-id": 3, "state-dir": str(tmp_path)}
     found = [home(own), home({"partition-id": 3}, {"state-dir": str(tmp_path)}), home(own, {"state-dir": "/other"})]
     assert [h and h.path.parent for h in found] == [tmp_path / "series/partition-3"] * 3
-    assert home(own, told={}) is home({"partition-id": 3}) is home({"state-dir": "x"}, told={}) is None
+    assert home(own, told=None) is home({"partition-id": 3}) is home({"state-dir": "x"}, told=None) is None
     with pytest.raises(StateError, match="needs a partition id: give the SuperNode one"):
         home({"state-dir": str(tmp_path)})
     with pytest.raises(ConfigError, match="state-dir='x' of node 1 is relative; write an absolute path"):

@@ -19,6 +19,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)
+BN = json.dumps([f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")])
 
 
 def context(partition_id: int = 3) -> Context:
@@ -117,7 +118,7 @@ def test_counters_that_come_as_floats_are_rounded(client) -> None:
 
 def test_local_parts_are_kept_and_not_returned(client) -> None:
     start = client.get_parameters({})
-    config = {"local-parts": "affine,counters,statistics", "server-round": 1}
+    config = {"local-entries": BN, "server-round": 1}
     names = ["0.weight", "0.bias", "4.weight", "4.bias"]
     got, _, metrics = client.fit(start, config)
     assert json.loads(metrics["array-names"]) == names
@@ -134,9 +135,9 @@ def test_local_parts_are_kept_and_not_returned(client) -> None:
 def test_kept_entries_win_over_received_ones(client) -> None:
     """A common start that is sent again does not undo what the client learnt."""
     start = client.get_parameters({})
-    client.fit(start, {"local-parts": "statistics"})
+    client.fit(start, {"local-entries": json.dumps(["1.running_mean", "1.running_var"])})
     mean = client.model[1].running_mean.clone()
-    client.evaluate(start, {"local-parts": "statistics"})
+    client.evaluate(start, {"local-entries": json.dumps(["1.running_mean", "1.running_var"])})
     assert torch.equal(client.model[1].running_mean, mean)
     client.evaluate(start, {})
     assert not client.model[1].running_mean.any()
@@ -146,7 +147,7 @@ def test_a_client_that_lost_its_part_says_so(client) -> None:
     names = ["0.weight", "0.bias", "4.weight", "4.bias"]
     values = [client.get_parameters({})[i] for i in (0, 1, 7, 8)]
     with pytest.raises(StateError) as error:
-        client.fit(values, {"local-parts": "affine,counters,statistics", "array-names": json.dumps(names)})
+        client.fit(values, {"local-entries": BN, "array-names": json.dumps(names)})
     assert str(error.value) == (
         "no value for 5 entries ('1.weight', ...): they were neither sent nor kept by this client; the server will "
         "send the common start again"
@@ -168,7 +169,7 @@ def test_arrays_that_do_not_fit(client) -> None:
 def test_local_parts_need_a_context(points, mlp) -> None:
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
     with pytest.raises(StateError, match="this client has no Context"):
-        client.fit(client.get_parameters({}), {"local-parts": "affine"})
+        client.fit(client.get_parameters({}), {"local-entries": json.dumps(["1.weight", "1.bias"])})
 
 
 def test_no_data_and_unknown_rules(points, mlp) -> None:
@@ -176,5 +177,5 @@ def test_no_data_and_unknown_rules(points, mlp) -> None:
     with pytest.raises(DataError, match="no training examples"):
         client.fit(client.get_parameters({}), {})
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
-    with pytest.raises(ConfigError, match=r"unknown client rule 'proximall'\. Did you mean 'proximal'?"):
+    with pytest.raises(ConfigError, match=r"unknown client hook 'proximall'\. Did you mean 'proximal'?"):
         client.fit(client.get_parameters({}), {"rules": "proximall"})

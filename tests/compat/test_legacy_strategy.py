@@ -156,11 +156,11 @@ def test_every_strategy_is_carried_or_refused(mlp) -> None:
     assert refused.keys() == {"fedtan", "fedtan2", "feddna", "staticbn"}
     for name in ("fedtan", "fedtan2", "feddna"):
         assert f"strategy '{name}' exchanges statistics with its clients inside a local step, and" in refused[name]
-    assert "strategy 'staticbn' gathers BN statistics from its clients before tests, and" in refused["staticbn"]
+    assert "strategy 'staticbn' re-estimates BN statistics from its clients before tests, and" in refused["staticbn"]
     carried = {make().name for make in CARRIED.values()}
     assert carried | refused.keys() == set(STRATEGIES)
     assert not carried & refused.keys()
-    with pytest.raises(ConfigError, match="'fedbs' gathers BN statistics"):
+    with pytest.raises(ConfigError, match="'fedbs' re-estimates BN statistics"):
         to_legacy(FedBS(recalibrate=True), to_record(mlp().state_dict()))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from fedbn_flwr.data import datasets
+from fedbn_flwr.data import loading
 from fedbn_flwr.data.domains import DOMAINNET10, OFFICE_CALTECH10
 from fedbn_flwr.data.loading import load_dataset
 from fedbn_flwr.data.samples import Dataset
@@ -25,7 +25,7 @@ TWO_IMAGES = np.arange(32, dtype=np.uint8).reshape(2, 4, 4)
 @pytest.fixture(autouse=True)
 def empty_cache() -> Iterator[None]:
     yield
-    datasets._load.cache_clear()
+    loading._load.cache_clear()
 
 
 def real(folder: str) -> Path:
@@ -233,7 +233,7 @@ def test_the_embedded_domains_have_their_constants_and_are_the_same_every_time()
     pixels = data.train.inputs.double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)
     assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(data.std, abs=0.6e-4)
-    datasets._load.cache_clear()
+    loading._load.cache_clear()
     again = load_dataset("digits-domains")
     assert again is not data
     assert torch.equal(again.train.inputs, data.train.inputs)

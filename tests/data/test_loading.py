@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedbn_flwr.data import datasets
+from fedbn_flwr.data import loading
 from fedbn_flwr.data.loading import DATASETS, load_dataset
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.samples import Dataset, Samples
@@ -35,7 +35,7 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     yield
-    datasets._load.cache_clear()
+    loading._load.cache_clear()
 
 
 def real(folder: str) -> Path:
@@ -218,7 +218,7 @@ def test_rgb_becomes_luma_and_constants_averages(monkeypatch: pytest.MonkeyPatch
         "files": "",
         "loader": lambda *_: Loaded(samples, samples),
     }
-    monkeypatch.setitem(DATASETS, "svhn", datasets.DatasetInfo(**fields))
+    monkeypatch.setitem(DATASETS, "svhn", loading.DatasetInfo(**fields))
     data = load_dataset("svhn", channels=1)
     luma = (inputs.double() * torch.tensor([299, 587, 114]).view(3, 1, 1)).sum(1, keepdim=True) / 1000
     assert torch.equal(data.train.inputs.double(), (luma + 0.5).floor())

@@ -12,7 +12,7 @@ from fedbn_flwr.app import client_app, main
 from fedbn_flwr.cli import app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.experiment import run as run_module
+from fedbn_flwr.experiment import serve as serve_module
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.serve import serve
 
@@ -114,7 +114,7 @@ def test_an_output_folder_in_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", [2, 4])
 def test_a_federation_of_another_size(found: int, quick_config, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(run_module, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
     config = quick_config()
     with (
         InProcessGrid(client_app, found, run_config=config.to_mapping()) as grid,
@@ -130,7 +130,7 @@ def test_a_federation_of_another_size(found: int, quick_config, tmp_path: Path, 
 
 
 def test_a_federation_without_nodes(quick_config, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(run_module, "NODE_GRACE", 0.1)
+    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.1)
     with InProcessGrid(client_app, 1) as grid:
         monkeypatch.setattr(grid, "get_node_ids", list)
         with pytest.raises(EngineError, match=r"no nodes connected within 0\.1 s; start the SuperNodes first"):

@@ -169,8 +169,8 @@ def test_one_problem(values: dict[str, Any], line: str) -> None:
 
 def test_a_list_or_null_is_no_value() -> None:
     assert refused({"eval-on": ["global"], "data-dir": None}) == [
-        "data-dir=None: input should be a valid string",
         "eval-on=['global']: input should be a valid string",
+        "data-dir=None: input should be a valid string",
     ]
 
 

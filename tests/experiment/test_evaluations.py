@@ -12,7 +12,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.setup import check, make_model
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.training.evaluation import evaluate
@@ -35,13 +35,13 @@ def test_recalibrate_on_digits_holds_the_statistics_of_the_union(quick_run) -> N
     plain, other = quick_run(strategy="fedavg", **{**settings, "eval-on": "global,recalibrated"})
     model, about = saved(out)
     trained, about_trained = saved(other)
-    assert about["statistics"] == "gathered from zero from the clients under these weights"
+    assert about["statistics"] == "re-estimated from the clients' data under these weights"
     assert about_trained["statistics"] == about["affine"] == "global"
     (layer,) = (module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
     (theirs,) = (module for module in trained.modules() if isinstance(module, nn.BatchNorm1d))
     seen: list[torch.Tensor] = []
     layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
-    union = federation(Config.load(out / "config.yaml"), 3).train_view()
+    union = partitioned_data(Config.load(out / "config.yaml"), 3).train_view()
     model.eval()(union.batch(torch.arange(len(union)))[0])
     torch.testing.assert_close(layer.running_mean, seen[0].mean(0), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(layer.running_var, seen[0].var(0), rtol=1e-4, atol=1e-5)
@@ -74,7 +74,7 @@ def test_averaged_bn_is_tested_saved_and_foretold(quick_run, strategy: str) -> N
         assert summary["final"][key] == plain["final"][key], "a test changes nothing"
     model, about = saved(out)
     config = Config.load(out / "config.yaml")
-    result = evaluate(model, federation(config, 3).test_view())
+    result = evaluate(model, partitioned_data(config, 3).test_view())
     assert result.loss == summary["final"]["test-averaged-bn-loss"] != summary["final"]["test-loss"]
     kept = {"affine", "statistics", "counters"} - {part for part, text in about.items() if text == "global"}
     assert kept
@@ -88,7 +88,7 @@ def test_averaged_bn_is_tested_saved_and_foretold(quick_run, strategy: str) -> N
 def test_global_accuracy_by_domain_is_of_each_domains_test_images(quick_run) -> None:
     summary, out = quick_run(strategy="fedavg", **DOMAINS)
     model, _ = saved(out)
-    data = federation(Config.load(out / "config.yaml"), 5)
+    data = partitioned_data(Config.load(out / "config.yaml"), 5)
     whole, groups = data.test_view(), data.dataset.test.groups
     inputs, targets = whole.batch(torch.arange(len(whole)))
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
     assert found["personal-own-accuracy"] == found["test-accuracy"]
     two, out = quick_run(strategy="fedbn", **{**DOMAINS, "num-clients": 10})
     clients = read_metrics(out / "metrics.jsonl")[-1]["clients"]
-    data = federation(Config.load(out / "config.yaml"), 10)
+    data = partitioned_data(Config.load(out / "config.yaml"), 10)
     by_domain: dict[str, list[float]] = {}
     for client, metrics in clients.items():
         by_domain.setdefault(data.domain_of(int(client)), []).append(metrics["own-accuracy"])
@@ -120,8 +120,8 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
 def test_clients_of_mixed_domains_have_no_domain(quick_run) -> None:
     summary, _ = quick_run(strategy="fedbn", **{**DOMAINS, "partition": "iid"})
     assert "domains" not in summary["final"]
-    assert federation(Config.make({}), 5).domain_views() == {}, "digits have no groups"
-    assert federation(Config.make({}), 5).domain_of(0) is None
+    assert partitioned_data(Config.make({}), 5).domain_views() == {}, "digits have no groups"
+    assert partitioned_data(Config.make({}), 5).domain_of(0) is None
 
 
 def test_what_makes_no_sense_is_refused_before_the_run() -> None:

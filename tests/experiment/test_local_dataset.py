@@ -17,7 +17,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.serve import serve
 
 NODES = 3
@@ -52,7 +52,7 @@ def served(tmp_path: Path) -> Serve:
 @pytest.fixture
 def archives(tmp_path: Path) -> list[Path]:
     """Each client's share of the digits as an npz file."""
-    data = federation(config_of(), NODES)
+    data = partitioned_data(config_of(), NODES)
     paths = []
     for i in range(NODES):
         parts = {}

@@ -17,9 +17,9 @@ from fedbn_flwr.app import client_app
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment import run as run_module
+from fedbn_flwr.experiment import serve as serve_module
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.output import alone, read_metrics
+from fedbn_flwr.experiment.output import lock_folder, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
@@ -159,7 +159,7 @@ def test_a_history_that_was_cut_by_hand_is_not_taken(tmp_path: Path) -> None:
 def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
     with pytest.raises(Cut):
         start(tmp_path, cut=3)
-    with alone(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
         start(tmp_path, resume=True)
     start(tmp_path, resume=True)
 
@@ -178,8 +178,8 @@ def test_a_first_line_that_was_cut_short_is_gone_after_a_resume(tmp_path: Path) 
 
 def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
     """Over a network, where a node's part of the data is its own; elsewhere two nodes would deal all among them."""
-    monkeypatch.setattr(run_module, "RETURN_GRACE", 0.3)
-    monkeypatch.setattr(run_module, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(serve_module, "RETURN_GRACE", 0.3)
+    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
     out = tmp_path / "out"
 
     def go(num_nodes: int, rounds: int) -> None:
@@ -196,7 +196,7 @@ def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkey
     go(3, 2)
     with pytest.raises(ConfigError, match=r"num-clients=3, but the federation has 2 node.*the run began with 3"):
         go(2, 4)
-    monkeypatch.setattr(run_module, "over_network", lambda grid: True)
+    monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
     go(2, 4)
     assert "the run began with 3 nodes and goes on with 2: the others may come back" in caplog.text
     lines = read_metrics(out / "metrics.jsonl")

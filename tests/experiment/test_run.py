@@ -22,7 +22,7 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.serve import centralized, serve
 from fedbn_flwr.experiment.setup import make_model
@@ -98,7 +98,7 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
     for entry, value in model.state_dict().items():
         assert value.shape == initial[entry].shape
     if not local:
-        result = evaluate(model, federation(config, 3).test_view())
+        result = evaluate(model, partitioned_data(config, 3).test_view())
         assert result.accuracy == summary["final"]["test-accuracy"]
     if name == "fedavg":  # where nothing stays with the clients, the hash is that of the model
         assert state_sha256(to_state(model.state_dict())) == summary["sha256"]

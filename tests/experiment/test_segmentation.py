@@ -14,7 +14,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import batchnorm_calls
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import count_clients, federation
+from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.setup import image_shape, make_model
 from fedbn_flwr.training.evaluation import evaluate
@@ -57,7 +57,7 @@ def test_a_run(strategy: str, model: str, settings: dict[str, Any], tmp_path: Pa
     assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 2
     trained = make_model(config)
     trained.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-    result = evaluate(trained, federation(config, 2).test_view(), task=SEGMENTATION)
+    result = evaluate(trained, partitioned_data(config, 2).test_view(), task=SEGMENTATION)
     assert result.named("test-") == {key: summary["final"][key] for key in ("test-loss", "test-accuracy", "test-miou")}
 
 
@@ -118,7 +118,7 @@ def test_where_no_number_is_set_a_split_by_group_has_a_client_for_each(
 
 
 def test_crops_move_pixels_with_their_classes(settings: dict[str, Any]) -> None:
-    view = federation(Config.make({**settings, "augment": "crop8,flip"}), 2).train_view()
+    view = partitioned_data(Config.make({**settings, "augment": "crop8,flip"}), 2).train_view()
     inputs, targets = view.batch(torch.arange(5), torch.Generator().manual_seed(0))
     assert inputs.shape == (5, 3, 64, 128)
     assert targets.shape == (5, 64, 128)

@@ -15,7 +15,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.node import client_fn
-from fedbn_flwr.experiment.partitioned_data import federation
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, pick_device
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -28,9 +28,9 @@ def context(config: Config, partition_id: int = 1, **node_config: Any) -> Contex
 def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
     config = quick_config()
     views = [
-        federation(config, 3).train_view(0),
-        federation(config, 3).train_view(2),
-        federation(config, 3).train_view(),
+        partitioned_data(config, 3).train_view(0),
+        partitioned_data(config, 3).train_view(2),
+        partitioned_data(config, 3).train_view(),
     ]
     clients = [client_fn(context(config, i)) for i in range(3)]
     views += [client.train_data for client in clients]
@@ -41,7 +41,7 @@ def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None
 
 
 def test_the_split_is_one_of_the_whole(quick_config) -> None:
-    data = federation(quick_config(partition="iid"), 4)
+    data = partitioned_data(quick_config(partition="iid"), 4)
     together = np.concatenate(data.train)
     assert sorted(together.tolist()) == list(range(len(data.dataset.train)))
     assert len(data.train_view()) == len(together)
@@ -60,11 +60,11 @@ def test_a_client_is_a_function_of_its_context(quick_config) -> None:
         assert torch.equal(value.cpu(), make_model(config).state_dict()[name])
     momenta = [m.momentum for m in client.model.modules() if isinstance(m, nn.BatchNorm1d)]
     assert momenta == [0.25]
-    assert torch.equal(client.train_data.targets, federation(config, 3).train_view(1).targets)
+    assert torch.equal(client.train_data.targets, partitioned_data(config, 3).train_view(1).targets)
 
 
 def test_augmentation_reaches_training_only(quick_config) -> None:
-    data = federation(quick_config(augment="crop2,flip"), 3)
+    data = partitioned_data(quick_config(augment="crop2,flip"), 3)
     positions = torch.arange(16)
     plain = data.train_view(0).batch(positions)[0]
     assert not torch.equal(data.train_view(0).batch(positions, torch.Generator().manual_seed(0))[0], plain)
@@ -91,7 +91,7 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     strategy = make_strategy(config, make_model(config), 3)
     assert type(strategy) is STRATEGIES[name]
     assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 2)
-    for field in strategy.Params.__dataclass_fields__:
+    for field in strategy.Params.model_fields:
         assert getattr(strategy.params, field) == getattr(config, field), field
     assert strategy.parts is not None
     assert list(strategy.parts.names) == list(make_model(config).state_dict())
@@ -124,7 +124,7 @@ def test_a_relative_data_folder_is_refused_with_the_absolute_one(quick_config, t
 
 def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
     with pytest.raises(DataError, match="data set 'mnist' is not embedded and data-dir is not set"):
-        federation(quick_config(dataset="mnist"), 3)
+        partitioned_data(quick_config(dataset="mnist"), 3)
 
 
 def test_the_resolved_config_makes_the_same_run(quick_config, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_numpy_client_with_the_mod_is_our_client(
     else:
         state = by_the_loop(strategy, ClientApp(client_fn=function, mods=[local_bn]), mlp())
     same_bits(state, ours.state if way == "messages" else ours.history[-1])
-    assert strategy.local_hashes == ours.strategy.local_hashes
+    assert strategy.run.local_hashes == ours.strategy.run.local_hashes
     assert [report.phase for report in strategy.reports] == [report.phase for report in ours.strategy.reports]
     for report in strategy.reports:
         assert (report.participants, report.rejected) == ([0, 1, 2], {})

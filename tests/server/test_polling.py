@@ -10,7 +10,7 @@ from flwr.app import Error, Message, MessageType, RecordDict
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.server.polling import gather
+from fedbn_flwr.server.polling import send_until
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
 
@@ -50,7 +50,7 @@ def asked(grid: Slow) -> list[Message]:
 
 def test_all_replies_by_the_node_that_was_asked() -> None:
     grid = Slow({7: 0.0, 8: 0.05})
-    replies = gather(grid, asked(grid), lambda replies, seconds: seconds > 5)
+    replies = send_until(grid, asked(grid), lambda replies, seconds: seconds > 5)
     assert sorted(replies) == [7, 8]
     assert [replies[i].metadata.src_node_id for i in (7, 8)] == [7, 8]
     assert time.monotonic() - grid.start < 1
@@ -58,15 +58,15 @@ def test_all_replies_by_the_node_that_was_asked() -> None:
 
 def test_it_stops_when_enough_is_enough() -> None:
     grid = Slow({7: 0.0, 8: 60.0})
-    assert list(gather(grid, asked(grid), lambda replies, seconds: 7 in replies)) == [7]
-    assert list(gather(grid, asked(grid), lambda replies, seconds: seconds > 0.2)) == [7]
+    assert list(send_until(grid, asked(grid), lambda replies, seconds: 7 in replies)) == [7]
+    assert list(send_until(grid, asked(grid), lambda replies, seconds: seconds > 0.2)) == [7]
     assert 0.2 <= time.monotonic() - grid.start < 1
     assert grid.polls < 200
 
 
 def test_what_cannot_be_pushed() -> None:
     grid = Slow({7: 0.0, 8: 0.0}, "not the first")
-    assert list(gather(grid, asked(grid), lambda replies, seconds: seconds > 5)) == [8]
+    assert list(send_until(grid, asked(grid), lambda replies, seconds: seconds > 5)) == [8]
     grid = Slow({7: 0.0, 8: 0.0}, "none")
     with pytest.raises(EngineError, match="only 0 of 2 messages could be pushed"):
-        gather(grid, asked(grid), lambda replies, seconds: True)
+        send_until(grid, asked(grid), lambda replies, seconds: True)

@@ -6,15 +6,16 @@ import logging
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server import flower
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, server
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold
 
 
 def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatch) -> None:
@@ -38,7 +39,7 @@ def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatc
         assert after == 0
         return FlowerFedAvg.start(strategy, grid, arrays, *rest)
 
-    monkeypatch.setattr(server, "run_rounds", flowers)
+    monkeypatch.setattr(flower, "run_rounds", flowers)
     theirs, their_calls = run()
     assert calls == their_calls
     same_bits(ours.state, theirs.state)
@@ -50,7 +51,7 @@ def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatc
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_outlives_a_round_is_named_once(name: str) -> None:
     strategy = STRATEGIES[name]()
-    names = strategy._checkpoint_keys()
+    names = [*strategy._checkpoint_keys(), *strategy.run.checkpoint([])]
     assert len(names) == len(set(names))
     assert {"momentum", "local_hashes", "volatile", "started"} <= set(names)
 
@@ -86,9 +87,9 @@ def test_clients_are_told_what_to_go_on_from_until_they_have_answered(federate, 
 
 def test_a_node_of_unknown_name_is_not_told_to_begin_again() -> None:
     """What it holds may be what another message names: "" would have it give that up."""
-    post = Dispatcher(NodeRegistry(0, 1.0), 1.0, "arrays", "config")
-    post.owe({"0": "a" * 64})
-    told = [dict(post._with_hash(Node(7, partition), ConfigRecord({}))) for partition in (0, 1, None)]
+    dispatcher = Dispatcher(NodeRegistry(0, 1.0), 1.0, "arrays", "config")
+    dispatcher.expect_hashes({"0": "a" * 64})
+    told = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
     assert told == [{"local-sha256": "a" * 64}, {"local-sha256": ""}, {}]
 
 

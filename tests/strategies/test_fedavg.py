@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import time
 
@@ -117,8 +118,9 @@ def test_eval_every(federate, datasets, mlp) -> None:
 
 def test_the_config_reaches_the_clients(datasets, mlp, federate) -> None:
     run = federate(FedBN(), mlp, datasets, rounds=2)
-    assert [(c["server-round"], c["local-parts"]) for c in run.grid.config()] == [
-        (r, "affine,counters,statistics") for r in (1, 1, 1, 2, 2, 2)
+    local = [f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+    assert [(c["server-round"], json.loads(c["local-entries"])) for c in run.grid.config()] == [
+        (r, local) for r in (1, 1, 1, 2, 2, 2)
     ]
     plain = federate(FedAvg(), mlp, datasets, rounds=1)
     assert [dict(c) for c in plain.grid.config()] == [{"server-round": 1}] * 3

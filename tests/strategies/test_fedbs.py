@@ -59,11 +59,11 @@ def test_it_switches_in_the_round_the_rule_says_once() -> None:
     near, wide = (1.0, 1.1, 0.9), (1.0, 2.0, 0.5)
     for server_round, losses in enumerate([near, wide, near, (1.0,), near], start=1):
         assert strategy.phase(server_round) == "loss-weighted"
-        assert "proximal-mu" not in strategy.client_config(server_round)
+        assert "proximal" not in strategy.hooks_for(server_round)
         strategy.combine(server_round, replies(*losses), {})
     assert strategy.switched_after == 5
     assert strategy.phase(6) == "proximal"
-    assert strategy.client_config(6)["proximal-mu"] == 0.01
+    assert strategy.hooks_for(6) == {"proximal": {"proximal-mu": 0.01}}
     strategy.combine(6, replies(*wide), {})
     assert strategy.switched_after == 5
     np.testing.assert_array_equal(strategy.combine(7, replies(*wide), {})["w"], [1.0, 1.0])

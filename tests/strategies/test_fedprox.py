@@ -68,7 +68,7 @@ def test_the_penalty_is_half_mu_times_the_squared_distance(mlp) -> None:
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf")])
 def test_mu_is_checked(mu: float) -> None:
-    with pytest.raises(ConfigError, match=f"^proximal_mu={mu} must be a finite number >= 0$"):
+    with pytest.raises(ConfigError, match=f"^proximal_mu={mu} must be a finite number at least 0$"):
         FedProx(proximal_mu=mu)
 
 

@@ -110,9 +110,9 @@ def test_a_client_with_one_example_takes_part(tan, lab, transport: str) -> None:
     ("settings", "message"),
     [
         ({"fedtan_exchanges": "4L+1"}, "unknown fedtan_exchanges '4L+1'. Did you mean '3L+1'? Allowed: 2L+1, 3L+1."),
-        ({"fedtan_transport": "chanel"}, "unknown fedtan_exchange 'chanel'. Did you mean 'channel'?"),
-        ({"fedtan_timeout": 0.0}, "fedtan_timeout=0.0 must be above 0 seconds"),
-        ({"fedtan_timeout": float("nan")}, "fedtan_timeout=nan must be above 0 seconds"),
+        ({"fedtan_transport": "chanel"}, "unknown fedtan_transport 'chanel'. Did you mean 'channel'?"),
+        ({"fedtan_timeout": 0.0}, "fedtan_timeout=0.0 must be a finite number above 0"),
+        ({"fedtan_timeout": float("nan")}, "fedtan_timeout=nan must be a finite number above 0"),
     ],
 )
 def test_settings_are_checked(settings: dict, message: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import FedTAN, FedTAN2, FixBN
-from fedbn_flwr.training.loop import LearningRate
+from fedbn_flwr.training import LearningRate
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -46,8 +46,8 @@ def test_fedtan_up_to_m_then_frozen(tan, model, data, same_bits, transport: str,
         assert not np.array_equal(run.history[5][name], run.history[4][name]), name
     reports = run.strategy.reports
     assert [r.phase for r in reports] == ["synchronised"] * m + ["frozen"] * (5 - m)
-    told = [run.strategy.client_config(r)["rules"] for r in range(1, 6)]
-    assert told == ["synchronise-first-step"] * m + ["freeze-bn"] * (5 - m)
+    told = [list(run.strategy.hooks_for(r)) for r in range(1, 6)]
+    assert told == [["synchronise-first-step"]] * m + [["freeze-bn"]] * (5 - m)
     assert [r.train.exchanges for r in reports] == [4] * m + [1] * (5 - m)
     assert len({r.train.down for r in reports[m:]}) == 1
 
@@ -72,12 +72,15 @@ def test_the_learning_rate_may_decay_with_m(tan, model, data) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fedtan_rounds": "later"}, "'later' must be a round (int), a fraction (float in [0, 1]) or 'auto'"),
-        ({"fedtan_rounds": 1.5}, "1.5 must be a fraction in [0, 1]; for a round write an int"),
-        ({"fedtan_rounds": -1}, "-1 must be a round >= 0"),
-        ({"freeze_window": 1}, "freeze_window=1 must be at least 2 rounds"),
-        ({"freeze_tau": 0.0}, "freeze_tau=0.0 must be above 0"),
-        ({"fedtan_timeout": -1.0}, "fedtan_timeout=-1.0 must be above 0 seconds"),
+        (
+            {"fedtan_rounds": "later"},
+            "'later' is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'",
+        ),
+        ({"fedtan_rounds": 1.5}, "1.5 is not a fraction in [0, 1]; for a round write an int"),
+        ({"fedtan_rounds": -1}, "-1 is not a round; the first is 1, and 0 freezes from the start"),
+        ({"freeze_window": 1}, "freeze_window=1 must be at least 2"),
+        ({"freeze_tau": 0.0}, "freeze_tau=0.0 must be a finite number above 0"),
+        ({"fedtan_timeout": -1.0}, "fedtan_timeout=-1.0 must be a finite number above 0"),
     ],
 )
 def test_settings_are_checked(settings: dict, message: str) -> None:

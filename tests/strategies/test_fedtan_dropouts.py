@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.strategies import FedTAN, carry
+from fedbn_flwr.server import synchronised_step
+from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
 TRANSPORTS = ("barrier", "messages", "channel")
@@ -109,7 +110,7 @@ def test_the_round_is_as_without_the_lost_client(
 ) -> None:
     """In Flower's simulation, too, where by channel a client that is only late ends the run."""
     if simulated:
-        monkeypatch.setattr(carry, "in_simulation", lambda grid: True)
+        monkeypatch.setattr(synchronised_step, "in_simulation", lambda grid: True)
     fault, fit, said = FAULTS[kind]
     if kind == "does not synchronise" and transport == "messages":
         fit = answers_with_a_model

@@ -122,12 +122,15 @@ def test_t_star(at, rounds: int, t_star: int | None) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"freeze_at": "later"}, "freeze_at='later' must be a round (int), a fraction (float in [0, 1]) or 'auto'"),
-        ({"freeze_at": 1.5}, "freeze_at=1.5 must be a fraction in [0, 1]; for a round write an int"),
-        ({"freeze_at": float("nan")}, "freeze_at=nan must be a fraction in [0, 1]; for a round write an int"),
-        ({"freeze_at": -1}, "freeze_at=-1 must be a round >= 0"),
-        ({"freeze_window": 1}, "freeze_window=1 must be at least 2 rounds"),
-        ({"freeze_tau": 0.0}, "freeze_tau=0.0 must be above 0"),
+        (
+            {"freeze_at": "later"},
+            "freeze_at='later': 'later' is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'",
+        ),
+        ({"freeze_at": 1.5}, "freeze_at=1.5: 1.5 is not a fraction in [0, 1]; for a round write an int"),
+        ({"freeze_at": float("nan")}, "freeze_at=nan: input should be a finite number"),
+        ({"freeze_at": -1}, "freeze_at=-1: -1 is not a round; the first is 1, and 0 freezes from the start"),
+        ({"freeze_window": 1}, "freeze_window=1 must be at least 2"),
+        ({"freeze_tau": 0.0}, "freeze_tau=0.0 must be a finite number above 0"),
     ],
 )
 def test_settings_are_checked(settings: dict, message: str) -> None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining, TrainResult, as_model_input, sgd, train
+from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining, TrainResult, sgd, train
+from fedbn_flwr.training.loop import as_model_input
 
 
 def stream(purpose: str) -> torch.Generator:

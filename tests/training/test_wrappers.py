@@ -101,7 +101,7 @@ def test_a_wrapped_model_at_the_client_changes_no_bit(federate, points, mlp, sam
 
     wrapped = federate(make(), mlp, datasets, client=Wrapping, **options)
     same_bits(wrapped.state, plain.state)
-    assert wrapped.strategy.local_hashes == plain.strategy.local_hashes
+    assert wrapped.strategy.run.local_hashes == plain.strategy.run.local_hashes
     assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
 
 

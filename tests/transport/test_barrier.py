@@ -156,7 +156,7 @@ def test_seats_are_found_in_their_own_thread_only(members, at_once) -> None:
     barrier = Barrier(members(1), timeout=10)
     with use_reducers({"a": barrier.reducer(100)}.__getitem__):
         assert local_reducer("a").begin() == 2
-        with pytest.raises(EngineError, match="no barrier 'b' in this process; fedtan-exchange must be"):
+        with pytest.raises(EngineError, match="no barrier 'b' in this process; fedtan-transport must be"):
             local_reducer("b")
         (elsewhere,) = at_once(partial(local_reducer, "a"))
         assert isinstance(elsewhere, EngineError)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.replay_log import forget, recall
+from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.transport import Pending, Replay
 
@@ -39,8 +39,8 @@ def message(arrays, *, server_round: int = 1, attempt: int = 0, union: int = 9):
 
 def told(context: Context, arrays, **about) -> tuple[dict, dict]:
     """The model and the answers a client has after a message."""
-    parameters, config = recall(context, *message(arrays, **about))
-    reducer = config["fedtan-seat"]
+    parameters, config = log_answer(context, *message(arrays, **about))
+    reducer = replay(context, config)
     assert reducer.begin() == about.get("union", 9)
     return dict(zip(json.loads(config["array-names"]), parameters, strict=True)), {
         tag: reducer.reduce(tag, torch.zeros(1)).tolist() for tag in ("mean/0", "variance/0") if tag in reducer._answers
@@ -76,18 +76,18 @@ def test_a_new_attempt_forgets_the_answers_and_a_new_round_the_model(context) ->
     _, answers = told(context, {**MODEL, "w": np.zeros(3)}, server_round=2)
     assert answers == {}
     with pytest.raises(StateError, match="the model of round 3 was sent to this client in an earlier message"):
-        recall(context, *message({"fedtan/mean/0": np.ones(1)}, server_round=3))
+        log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, server_round=3))
 
 
 def test_a_finished_round_leaves_nothing_behind(context) -> None:
     told(context, MODEL)
     told(context, {"fedtan/mean/0": np.ones(1)})
-    forget(context)
+    clear_log(context)
     assert len(context.state) == 0
-    forget(context)
-    forget(None)
+    clear_log(context)
+    clear_log(None)
 
 
 def test_without_a_context_there_is_no_record() -> None:
     with pytest.raises(StateError, match="FedTAN by messages keeps the step in the client's Context"):
-        recall(None, *message(MODEL))
+        log_answer(None, *message(MODEL))

@@ -159,5 +159,5 @@ def test_another_numpy_client_says_what_it_lacks(federate, datasets, mlp) -> Non
     run = federate(
         FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=lambda make: client_app(lambda c: Other(make(c)))
     )
-    assert all("Other gathers no BN statistics" in why for why in run.strategy.reports[0].rejected.values())
+    assert all("Other does not re-estimate BN statistics" in why for why in run.strategy.reports[0].rejected.values())
     assert run.strategy.reports[0].participants == [0, 1, 2]
