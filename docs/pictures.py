@@ -37,7 +37,7 @@ def table(heading: str) -> list[list[str]]:
     """Return the cells of the first table below a heading of ``results/README.md``, its head included."""
     text = (DOCS / "results/README.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {heading}")[1].split("\n## ")[0]
-    lines = [line for line in section.split("\n\n") if line.startswith("|")][0].split("\n")
+    lines = next(line for line in section.split("\n\n") if line.startswith("|")).split("\n")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|---")]
 
 
@@ -59,14 +59,16 @@ def axes(theme: str, width: float, height: float) -> tuple[Any, Any]:
 
 def bars(theme: str, rows: list[tuple[str, tuple[float, float], str]], path: Path, start: float, title: str) -> None:
     """Draw horizontal bars with their values, the first row on top."""
-    figure, ax = axes(theme, 7.5, 0.9 + 0.45 * len(rows))
-    for place, (_, (mean, deviation), colour) in enumerate(reversed(rows)):
-        ax.barh(place, mean, xerr=deviation or None, color=colour, height=0.62, ecolor=COLOURS[theme][1], capsize=3)
+    figure, ax = axes(theme, 5.2, 0.9 + 0.55 * len(rows))
+    for place, (label, (mean, deviation), colour) in enumerate(reversed(rows)):
+        ax.barh(place, mean, xerr=deviation or None, color=colour, height=0.45, ecolor=COLOURS[theme][1], capsize=3)
         ax.text(start + 0.01 * (100 - start), place, f"{mean:.1f}", va="center", color="white", fontweight="bold")
-    ax.set_yticks(range(len(rows)), [label for label, _, _ in reversed(rows)])
+        ax.text(start, place + 0.28, label, va="bottom")
+    ax.set_yticks([])
+    ax.set_ylim(-0.45, len(rows) - 0.2)
     ax.set_xlim(start, 100)
     ax.set_xlabel("test accuracy, %")
-    ax.set_title(title, loc="left", fontsize=11)
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
     save(figure, path)
 
 
@@ -85,8 +87,9 @@ def main() -> None:
     skew = table("Label skew over many clients: FedBS's setting")
     for theme in COLOURS:
         bars(theme, home, DOCS / f"images/home-{theme}.svg", 50, "MNIST, 5 clients, 500 rounds, 3 seeds")
-        bars(theme, average, DOCS / f"results/digits-domains-{theme}.svg", 40, "mean over three digits domains, 3 seeds")
-        figure, ax = axes(theme, 7.5, 3.6)
+        path = DOCS / f"results/digits-domains-{theme}.svg"
+        bars(theme, average, path, 40, "mean over three digits domains, 3 seeds")
+        figure, ax = axes(theme, 5.6, 3.6)
         for column, name in enumerate(skew[0][1:], start=1):
             style = {"color": GOOD if "FedBS" in name else PLAIN, "linestyle": "--" if "Fashion" in name else "-"}
             points = [(int(row[0]), float(row[column])) for row in skew[1:] if row[0].isdigit()]

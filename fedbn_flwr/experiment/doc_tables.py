@@ -82,8 +82,12 @@ def norm_table() -> str:
 
 
 def class_list() -> str:
-    """Return the directives that show the strategies' classes."""
-    return "\n".join(f"::: fedbn_flwr.strategies.{strategy.__name__}" for strategy in STRATEGIES.values())
+    """Return the directives that show the strategies' classes, each with a link to the method's page."""
+    lines = []
+    for name, strategy in STRATEGIES.items():
+        lines += ["", f"::: fedbn_flwr.strategies.{strategy.__name__}", "    options:", "      members: false", ""]
+        lines += [f"Formulas, cost and settings: [{strategy.__name__}](../methods/{name}.md)."]
+    return "\n".join([*lines, ""])
 
 
 def protocol_table() -> str:

@@ -19,8 +19,8 @@ $$\hat{W} = \text{gain} \cdot \gamma \, \frac{W - \mu_W}{\sigma_W \sqrt{\text{fa
 After the backward pass, and before weight decay and momentum, each gradient $G$ is clipped against its weights $W$,
 unit by unit, the classifier's last layer left out:
 
-$$G \leftarrow \lambda \, \frac{\lVert W \rVert'}{\lVert G \rVert} G \quad \text{if} \quad
-\lVert G \rVert > \lambda \lVert W \rVert', \qquad \lVert W \rVert' = \max(\lVert W \rVert, 10^{-3})$$
+$$G \leftarrow \lambda \, \frac{\lVert W \rVert_+}{\lVert G \rVert} G \quad \text{if} \quad
+\lVert G \rVert > \lambda \lVert W \rVert_+, \qquad \lVert W \rVert_+ = \max(\lVert W \rVert, 10^{-3})$$
 
 $\lambda$ is `agc`. The server averages as FedAvg.
 
