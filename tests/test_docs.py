@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fedbn_flwr
 from fedbn_flwr.experiment.doc_tables import changed, main
@@ -140,6 +141,17 @@ def test_nothing_derived_is_stale() -> None:
         assert f"[`{name}`]({strategy.__module__.replace('.', '/')}.py)" in page
     for name in NORMS:
         assert f"| `{name}` |" in page
+
+
+def test_what_a_method_reached_stands_in_the_results() -> None:
+    recorded = (ROOT / "docs/results/README.md").read_text()
+    data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
+    assert set(data["methods"]) <= set(STRATEGIES)
+    for rows in data["methods"].values():
+        for row in rows:
+            assert row["study"] in data["studies"]
+            assert "here" not in row or str(row["here"]) in recorded, row
+            assert ("here" in row) == ("how" in data["studies"][row["study"]]), row
 
 
 def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
