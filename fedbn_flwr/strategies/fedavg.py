@@ -97,7 +97,7 @@ class FedAvg(Server[P]):
     summary_line = "weighted average of everything, BN counters kept exact"
     source = "McMahan 2017"
     Params: ClassVar[type[Any]] = FedAvgParams
-    client_hooks: ClassVar[Mapping[str, HookFactory]] = {"momentum": _momentum, "share-bn": _share_bn}
+    client_hooks: ClassVar[Mapping[str, HookFactory]] = {MOMENTUM: _momentum, "share-bn": _share_bn}
     implicit_hooks = frozenset({"share-bn"})  # a client may leave it
     keys: ClassVar[tuple[Key, ...]] = (MOMENTUM, SCOPE, SHARED_BN)
     checkpoint_keys: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -166,7 +166,7 @@ class FedAvg(Server[P]):
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Tell the clients what becomes of their momentum, and to share BN parts that a test averages."""
         scope = self.params.momentum_scope
-        hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {"momentum": {SCOPE: scope}}
+        hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {MOMENTUM: {SCOPE: scope}}
         return {**hooks, "share-bn": {}} if SHARED_BN in self.tests else hooks
 
     def extras(self, server_round: int) -> Mapping[str, State]:

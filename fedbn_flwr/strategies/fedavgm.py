@@ -52,8 +52,8 @@ __all__ = ["FedAvgM", "FedAvgMParams"]
 class FedAvgMParams(FedAvgParams):
     """Parameters of FedAvgM."""
 
-    server_learning_rate: float = setting(1.0, "eta_g of scaffold; the server's rate of fedavgm", gt=0)
-    server_momentum: float = setting(0.0, "beta of fedavgm", ge=0, lt=1)
+    server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
+    server_momentum: float = setting(0.0, "beta, the server's momentum", ge=0, lt=1)
 
 
 class FedAvgM(FedOpt[FedAvgMParams]):

@@ -62,8 +62,8 @@ logger = logging.getLogger("flwr")
 class FedBSParams(FedProxParams):
     """Parameters of FedBS."""
 
-    fedbs_eps: float = setting(0.1, "eps of fedbs: the spread of losses that agree", ge=0)
-    fedbs_rounds: int = setting(5, "r of fedbs: consecutive rounds in which they must", ge=1)
+    fedbs_eps: float = setting(0.1, "eps: losses agree when their standard deviation is at most this", ge=0)
+    fedbs_rounds: int = setting(5, "r: consecutive rounds in which the losses agree before phase 2", ge=1)
 
 
 class FedBS(FedProx[FedBSParams]):

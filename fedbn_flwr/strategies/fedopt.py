@@ -90,21 +90,21 @@ class FedOpt(FedAvg[P]):
 class FedAdagradParams(FedAvgParams):
     """Parameters of FedAdagrad."""
 
-    eta: float = setting(0.1, "the server's learning rate of fedadam, fedyogi and fedadagrad", gt=0)
-    tau: float = setting(1e-3, "adaptivity of fedadam, fedyogi and fedadagrad", gt=0)
+    eta: float = setting(0.1, "eta, the server's learning rate", gt=0)
+    tau: float = setting(1e-3, "tau, the degree of adaptivity", gt=0)
 
 
 class AdaptiveParams(FedAdagradParams):
     """Parameters of FedAdam."""
 
-    beta_1: float = setting(0.9, "decay of the first moment of fedadam and fedyogi", ge=0, lt=1)
-    beta_2: float = setting(0.99, "decay of the second moment of fedadam and fedyogi", ge=0, lt=1)
+    beta_1: float = setting(0.9, "beta_1, decay of the first moment", ge=0, lt=1)
+    beta_2: float = setting(0.99, "beta_2, decay of the second moment", ge=0, lt=1)
 
 
 class FedYogiParams(AdaptiveParams):
     """Parameters of FedYogi: FedAdam's, with Flower's own default of eta."""
 
-    eta: float = setting(0.01, "the server's learning rate of fedadam, fedyogi and fedadagrad", gt=0)
+    eta: float = setting(0.01, "eta, the server's learning rate", gt=0)
 
 
 A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)

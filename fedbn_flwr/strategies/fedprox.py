@@ -56,7 +56,7 @@ PROXIMAL_MU = Key("proximal-mu", "float: mu", "server", "client")
 class FedProxParams(FedAvgParams):
     """Parameters of FedProx."""
 
-    proximal_mu: float = setting(0.01, "mu of fedprox, and of fedbs in phase 2", ge=0)
+    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
 
 
 P = TypeVar("P", bound=FedProxParams, default=FedProxParams)

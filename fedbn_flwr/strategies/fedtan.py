@@ -107,11 +107,11 @@ BACKWARD = Key("fedtan-backward", "str: global or own", "server", "client")
 class FedTANParams(FedAvgParams):
     """Parameters of FedTAN."""
 
-    fedtan_exchanges: Exchanges = setting("3L+1", "2L+1: mean and variance travel together")
+    fedtan_exchanges: Exchanges = setting("3L+1", "exchanges of a round; 2L+1: mean and variance travel together")
     fedtan_transport: Literal["messages", "channel"] = setting(
-        "messages", "how FedTAN's exchanges travel between processes; in process clients wait at a barrier"
+        "messages", "how exchanges travel between processes; in process clients wait at a barrier"
     )
-    fedtan_timeout: float = setting(120.0, "seconds an exchange of FedTAN waits for its last client", gt=0)
+    fedtan_timeout: float = setting(120.0, "seconds an exchange waits for its last client", gt=0)
     fedtan_bind: str = setting("127.0.0.1:0", "where the channel listens, host:port; port 0 = a free one")
     fedtan_address: str = setting("", "host:port that clients connect to; empty = where the channel listens")
     fedtan_tls_dir: str = setting("", "folder with ca.crt, server.crt, server.key; empty = loopback only")
@@ -232,6 +232,11 @@ class FedTAN(FedAvg[P]):
         if run.norm == "batch-renorm":
             found.append(f"strategy={cls.name} synchronises BatchNorm; norm=batch-renorm corrects it locally")
         return found
+
+    @classmethod
+    def needs_all_at_once(cls, params: P) -> bool:
+        """Return whether the exchanges go through the channel: every client waits for the others there."""
+        return params.fedtan_transport == "channel"
 
     @classmethod
     def exchange_cost(cls, params: P) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class FedTAN2Params(WindowParams, FedTANParams):
     """Parameters of FedTAN-II."""
 
     fedtan_rounds: Annotated[At, AfterValidator(check_at)] = setting(
-        0.1, "M of fedtan2: a round (int), a fraction of R or `auto`"
+        0.1, "M: a round (int), a fraction of R (float) or `auto`"
     )
 
 

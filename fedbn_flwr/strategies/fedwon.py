@@ -64,7 +64,7 @@ AGC = Key("agc", "float: lambda", "server", "client")
 class FedWonParams(FedAvgParams):
     """Parameters of FedWon."""
 
-    agc: float = setting(0.1, "lambda of fedwon's adaptive gradient clipping; 0 = off", ge=0)
+    agc: float = setting(0.1, "lambda of adaptive gradient clipping; 0 = off", ge=0)
 
 
 class ClipGradients(ClientHook):

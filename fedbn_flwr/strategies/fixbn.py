@@ -244,6 +244,10 @@ class Freezing(FedAvg[W]):
                 "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
+    def outcome(self) -> dict[str, Any]:
+        """Return the round after which BN was frozen, once it is known."""
+        return {} if self.frozen_after is None else {"frozen-after": self.frozen_after}
+
     def frozen(self, server_round: int) -> bool:
         """Tell whether this round trains with frozen BN."""
         return self.frozen_after is not None and server_round > self.frozen_after
@@ -265,7 +269,7 @@ class Freezing(FedAvg[W]):
         if self.frozen_after is None:
             if DELTA not in reply.metrics:
                 raise ReplyError(
-                    f"metric '{DELTA}' is missing: the client's training must apply the rule 'report-drift'"
+                    f"metric '{DELTA}' is missing: the client's training must apply the client hook 'report-drift'"
                 )
             if not 0 <= reply.metrics[DELTA] < math.inf:
                 raise ReplyError(f"metric '{DELTA}' is {reply.metrics[DELTA]}, which must be a finite number >= 0")

@@ -70,7 +70,7 @@ VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "cl
 class ScaffoldParams(FedAvgParams):
     """Parameters of SCAFFOLD."""
 
-    server_learning_rate: float = setting(1.0, "eta_g of scaffold; the server's rate of fedavgm", gt=0)
+    server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
 
     @field_validator("momentum_scope")
     @classmethod
@@ -187,7 +187,9 @@ class Scaffold(FedAvg[ScaffoldParams]):
         super().check(server_round, reply, before)
         change = reply.extras.get(VARIATES, {})
         if not change:
-            raise ReplyError(f"record '{VARIATES}' is missing: the client's training must apply the rule 'variates'")
+            raise ReplyError(
+                f"record '{VARIATES}' is missing: the client's training must apply the client hook 'variates'"
+            )
         for name, array in change.items():
             if name not in before or array.shape != before[name].shape:
                 raise ReplyError(f"record '{VARIATES}': entry '{name}' of shape {array.shape} does not fit the model")

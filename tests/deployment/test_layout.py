@@ -98,7 +98,7 @@ def test_hosts_and_paths_alone_are_put_in_place(layout: Layout, tmp_path: Path) 
     assert placed["superlink"].health == ("python", *health)
     channel = placed["cli"].command[-1]
     assert channel == (
-        f"fedtan-exchange='channel' fedtan-bind='{a['superexec-serverapp']}:9200' "
+        f"fedtan-transport='channel' fedtan-bind='{a['superexec-serverapp']}:9200' "
         f"fedtan-address='{a['superexec-serverapp']}:9200' fedtan-tls-dir='{tmp_path}/certs/channel'"
     )
     for name, service in placed.items():
