@@ -90,9 +90,11 @@ def install(python: Path, flower: str, environment: Path) -> tuple[str, ...]:
             command = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
             command += ["--python", str(environment / "bin" / "python")]
             command += ["--constraint", str(constraints), "--override", str(overrides), "--editable", f"{ROOT}[dev]"]
-            if subprocess.run(command, check=False).returncode == 0:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
                 return override
-    raise NotInstalledError(f"Flower {flower} cannot be installed with the overrides {OVERRIDES.get(flower, ())}.")
+    print(done.stderr, file=sys.stderr, flush=True)
+    raise NotInstalledError("its dependencies cannot be had")
 
 
 def versions(environment: Path, names: Sequence[str]) -> list[str]:
