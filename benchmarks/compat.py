@@ -147,7 +147,8 @@ def main(
     pairs = {f"{python}/{flower}": (python, flower) for python, flower in PAIRS}
     if unknown := set(pair or ()) - set(pairs):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: pairs are {', '.join(pairs)}")
-    commit = said("git", "rev-parse", "--short", "HEAD") + ("+" if said("git", "status", "--porcelain") else "")
+    changed = said("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+    commit = said("git", "rev-parse", "--short", "HEAD") + ("+" if changed else "")
     pythons, bad = interpreters(), []
     for name in pair or pairs:
         version, flower = pairs[name]

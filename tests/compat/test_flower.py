@@ -39,7 +39,7 @@ def canary(promise: str, todo: str) -> Iterator[None]:
     """Turn whatever fails inside into one message: what Flower no longer does, and what to do here."""
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         pytest.fail(f"In Flower {version('flwr')} it is no longer so that {promise}. To do: {todo}\n{error!r}")
 
 
@@ -51,9 +51,10 @@ def seam() -> ModuleType:
 
 @pytest.fixture
 def message(seam: ModuleType) -> Message:
-    seam.identify_process(1)
-    content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
-    return Message(content, 4, MessageType.TRAIN, ttl=60, group_id="3")
+    with canary("a message can be made here", "see test_identify_process."):
+        seam.identify_process(1)
+        content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
+        return Message(content, 4, MessageType.TRAIN, ttl=60, group_id="3")
 
 
 def metadata(message: Message) -> dict[str, Any]:
