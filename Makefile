@@ -6,17 +6,25 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test check slow network docs generate dist clean certs federation-up federation-run federation-down
+.PHONY: demo test compat check slow network docs generate dist clean certs federation-up federation-run federation-down
 
 NODES ?= 3
 HOSTS ?=
 RUN_CONFIG ?=
+ARGS ?=
+PAIRS ?=
+KEEP ?=
 
 demo: .venv/installed
 	$(BIN)/python -m apps.main.demo
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# The suite with each Python found and the oldest and the newest Flower, into docs/results/compat.md:
+# make compat ARGS="tests/strategies" PAIRS="3.12/1.41 3.12/1.42" KEEP=1
+compat: .venv/installed
+	$(BIN)/python benchmarks/compat.py $(if $(KEEP),--keep) $(PAIRS:%=--pair %) -- $(ARGS)
 
 slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m "slow and not network"
@@ -72,4 +80,4 @@ dist: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv dist runs site
+	rm -rf .venv .compat dist runs site

@@ -1,0 +1,365 @@
+"""Canaries: what ``compat/flower.py`` takes from Flower is still so; each says what broke and what to do.
+
+One test for each function there, by its name. Where the package itself can no longer be imported, they run with
+``pytest --noconftest tests/compat/test_flower.py``: the first test then names what has moved.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import httpx
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, RecordDict
+from flwr.serverapp.strategy import FedAvg
+
+SEAM = "fedbn_flwr/compat/flower.py"
+SPEC = find_spec("fedbn_flwr")
+assert SPEC is not None
+assert SPEC.origin is not None
+PACKAGE = Path(SPEC.origin).parent  # found without importing it
+
+
+@contextmanager
+def canary(promise: str, todo: str) -> Iterator[None]:
+    """Turn whatever fails inside into one message: what Flower no longer does, and what to do here."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        pytest.fail(f"In Flower {version('flwr')} it is no longer so that {promise}. To do: {todo}\n{error!r}")
+
+
+@pytest.fixture
+def seam() -> ModuleType:
+    with canary(f"{SEAM} can be imported", "see test_every_name_is_where_it_was, run with --noconftest."):
+        return importlib.import_module("fedbn_flwr.compat.flower")
+
+
+@pytest.fixture
+def message(seam: ModuleType) -> Message:
+    with canary("a message can be made here", "see test_identify_process."):
+        seam.identify_process(1)
+        content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
+        return Message(content, 4, MessageType.TRAIN, ttl=60, group_id="3")
+
+
+def metadata(message: Message) -> dict[str, Any]:
+    """What a message's metadata tells in public."""
+    names = [name for name, value in inspect.getmembers(type(message.metadata)) if isinstance(value, property)]
+    return {name: getattr(message.metadata, name) for name in names}
+
+
+def imported(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Yield (module, name or "", line) of every import of Flower in a file, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            if module.split(".")[0] in ("flwr", "flwr_datasets"):
+                yield module, name, node.lineno
+
+
+def test_every_name_is_where_it_was() -> None:
+    for path in sorted((PACKAGE / "compat").glob("*.py")):
+        for module, name, line in imported(path):
+            place = f"compat/{path.name}, line {line}"
+            with canary(f"{module} has {name}", f"find where it is now and change the import in {place}."):
+                getattr(importlib.import_module(module), name)
+
+
+def test_every_function_has_a_canary(seam: ModuleType) -> None:
+    functions = [name for name in seam.__all__ if inspect.isfunction(getattr(seam, name))]
+    missing = [name for name in functions if f"test_{name}" not in globals()]
+    assert missing == [], f"write a test for each of these functions of {SEAM}"
+
+
+def test_empty_run(seam: ModuleType) -> None:
+    todo = f"let empty_run in {SEAM} fill in what Run asks for; nothing here reads more of it than run_id."
+    with canary("Run.create_empty(run_id=...) returns a Run with that id", todo):
+        assert seam.empty_run(7).run_id == 7
+        assert isinstance(seam.empty_run(7), seam.Run)
+
+
+def test_identify_process(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    todo = f"look at what Message() takes its run and its source from, and let identify_process in {SEAM} set that."
+    with canary("TaskIdentity's ids raise RuntimeError until they are set, and messages bear them", todo):
+        for name in ("_task_id", "_run_id", "_node_id"):
+            monkeypatch.setattr(seam.TaskIdentity, name, None)
+        with pytest.raises(RuntimeError):
+            Message(RecordDict(), 4, MessageType.TRAIN)
+        seam.identify_process(5)
+        made = Message(RecordDict(), 4, MessageType.TRAIN).metadata
+        assert (made.run_id, made.src_node_id) == (5, seam.SUPERLINK_NODE_ID)
+        seam.identify_process(6)
+        assert seam.TaskIdentity.run_id == 5
+
+
+def check_grid(function: Callable[[Any], bool], engine: str, name: str, other: str) -> None:
+    """The engine makes its grid with the class of that name, which the function knows; the other class is another."""
+    todo = f"find the class of the grid that {engine} gives a ServerApp, and name it in {function.__name__} in {SEAM}."
+    with canary(f"{engine} makes its grid with {name}", todo):
+        module, grids = importlib.import_module(engine), importlib.import_module("flwr.superlink.grid")
+        assert f"{name}(" in inspect.getsource(module)
+        grid = getattr(module, name)
+        assert function(grid.__new__(grid))
+        grid = getattr(grids, other)
+        assert not function(grid.__new__(grid))
+
+
+def test_is_simulation_grid(seam: ModuleType) -> None:
+    check_grid(seam.is_simulation_grid, "flwr.simulation.run_simulation", "InMemoryGrid", "HttpGrid")
+
+
+def test_is_network_grid(seam: ModuleType) -> None:
+    check_grid(seam.is_network_grid, "flwr.superlink.runtime.run_serverapp", "HttpGrid", "InMemoryGrid")
+
+
+def test_copied_message(seam: ModuleType, message: Message) -> None:
+    todo = f"let copied_message in {SEAM} copy the metadata by what Metadata keeps them in now."
+    with canary("metadata.__dict__ holds all that a message's metadata tells", todo):
+        seam.set_message_id(message, "first", 9)
+        told = metadata(message)
+        copied = seam.copied_message(message)
+        assert metadata(copied) == told
+        copied.content["config"]["lr"] = 0.2
+        copied.metadata.dst_node_id = 5
+        seam.set_message_id(copied, "second")
+        assert metadata(message) == told, "the copy's own"
+        assert message.content["config"]["lr"] == 0.1
+
+
+def test_set_message_id(seam: ModuleType, message: Message) -> None:
+    todo = f"let set_message_id in {SEAM} write where Flower's own InMemoryGrid.push_messages writes now."
+    with canary('metadata.__dict__["_message_id"] and ["_run_id"] are a message\'s ids', todo):
+        told = metadata(message)
+        seam.set_message_id(message, "an-id")
+        assert metadata(message) == {**told, "message_id": "an-id"}
+        seam.set_message_id(message, "another", 9)
+        assert metadata(message) == {**told, "message_id": "another", "run_id": 9}
+        assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "another"
+
+
+def test_set_reply_source(seam: ModuleType, message: Message) -> None:
+    todo = f"let set_reply_source in {SEAM} write where Metadata.src_node_id reads now."
+    with canary('metadata.__dict__["_src_node_id"] is where a reply comes from', todo):
+        seam.set_message_id(message, "an-id")
+        reply = Message(Error(5, "gone"), reply_to=message)
+        told = metadata(reply)
+        seam.set_reply_source(reply, 11)
+        assert metadata(reply) == {**told, "src_node_id": 11}
+
+
+def test_app_error(seam: ModuleType, message: Message) -> None:
+    """What Flower's simulation answers for an app that raised, made by its own worker."""
+    stop, asked, answered = threading.Event(), queue.Queue[Message](), queue.Queue[Message]()
+
+    def process_message(*_: Any) -> Any:
+        stop.set()
+        raise seam.ClientAppException("no data")
+
+    todo = f"let app_error in {SEAM} answer what Flower's worker answers (flwr.server.superlink.fleet.vce.vce_api)."
+    with canary("the reply for an app that raised is an error with that code and text", todo):
+        worker = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api").worker
+        asked.put(message)
+        backend = SimpleNamespace(process_message=process_message)
+        worker(asked, answered, {4: MagicMock()}, backend, stop, MagicMock())
+        theirs, ours = answered.get(timeout=0).error, seam.app_error(message, ValueError("no data")).error
+        assert (ours.code, ours.reason) == (theirs.code, theirs.reason)
+        assert seam.app_error(message, "in words").error.reason == "in words"
+
+
+def test_is_app_error(seam: ModuleType, message: Message) -> None:
+    todo = f"see how Flower now tells an app that raised from a node that is gone; say so in is_app_error in {SEAM}."
+    with canary("ErrorCode.CLIENT_APP_RAISED_EXCEPTION is 2, and 3 to 5 are messages and nodes that are gone", todo):
+        codes = seam.ErrorCode
+        assert codes.CLIENT_APP_RAISED_EXCEPTION == 2, "the number that travels"
+        assert (codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE, codes.NODE_UNAVAILABLE) == (3, 4, 5)
+        replies = [Message(Error(code, ""), reply_to=message) for code in (2, 3, 4, 5)]
+        assert [seam.is_app_error(reply) for reply in replies] == [True, False, False, False]
+
+
+def test_is_default_aggregation(seam: ModuleType) -> None:
+    todo = (
+        f"find the default of FedAvg's train_metrics_aggr_fn and compare with it in is_default_aggregation in {SEAM}."
+    )
+    with canary("FedAvg averages metrics with aggregate_metricrecords where it is told nothing", todo):
+        told, own = FedAvg(), lambda records, key: None
+        assert seam.is_default_aggregation(told.train_metrics_aggr_fn)
+        assert seam.is_default_aggregation(told.evaluate_metrics_aggr_fn)
+        assert not seam.is_default_aggregation(FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn)
+
+
+def test_log_start(seam: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    todo = f"let log_start in {SEAM} call it with what it takes now, as Strategy.start does, or log the rounds itself."
+    with canary("log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config) logs a run's start", todo):
+        names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
+        assert list(inspect.signature(seam.log_strategy_start_info).parameters) == names
+        monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+        with caplog.at_level(logging.INFO, logger="flwr"):
+            seam.log_start(3, ArrayRecord({"a": Array("float32", (1,), "numpy.ndarray", b"")}), None, ConfigRecord())
+        assert "rounds: 3" in caplog.text
+
+
+@contextmanager
+def superlink(*statuses: int) -> Iterator[str]:
+    """Serve one empty answer after another with these statuses, on loopback; yield the address."""
+    left = list(statuses)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(left.pop(0))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+    assert left == [], "every answer was asked for"
+
+
+def connected(seam: ModuleType, address: str) -> Any:
+    grid = seam.HttpGrid(address, insecure=True, token="token")
+    seam.retry_http_500(grid)
+    seam.retry_http_500(grid)  # a second time changes nothing
+    grid._retry_invoker.wait_function = lambda seconds: None
+    return grid
+
+
+def test_retry_http_500(seam: ModuleType) -> None:
+    """Flower's own grid and HTTP client, before a SuperLink that fails."""
+    todo = f"find what now decides on another try of the grid's requests, and let retry_http_500 in {SEAM} change that."
+    with canary("HttpGrid sends with its _retry_invoker, which asks should_giveup and calls on_success", todo):
+        with superlink(*[500] * 7, 200, *[500] * 7, 200) as address:
+            grid = connected(seam, address)
+            assert [list(grid.get_node_ids()), list(grid.get_node_ids())] == [[], []], "each request has its tries"
+            grid._disconnect()
+        for statuses, message in (([500] * 8, "500"), ([503, 404], "404")):
+            with superlink(*statuses) as address:
+                grid = connected(seam, address)
+                with pytest.raises(httpx.HTTPStatusError, match=message):
+                    list(grid.get_node_ids())
+                grid._disconnect()
+
+
+def test_partition_keys(seam: ModuleType) -> None:
+    """Flower's simulation tells its nodes their partition under these keys; by them SuperNodes are told theirs."""
+    todo = "change PARTITION_ID and NUM_PARTITIONS in fedbn_flwr/messages/protocol.py, and the documentation."
+    with canary("a node of the simulation is told its partition as partition-id and num-partitions", todo):
+        assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == ("partition-id", "num-partitions")
+        vce = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api")
+        stores = vce._register_node_info_stores({40: 0, 50: 1}, seam.empty_run(1))
+        told = stores[50].retrieve_context(1).node_config
+        assert told == {seam.PARTITION_ID_KEY: 1, seam.NUM_PARTITIONS_KEY: 2}
+        protocol = importlib.import_module("fedbn_flwr.messages.protocol")
+        assert (str(protocol.PARTITION_ID), str(protocol.NUM_PARTITIONS)) == tuple(told)
+
+
+DOCUMENTED = (
+    "flwr.app",
+    "flwr.client",
+    "flwr.clientapp",
+    "flwr.clientapp.typing",
+    "flwr.server",
+    "flwr.serverapp",
+    "flwr.serverapp.strategy",
+    "flwr_datasets",
+    "flwr_datasets.partitioner",
+)
+LEGACY = {"flwr.common": ("Code",)}  # types of the legacy loop
+PRIVATE = {"_message_id", "_run_id", "_src_node_id", "_retry_invoker"}
+
+
+def touches(node: ast.AST) -> str:
+    """Return how a node touches what Flower keeps to itself, "" where it does not."""
+    if isinstance(node, ast.Constant) and node.value in PRIVATE:
+        return repr(node.value)
+    if isinstance(node, ast.Attribute):
+        if node.attr == "_retry_invoker":
+            return ast.unparse(node)
+        if node.attr == "__dict__" and ast.unparse(node.value) != "self":
+            return ast.unparse(node)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "vars" and "metadata" in ast.unparse(node):
+        return ast.unparse(node)
+    return ""
+
+
+def found_outside(check: Callable[[Path], list[str]]) -> list[str]:
+    """What a check finds in the package's modules outside ``compat/``."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE / "compat"]
+    return [f"{path.relative_to(PACKAGE)}:{found}" for path in paths for found in check(path)]
+
+
+def internal_imports(path: Path) -> list[str]:
+    found = []
+    for module, name, line in imported(path):
+        if (module not in DOCUMENTED or name.startswith("_")) and name not in LEGACY.get(module, ()):
+            found.append(f"{line}: from {module} import {name}" if name else f"{line}: import {module}")
+        elif f"{module}.{name}" not in DOCUMENTED and inspect.ismodule(
+            getattr(importlib.import_module(module), name, None)
+        ):
+            found.append(f"{line}: from {module} import {name}, a module")
+    return found
+
+
+def private_attributes(path: Path) -> list[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.expr)]
+    return [f"{node.lineno}: {touched}" for node in nodes if (touched := touches(node))]
+
+
+def test_no_other_module_imports_what_flower_does_not_document() -> None:
+    assert found_outside(internal_imports) == [], f"import it in {SEAM}, behind a function with a canary here"
+
+
+def test_no_other_module_touches_what_flower_keeps_to_itself() -> None:
+    assert found_outside(private_attributes) == [], f"do it in {SEAM}, in a function with a canary here"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import flwr.supercore.run",
+        "from flwr import supercore",
+        "from flwr.common import ndarrays_to_parameters",
+        "from flwr.app import _hidden",
+        "from flwr.app import message",
+        "def f():\n    from flwr.superlink.grid import HttpGrid",
+    ],
+)
+def test_a_module_that_imports_internals_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "module.py").write_text(line)
+    assert len(internal_imports(tmp_path / "module.py")) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["m.metadata.__dict__['x']", "vars(m.metadata)", "grid._retry_invoker", "getattr(m, '_message_id')"]
+)
+def test_a_module_that_touches_internals_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "module.py").write_text(line)
+    assert len(private_attributes(tmp_path / "module.py")) == 1
