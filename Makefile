@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test check slow network docs dist clean certs federation-up federation-run federation-down
+.PHONY: demo test check slow network docs generate dist clean certs federation-up federation-run federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -44,6 +44,10 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Everything that is derived from the code: config defaults, tables, the pages of config keys and methods.
+generate: .venv/installed
+	$(BIN)/python -m fedbn_flwr.experiment.doc_tables
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict

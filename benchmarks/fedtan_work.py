@@ -122,7 +122,7 @@ def make_server_app() -> ServerApp:
         config = context.run_config
         settings = {}
         if config["exchange"]:
-            names = {"fedtan_exchange": "exchange", "fedtan_bind": "bind", "fedtan_tls_dir": "tls-dir"}
+            names = {"fedtan_transport": "exchange", "fedtan_bind": "bind", "fedtan_tls_dir": "tls-dir"}
             settings = {field: str(config[key]) for field, key in names.items()}
         strategy = make_strategy(str(config["strategy"]), **settings)
         seconds: Sequence[float] = round_seconds(strategy, grid, int(config["rounds"]))

@@ -1,4 +1,4 @@
-"""The default Flower app: a ServerApp and a ClientApp that take everything from the run config."""
+"""The default Flower app: a ServerApp and a ClientApp with all settings from the run config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ server_app = ServerApp()
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the server's side of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
+    """Run the server part of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
     config = Config.make(context.run_config, complete=True)
     serve(grid, config, _out(config, context.run_id))
 
@@ -34,6 +34,6 @@ def _out(config: Config, run_id: int) -> Path:
             f"out='/the/absolute/path/{config.out}'."
         )
     if config.resume and not config.out:
-        raise ConfigError("resume=true needs out='/the/absolute/path' of the run to go on with.")
+        raise ConfigError("resume=true needs out='/the/absolute/path' of the run to continue.")
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     return Path(config.out) if config.out else home / "fedbn-runs" / str(run_id)

@@ -1,7 +1,7 @@
-"""Files that are whole or not there: written in one step, and checked against their own SHA-256 when read.
+"""Files that are complete or absent: written in one step, and checked with their own SHA-256 when they are read.
 
-A sealed file is an ordinary safetensors file. Its metadata hold ``about``, a JSON tree in which every array is named by
-where it stands in the file, and ``sha256`` of that text and all arrays.
+A checked file is a safetensors file. Its metadata are ``about``, a JSON tree with the names of the arrays, and
+``sha256`` of this text and all arrays.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ARRAY = "__array__"  # {"__array__": "model/fc.weight"} in the tree stands for 
 
 
 def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> None:
-    """Write a file in one step: to a temporary name beside it, to the disk, then renamed, and the folder to the disk.
+    """Write a file in one step: write a temporary file in the same folder, sync it, rename it, and sync the folder.
 
     Args:
         path: the file.
-        content: all of it.
-        mode: its permissions, less the umask.
+        content: the whole content.
+        mode: the permissions, before the umask.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -66,17 +66,17 @@ def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote; no reader takes them for results."""
+    """Remove the temporary files of processes that were killed while they wrote."""
     for path in folder.glob(".*.tmp"):
         with suppress(OSError):
             path.unlink()
 
 
 def write_checked(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a tree of JSON values and arrays, readable by its owner alone (0600).
+    """Write a tree of JSON values and arrays; only the owner can read the file (0600).
 
     Raises:
-        OSError: it could not be written; the file is as it was.
+        OSError: the file could not be written; an old file does not change.
     """
     arrays: dict[str, Array] = {}
     about = json.dumps(_take_out(content, "", arrays))
@@ -85,22 +85,22 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return the tree of a sealed file, arrays and their order bit for bit; tuples come back as lists.
+    """Return the tree of a checked file; arrays and their order are bit for bit the same, tuples become lists.
 
     Raises:
-        StateError: the file is cut short, was edited, or is no sealed file.
+        StateError: the file is incomplete, was edited, or is not a checked file.
     """
     try:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        about, said = metadata["about"], metadata["sha256"]
+        about, expected = metadata["about"], metadata["sha256"]
         tree = json.loads(about)
         in_order: dict[str, Array] = {}
         content: dict[str, Any] = _put_back(tree, arrays, in_order)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise StateError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-    if _sha256(about, in_order) != said or len(in_order) != len(arrays):
+    if _sha256(about, in_order) != expected or len(in_order) != len(arrays):
         raise StateError(f"{path} is not as it was written: its SHA-256 does not fit")
     return content
 
@@ -110,7 +110,7 @@ def _sha256(about: str, arrays: State) -> str:
 
 
 def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
-    """Return the tree with every array replaced by its name; fill ``arrays``."""
+    """Return the tree with names instead of arrays; put the arrays into ``arrays``."""
     if value is None or isinstance(value, (bool, int, float, str)):  # np.float64 is a float, and JSON keeps its bits
         return value
     if isinstance(value, Mapping):
@@ -122,7 +122,7 @@ def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
 
 
 def _put_back(value: Any, arrays: State, in_order: dict[str, Array]) -> Any:
-    """Return the tree with its arrays; fill ``in_order`` as ``_take_out`` filled its own."""
+    """Return the tree with its arrays; put them into ``in_order``, in the order of ``_take_out``."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             in_order[value[_ARRAY]] = arrays[value[_ARRAY]]

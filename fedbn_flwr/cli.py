@@ -38,7 +38,7 @@ class Engine(StrEnum):
 
 
 class Kind(StrEnum):
-    """What can be listed."""
+    """The registries that ``list`` shows."""
 
     strategies = "strategies"
     norms = "norms"
@@ -60,12 +60,12 @@ def _exit_codes() -> Iterator[None]:
 @app.command(epilog="Example: fedbn-flwr run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the file; repeatable.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
     engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
     out: Annotated[Path | None, typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
-    """Do one run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
+    """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
     from fedbn_flwr.experiment.config import Config
     from fedbn_flwr.experiment.run import preflight
     from fedbn_flwr.experiment.run import run as launch
@@ -84,19 +84,17 @@ def run(
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
-    """Return the config file of the run in ``out``, where none is given."""
+    """Return the given config file, else that of the run in ``out``."""
     if out is None:
-        raise ConfigError("--resume needs --out, the folder of the run to go on with.")
+        raise ConfigError("--resume needs --out, the folder of the run to continue.")
     if config is None and not (out / "config.yaml").is_file():
-        raise ConfigError(
-            f"--resume: there is no {out / 'config.yaml'} to go on with. Name the run's folder, or CONFIG."
-        )
+        raise ConfigError(f"--resume: {out / 'config.yaml'} is absent. Set --out to the run's folder, or give CONFIG.")
     return config or out / "config.yaml"
 
 
 @app.command(name="list", epilog="Example: fedbn-flwr list strategies")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
-    """List what can be named in a config, one line each, with the source."""
+    """List the names that a config can use, one line each, with the source."""
     rows: list[tuple[str, str, str]]
     if kind is Kind.strategies:
         from fedbn_flwr.strategies import STRATEGIES
@@ -115,10 +113,10 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
 def sweep(
     study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the study's base.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the study's base.")] = None,
     engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
 ) -> None:
-    """Do a grid of runs, methods x splits x seeds, and write its table with mean and standard deviation."""
+    """Do a grid of runs, methods x splits x seeds, and write a table with mean and standard deviation."""
     from fedbn_flwr.experiment.sweep import Study
     from fedbn_flwr.experiment.sweep import sweep as launch
 
@@ -138,12 +136,12 @@ def inspect(
     model: Annotated[str, typer.Option(help="Model; `fedbn-flwr list models`.")] = "resnet20",
     strategy: Annotated[str, typer.Option(help="Strategy; `fedbn-flwr list strategies`.")] = "fedavg",
     norm: Annotated[str, typer.Option(help="Normalisation; `fedbn-flwr list norms`.")] = "batch",
-    num_clients: Annotated[int, typer.Option(min=1, help="Clients of a round.")] = 5,
-    dataset: Annotated[str, typer.Option(help="Data set, for the model's input and classes.")] = "cifar10",
+    num_clients: Annotated[int, typer.Option(min=1, help="Clients per round.")] = 5,
+    dataset: Annotated[str, typer.Option(help="Data set; gives the model's input and classes.")] = "cifar10",
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the method, rounds, ...")] = None,
     layers: Annotated[bool, typer.Option(help="List the BN layers by path.")] = True,
 ) -> None:
-    """Show a model's BN layers, and what a strategy shares, keeps and moves per round."""
+    """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
     from fedbn_flwr.experiment.config import Config, read_overrides
     from fedbn_flwr.experiment.inspection import inspect_model
     from fedbn_flwr.experiment.setup import make_model
@@ -161,10 +159,10 @@ def inspect(
 @app.command(epilog="Example: fedbn-flwr partition --set partition=dirichlet --set num-clients=10 --out split.png")
 def partition(
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the file; repeatable.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Picture (PNG) to write: classes by clients; a new file.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Picture (PNG) of classes by clients to write; a new file.")] = None,
 ) -> None:
-    """Show how the training data are split: each client's examples by class, and by domain where there are some."""
+    """Show the split of the training data: each client's examples by class, and by domain if there are domains."""
     from fedbn_flwr.data import partition_table
     from fedbn_flwr.experiment.config import Config
     from fedbn_flwr.experiment.splitting import count_split, draw_split
@@ -198,13 +196,12 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
         console.print(table)
     table = Table("part", "floats", "integers", "what happens", box=None)
     for part, floats in found.floats.items():
-        fate = "stays with the client" if part in found.local else "shared"
-        fate += ", frozen after T*" if part in found.phases[-1].frozen else ""
+        use = "stays with the client" if part in found.local else "shared"
+        use += ", frozen after T*" if part in found.phases[-1].frozen else ""
         if found.gathering and part == "statistics":
-            fate += "; gathered from zero before a test"
-        table.add_row(
-            part.value, f"{floats:,}", f"{found.counters[part]:,}", fate if floats or found.counters[part] else "-"
-        )
+            use += "; re-estimated before a test"
+        counters = found.counters[part]
+        table.add_row(part.value, f"{floats:,}", f"{counters:,}", use if floats or counters else "-")
     table.add_row("all", f"{sum(found.floats.values()):,}", f"{sum(found.counters.values()):,}", "")
     console.print(table)
     table = Table("rounds", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
@@ -237,19 +234,19 @@ def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:
 
 
 class _Bar:
-    """A progress bar with loss, accuracy and the time left; call it with each line of metrics."""
+    """A progress bar with loss, accuracy and the remaining time; call it with each line of metrics."""
 
     def __init__(self, progress: Progress, total: int, name: str) -> None:
         self._progress = progress
         self._task = progress.add_task(name, total=total, shown="")
 
     def __call__(self, line: Any) -> None:
-        """Advance to the line's round."""
+        """Advance to the round of the line."""
         self._progress.update(self._task, completed=line["round"])
         self._show(line)
 
     def cell(self, name: str, index: int) -> Callable[[Any], None]:
-        """Advance to run ``index`` of a sweep; return what follows its rounds."""
+        """Advance to run ``index`` of a sweep; return the function to call with each of its lines of metrics."""
         self._progress.update(self._task, completed=index, description=name, shown="")
         return lambda line: self._show(line, f"round {line['round']} ")
 
@@ -268,7 +265,7 @@ def _progress(total: int, name: str) -> Iterator[_Bar]:
 
 
 def _quiet_flower() -> None:
-    """Leave Flower's log of every round to its own command; warnings and errors still show."""
+    """Hide Flower's log of every round; warnings and errors still show."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
 
 

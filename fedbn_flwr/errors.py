@@ -1,4 +1,4 @@
-"""Errors of the package: each message names its subject, the observed value, what is allowed and what to do."""
+"""Errors of the package: each message names its subject, the value, the allowed values, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class FedBNError(Exception):
-    """Base of all errors raised on purpose by this package."""
+    """Base of all errors that this package defines."""
 
 
 class ConfigError(FedBNError, ValueError):
@@ -27,23 +27,23 @@ class ConfigError(FedBNError, ValueError):
 
 
 class NormLayerError(FedBNError, ValueError):
-    """A model's normalisation layers do not fit what was asked of them."""
+    """A model's normalisation layers do not fit the requested operation."""
 
 
 class DataError(FedBNError, ValueError):
-    """A data set is missing, unreadable or cannot be split as asked."""
+    """A data set is missing, unreadable or cannot be split in the requested way."""
 
 
 class StateError(FedBNError, ValueError):
-    """A model state, or a part a client keeps, does not fit the model."""
+    """A model state, or a part that a client keeps, does not fit the model."""
 
 
 class ReplyError(FedBNError, ValueError):
-    """A client's reply cannot be used; the round goes on without it."""
+    """A client's reply cannot be used; the round continues without it."""
 
 
 class ClientPartError(ReplyError):
-    """A reply shows that the client's app lacks the method's client part; where all do, the run ends with this."""
+    """A client's app lacks the method's client part; if this is so on all clients, the run ends with this error."""
 
 
 class EngineError(FedBNError, RuntimeError):
@@ -51,7 +51,7 @@ class EngineError(FedBNError, RuntimeError):
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for a name that no registry holds, with the nearest one as a suggestion."""
+    """Return the error for an unknown name, with the nearest allowed name as a suggestion."""
     names = sorted(allowed)
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

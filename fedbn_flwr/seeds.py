@@ -1,7 +1,7 @@
 """One seed, many named random streams.
 
-Every draw of a run comes from a generator named by its purpose and, where it matters, by the server round and the
-partition id: two draws never share a stream, and a stream does not depend on which process or thread asks for it.
+Every draw of a run uses a generator that is named by its purpose and, if they matter, by server round and partition id.
+Different draws never share a stream, and a stream does not depend on the process or thread that uses it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["derive_seed", "numpy_generator", "torch_generator"]
 
 
 def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
-    """Return the 63-bit seed of the stream ``purpose``/``keys``: SHA-256 of the names, the same on every machine."""
+    """Return the 63-bit seed of the stream ``purpose``/``keys``, a SHA-256 of the names, equal on every machine."""
     name = "/".join([str(int(seed)), purpose, *map(str, keys)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def torch_generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
-    """Return a CPU ``torch.Generator`` for the stream; draws are made on the CPU so that every device sees the same."""
+    """Return a CPU ``torch.Generator`` for the stream; draws on the CPU are the same for every device."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *keys))
 
 

@@ -1,4 +1,4 @@
-"""Sealed files: trees come back bit for bit; what is cut short or edited is refused."""
+"""Checked files: trees come back bit for bit; incomplete and edited files are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_tree_comes_back_bit_for_bit(path: Path) -> None:
 
 @given(share=st.floats(0, 0.999))
 @settings(max_examples=40, deadline=None)
-def test_a_file_cut_short_is_refused(tmp_path_factory, share: float) -> None:
+def test_an_incomplete_file_is_refused(tmp_path_factory, share: float) -> None:
     path = tmp_path_factory.mktemp("cut") / "a"
     write_checked(path, TREE)
     data = path.read_bytes()
@@ -74,7 +74,7 @@ def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:
         read_checked(tmp_path / "absent")
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(path: Path, monkeypatch) -> None:
+def test_a_full_disk_does_not_change_the_file(path: Path, monkeypatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -88,7 +88,7 @@ def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
         ("partitions", [*PARTITIONS]),
     ],
 )
-def test_list_one_line_each(kind: str, names: list[str]) -> None:
+def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
     result = call("list", kind)
     assert result.exit_code == 0
     lines = result.output.splitlines()
@@ -130,7 +130,7 @@ def test_inspect_shows_the_papers_megabytes() -> None:
     assert "layer3.2.norm2" not in quiet
 
 
-def test_inspect_warns_where_a_method_does_nothing() -> None:
+def test_inspect_warns_if_a_method_does_nothing() -> None:
     result = call("inspect", "--norm", "group", "--strategy", "silobn")
     assert result.exit_code == 0
     assert "warning: the model has no BatchNorm: silobn would do what fedavg does" in result.output
@@ -154,7 +154,7 @@ def test_inspect_refuses(arguments: list[str], message: str) -> None:
 # --- partition -------------------------------------------------------------------------------------------------------
 
 
-def test_partition_counts_what_the_run_would_train_on(tmp_path: Path) -> None:
+def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("{partition: classes, classes-per-client: 3, num-clients: 9}")
     result = call("partition", str(path), "--set", "num-clients=4")
@@ -169,7 +169,7 @@ def test_partition_counts_what_the_run_would_train_on(tmp_path: Path) -> None:
         assert sum(map(bool, classes)) == 3
 
 
-def test_partition_tells_domains_too_and_makes_a_client_of_each() -> None:
+def test_partition_shows_domains_and_makes_a_client_of_each() -> None:
     result = call("partition", "--set", "dataset=digits-domains", "--set", "partition=natural")
     tables = result.output.split("training examples by ")
     assert [table.split()[0] for table in tables[1:]] == ["class", "group"]
@@ -179,7 +179,7 @@ def test_partition_tells_domains_too_and_makes_a_client_of_each() -> None:
         assert [i for i, count in enumerate(row[1:-1]) if count != "0"] == [client]
 
 
-def test_partition_draws_once(tmp_path: Path) -> None:
+def test_partition_draws_a_png_and_never_overwrites_it(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "split.png"
     arguments = ["partition", "--set", "num-clients=3", "--out", str(picture)]
     result = call(*arguments)

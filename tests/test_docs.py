@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fedbn_flwr
-from fedbn_flwr.experiment.doc_tables import fill_tables
+from fedbn_flwr.experiment.doc_tables import changed, main
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -29,10 +32,16 @@ NOT_RUN = {
     ("docs/deployment.md", "starts a SuperLink and three SuperNodes in the background"),
     ("docs/deployment.md", "needs a Docker engine"),
     ("docs/deployment.md", "makes keys in the checkout"),
+    ("docs/get-started.md", "installs torch, then takes minutes"),
+    ("docs/get-started.md", "starts Flower's managed SuperLink, which outlives the command"),
+    ("docs/get-started.md", "three lines of an app, of which flower-projects.md has the tested diff"),
+    ("docs/reference/command-line.md", "does five runs of 60 rounds"),
     ("docs/flower-projects.md", "starts a SuperLink and two SuperNodes, which stay up"),
     ("docs/resume.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "needs a GPU"),
+    *((f"docs/methods/{name}.md", "tests/apps/test_recipes.py runs every recipe") for name in STRATEGIES),
+    *((f"docs/methods/{name}.md", "needs the grid and the arrays of a ServerApp") for name in STRATEGIES),
 }
 
 
@@ -125,13 +134,43 @@ def test_the_diffs_are_those_that_are_tested() -> None:
     assert sorted(shown) == sorted(path.read_text() for path in (ROOT / "apps").rglob("*.diff"))
 
 
-def test_the_tables_are_those_of_the_registries() -> None:
+def test_nothing_derived_is_stale() -> None:
+    assert list(changed(ROOT)) == [], "run: make generate"
     page = (ROOT / "README.md").read_text()
-    assert page == fill_tables(page), "run: python -m fedbn_flwr.experiment.doc_tables README.md"
     for name, strategy in STRATEGIES.items():
         assert f"[`{name}`]({strategy.__module__.replace('.', '/')}.py)" in page
     for name in NORMS:
         assert f"| `{name}` |" in page
+
+
+def test_what_a_method_reached_stands_in_the_results() -> None:
+    recorded = (ROOT / "docs/results/README.md").read_text()
+    data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
+    assert set(data["methods"]) <= set(STRATEGIES)
+    for rows in data["methods"].values():
+        for row in rows:
+            assert row["study"] in data["studies"]
+            assert "here" not in row or str(row["here"]) in recorded, row
+            assert ("here" in row) == ("how" in data["studies"][row["study"]]), row
+
+
+def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("docs", "fedbn_flwr/messages", "apps/main/recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1"))
+    (tmp_path / "docs/methods/fedtan.md").unlink()
+    (tmp_path / "docs/methods/gone.md").write_text("a method that is no more")
+    assert main([str(tmp_path), "--check"]) == 1
+    stale = capsys.readouterr().out
+    assert main([str(tmp_path)]) == 0
+    for name in ("pyproject.toml", "docs/methods/fedtan.md", "docs/methods/gone.md"):
+        assert f"stale: {name}" in stale
+    assert stale.count("\n") == 3
+    assert main([str(tmp_path), "--check"]) == 0
+    assert (tmp_path / "pyproject.toml").read_text() == (ROOT / "pyproject.toml").read_text()
+    assert not (tmp_path / "docs/methods/gone.md").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -150,15 +189,19 @@ def test_what_is_named_exists(page: Path) -> None:
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
 
 
-def test_the_site_has_every_page_and_the_api_every_strategy() -> None:
+def test_the_site_has_every_page_and_the_reference_every_public_name() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
         if page.is_relative_to(ROOT / "docs"):
             assert f"{page.relative_to(ROOT / 'docs')}\n" in site, "a page that is not in the site's nav"
-    shown = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
-    assert {strategy.__module__ for strategy in STRATEGIES.values()} <= shown
-    assert {getattr(fedbn_flwr, name).__module__ for name in fedbn_flwr.__all__} <= shown
-    assert all(importlib.util.find_spec(name) for name in shown)
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    shown = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    assert {f"fedbn_flwr.strategies.{strategy.__name__}" for strategy in STRATEGIES.values()} <= shown
+    for name in fedbn_flwr.__all__:
+        assert {f"fedbn_flwr.{name}", getattr(fedbn_flwr, name).__module__} & shown, name
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        assert attribute in dir(importlib.import_module(module)) or importlib.util.find_spec(name), name
 
 
 def test_no_path_of_one_machine() -> None:

@@ -1,4 +1,4 @@
-"""Messages that teach."""
+"""Error messages and the base class."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def sources(root: Path, suffixes: tuple[str, ...] = (".py",)) -> dict[str, bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_package_is_there_once(kind: str, unpacked: dict[str, Path]) -> None:
+def test_each_archive_has_the_package_once(kind: str, unpacked: dict[str, Path]) -> None:
     assert sources(unpacked[kind]) == sources(ROOT)
     content = list(unpacked[kind].rglob("*.py"))
     assert [str(path.relative_to(unpacked[kind])) for path in content if path.name == "fedavg.py"] == [
@@ -72,7 +72,7 @@ def test_the_package_is_there_once(kind: str, unpacked: dict[str, Path]) -> None
     assert links == []
 
 
-def test_what_else_is_in_them(unpacked: dict[str, Path]) -> None:
+def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     wheel = {path.name for path in unpacked["wheel"].iterdir()}
     assert {name for name in wheel if not name.endswith(".dist-info")} == {"fedbn_flwr"}, "no apps, no tests"
     assert (unpacked["wheel"] / "fedbn_flwr/py.typed").is_file()
@@ -90,7 +90,7 @@ def test_what_else_is_in_them(unpacked: dict[str, Path]) -> None:
     assert {path.relative_to(unpacked["sdist"]) for path in (unpacked["sdist"] / "tests").rglob("*.py")} == tests
 
 
-def test_each_imports_from_a_folder_with_nothing_else(unpacked: dict[str, Path], tmp_path: Path) -> None:
+def test_each_archive_imports_from_an_empty_folder(unpacked: dict[str, Path], tmp_path: Path) -> None:
     env = {**os.environ, "FLWR_HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
     code = dict.fromkeys(KINDS, IMPORT)
     # The components as Flower loads them: by the names in the bundle's own pyproject.toml.

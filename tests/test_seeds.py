@@ -24,13 +24,13 @@ def test_streams_differ_by_each_part_of_their_name() -> None:
 
 
 def test_streams_are_the_same_on_every_machine() -> None:
-    """Golden numbers, made by these very calls."""
+    """Golden numbers, made by the same calls."""
     assert numpy_generator(5, "x", "a", 1).integers(10**9, size=3).tolist() == [936399188, 628667064, 842350217]
     drawn = torch.randint(10**9, (3,), generator=torch_generator(5, "x", "a", 1))
     assert drawn.tolist() == [845660191, 920378236, 542855088]
 
 
-def test_global_generators_are_left_alone() -> None:
+def test_global_generators_do_not_change() -> None:
     torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
     torch.rand(3, generator=torch_generator(0, "x"))
     numpy_generator(0, "x").random(3)

@@ -1,4 +1,4 @@
-"""The algebra of BatchNorm in a federation: parts of a state, averaging, re-estimation, one BatchNorm over all clients.
+"""The arithmetic of federated BatchNorm: parts of a state, averaging, re-estimation, one BatchNorm over all clients.
 
 Torch and NumPy only.
 """

@@ -1,6 +1,6 @@
-"""Averaging that is safe for BatchNorm: the one place that weighs, averages and restores dtypes.
+"""Averaging that is safe for BatchNorm. No other module weights client states, averages them or restores dtypes.
 
-Sums are accumulated in float64 in the order given (callers sort by partition id, so that a run repeats bit for bit).
+Sums are accumulated in float64 in the order given. Callers sort by partition id, so a run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def normalise(weights: Sequence[float]) -> list[float]:
     """Return p_i = w_i / sum(w).
 
     Raises:
-        ReplyError: a weight is negative or not finite, or all are zero.
+        ReplyError: a weight is negative or not finite, or all weights are zero.
     """
     if not all(np.isfinite(w) and w >= 0 for w in weights) or not sum(weights) > 0:
         raise ReplyError(f"weights {list(weights)} cannot be averaged: all finite and >= 0, at least one above 0")
@@ -34,7 +34,7 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
-    """Return sum_i p_i x_i in float64 (complex128 for complex entries), added in the order given."""
+    """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in the order given."""
     wide = np.complex128 if np.issubdtype(arrays[0].dtype, np.complexfloating) else np.float64
     total: Array = np.zeros(arrays[0].shape, dtype=wide)
     for weight, array in zip(p, arrays, strict=True):
@@ -45,18 +45,18 @@ def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
 def average(
     states: Sequence[State], weights: Sequence[float], parts: Parts, variance: Variance = "mean"
 ) -> dict[str, Array]:
-    """Average the clients' states (FedAvg, McMahan 2017, made safe for BatchNorm).
+    """Return the average of the clients' states (FedAvg, McMahan 2017, made safe for BatchNorm).
 
     Args:
         states: one mapping of entry name to array per client, all with the same names and shapes.
-        weights: one weight >= 0 per client; normalised here to p_i.
-        parts: the split of the entries; entries it does not know count as REST.
-        variance: "mean" averages running variances (FedAvg of the papers); "pooled" adds the spread of the client
+        weights: one weight >= 0 per client; this function normalises them to p_i.
+        parts: the split of the entries; entries that it does not know count as REST.
+        variance: "mean" averages running variances (FedAvg of the papers). "pooled" adds the spread of the client
             means, var = sum p_i (var_i + (mean_i - mean)^2), the variance of the mixture.
 
     Returns:
-        Floating entries sum_i p_i x_i, accumulated in float64, in the dtype they came in. Integer and boolean entries
-        (counters above all) are never averaged: the maximum, in their dtype.
+        For floating entries sum_i p_i x_i, accumulated in float64 and returned in their dtype. Integer and boolean
+        entries (mostly counters) are not averaged: the result is their maximum, in their dtype.
     """
     p = normalise(weights)
     result: dict[str, Array] = {}
@@ -78,16 +78,16 @@ def average(
 
 
 def check_state(state: State, like: State, parts: Parts) -> None:
-    """Refuse a client's state that cannot be averaged.
+    """Raise ReplyError unless a client's state can be averaged.
 
     Args:
-        state: what the client sent.
-        like: the entries that were expected, with their shapes and dtypes.
-        parts: the split, to know running variances.
+        state: the client's entries.
+        like: the expected entries, with their shapes and dtypes.
+        parts: the split, which tells the running variances.
 
     Raises:
-        ReplyError: naming the first entries (and the number of all) that are missing, extra, misshapen, of another
-            dtype, not finite, or a negative running variance, with the value seen.
+        ReplyError: an entry is missing or extra, has another shape or dtype, is not finite, or is a negative running
+            variance. The message names the first two problems with the value, and the number of the others.
     """
     problems = [f"entry '{name}' is missing" for name in like if name not in state]
     problems += [f"entry '{name}' was not asked for" for name in state if name not in like]
@@ -101,7 +101,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 
 
 def check_finite(state: State, subject: str = "") -> None:
-    """Refuse arrays that hold NaN or infinity; ReplyError names the first such entry after ``subject``."""
+    """Raise ReplyError for an array with NaN or infinity; the message is ``subject``, then the first such entry."""
     for name, array in state.items():
         if problems := _check_entry(name, array, array, False):
             raise ReplyError(subject + problems[0])

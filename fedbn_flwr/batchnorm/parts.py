@@ -1,8 +1,8 @@
 """A model's state by layer type: AFFINE, STATISTICS, COUNTERS and REST.
 
-Methods for BatchNorm differ in which of these parts they share. The split is made from the types of the layers, never
-from the letters "bn" in a name: torchvision's ResNet calls three of its BN layers ``downsample.1``, a ``Sequential``
-calls all of them by number.
+Methods for BatchNorm differ in which of these parts they share. The split depends on the types of the layers, not on
+the letters "bn" in a name: torchvision's ResNet has three BN layers named ``downsample.1``, and in a ``Sequential``
+every name is a number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BatchNormLayer", "Part", "Parts", "split_state"]
 
 
 class Part(StrEnum):
-    """One of the four parts of a model's state (methods of the field differ in what they do with each)."""
+    """One of the four parts of a model's state."""
 
     AFFINE = "affine"
     STATISTICS = "statistics"
@@ -40,7 +40,7 @@ _LEAF = {
 
 @dataclass(frozen=True)
 class BatchNormLayer:
-    """One BatchNorm layer: its path in the model ("" where the model is the layer) and its entries by leaf name."""
+    """One BatchNorm layer: its path ("" if the model itself is the layer), and its entry names by leaf name."""
 
     path: str
     entries: Mapping[str, str]
@@ -48,7 +48,7 @@ class BatchNormLayer:
 
 @dataclass(frozen=True)
 class Parts:
-    """The names of a state dict by part; every name stands in exactly one of them, in the state dict's order."""
+    """The names of a state dict by part; each name is in exactly one part. Names keep the state dict's order."""
 
     names: tuple[str, ...]
     layers: tuple[BatchNormLayer, ...]
@@ -81,7 +81,7 @@ class Parts:
 
     @property
     def rest(self) -> tuple[str, ...]:
-        """Everything else."""
+        """All other entries."""
         return self.select([Part.REST])
 
     def moments(self) -> Iterator[tuple[str, str]]:
@@ -91,22 +91,22 @@ class Parts:
                 yield layer.entries["running_mean"], layer.entries["running_var"]
 
     def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return a SHA-256 of names, parts and shapes: what a client's local part must fit to be used again."""
+        """Return a SHA-256 of names, parts and shapes; a client's saved part is used only if it has the same one."""
         text = "\n".join(f"{name} {self.part_of[name]} {tuple(shapes[name])}" for name in self.names)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
-    """Split a model's state into AFFINE, STATISTICS, COUNTERS and REST.
+    """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
 
-    From a model the layers are found by type: BatchNorm1d/2d/3d, SyncBatchNorm, lazy ones and every subclass. From a
-    bare state dict (any mapping of names) a layer is taken for BatchNorm where ``<prefix>.running_mean`` stands; by
-    names alone an InstanceNorm with running statistics looks like a BatchNorm, and a BatchNorm without running
-    statistics like any affine layer. Where that matters, pass the model.
+    In a model, layers are found by type: BatchNorm1d/2d/3d, SyncBatchNorm, lazy layers and every subclass. In a bare
+    state dict (any mapping of names), a layer counts as BatchNorm if it has ``<prefix>.running_mean``. Names alone
+    cannot tell an InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without running statistics
+    from any other affine layer. If that matters, pass the model.
     """
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
-        # remove_duplicate=False: a layer registered at two paths stands twice in the state dict.
+        # remove_duplicate=False: a layer registered at two paths is twice in the state dict.
         modules = model_or_state_dict.named_modules(remove_duplicate=False)
         paths = [path for path, module in modules if isinstance(module, _BatchNorm)]
     else:

@@ -1,8 +1,8 @@
 """Re-estimation ("precise BN"): BatchNorm statistics from one pass over data under fixed weights. Torch only.
 
-A batch's (count, mean, M2) per channel, M2 = sum of squared deviations from the mean, is merged pairwise into the sums
-before it (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1), the
-unbiased variance that torch's layers keep.
+Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. It is merged with the sum
+of the batches before it (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and
+M2 / (n - 1), the unbiased variance that torch's layers keep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Moments", "merge", "moments_of", "reestimate_statistics", "tracking_
 
 @dataclass(frozen=True)
 class Moments:
-    """Statistics per channel: ``count`` values each, their ``mean`` (C,) and ``m2`` (C,), both float64."""
+    """Statistics per channel: ``count`` values, their ``mean`` (C,) and ``m2`` (C,), both float64."""
 
     count: int
     mean: Tensor
@@ -32,28 +32,28 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """The unbiased variance (C,), torch's for running statistics; it needs two values."""
+        """The unbiased variance (C,), as in torch's running statistics; it needs at least two values."""
         return self.m2 / (self.count - 1)
 
 
 def moments_of(values: Tensor) -> Moments:
-    """Return the moments of an input (N, C, *) of a BatchNorm layer, over all dimensions but C."""
+    """Return the moments of a BatchNorm layer's input (N, C, *), over all dimensions except C."""
     channels = values.detach().transpose(0, 1).flatten(1).double()
     mean = channels.mean(1)
     return Moments(channels.shape[1], mean, (channels - mean[:, None]).square().sum(1))
 
 
 def merge(first: Moments, second: Moments) -> Moments:
-    """Return the moments of both sets of values together."""
+    """Return the moments of the union of both sets of values."""
     count = first.count + second.count
-    apart = second.mean - first.mean
-    mean = first.mean + apart * (second.count / count)
-    m2 = first.m2 + second.m2 + apart.square() * (first.count * second.count / count)
+    difference = second.mean - first.mean
+    mean = first.mean + difference * (second.count / count)
+    m2 = first.m2 + second.m2 + difference.square() * (first.count * second.count / count)
     return Moments(count, mean, m2)
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers whose running statistics a forward pass in the model's present mode would change."""
+    """Return the BatchNorm layers whose running statistics a forward pass changes, in the present modes."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [
         layer for layer in layers if layer.training and layer.track_running_stats and layer.running_mean is not None
@@ -61,22 +61,22 @@ def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, seed: int = 0) -> dict[str, Moments]:
-    """Return the statistics of every BatchNorm layer from one pass in train mode; the model is left as it was.
+    """Return the statistics of every BatchNorm layer from one pass in train mode; the model does not change.
 
     BatchNorm normalises with each batch's own statistics; running statistics are neither used nor changed. Layers that
-    the model itself keeps in eval mode stay as they are and are left out.
+    the model itself keeps in eval mode are left out.
 
     Args:
-        model: on the device it shall run on, with the weights to use.
-        data: all of it is used once, in its order and without augmentation, the last batch possibly smaller. A last
-            batch of one example joins the one before where BatchNorm could not take it alone.
+        model: has the weights to use, on the device to use.
+        data: every example is used once, in order and without augmentation; the last batch may be smaller. If it has
+            one example and BatchNorm cannot use it alone, it joins the batch before it.
         batch_size: examples per batch; 0 = all in one.
-        seed: of dropout and the like.
+        seed: for dropout and other random layers.
 
     Returns:
-        The moments by the layer's path; a layer called several times has all its inputs, one registered at several
-        paths stands under each. Layers that were not called are left out. Empty where there is no data, or only one
-        example, from which BatchNorm cannot take statistics.
+        The moments by layer path. A layer called several times counts all its inputs; a layer registered at several
+        paths has an entry for each. Layers that were not called are left out. The result is empty if there is no data,
+        or one example only, from which BatchNorm cannot compute statistics.
     """
     sums: dict[nn.Module, Moments] = {}
 
@@ -112,12 +112,12 @@ def _inputs(data: Batches, positions: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def _watched(model: nn.Module, note: Any) -> Iterator[None]:
-    """Call ``note`` before every call of a tracking layer; none of them tracks meanwhile."""
+    """Call ``note`` before every call of a tracking layer; the layers do not track inside the block."""
     layers = tracking_layers(model)
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         for layer in layers:
-            layer.track_running_stats = False  # in train mode: the batch's statistics, and no buffer is touched
+            layer.track_running_stats = False  # in train mode: use the batch's statistics, change no buffer
         yield
     finally:
         for layer, handle in zip(layers, handles, strict=True):

@@ -59,7 +59,9 @@ class Hooks:
             if not _overrides(hook, "start"):
                 continue
             if not isinstance(optimizer, torch.optim.SGD):
-                raise ConfigError(f"rule '{name}' works with torch.optim.SGD; this is {type(optimizer).__name__}")
+                raise ConfigError(
+                    f"client hook '{name}' works with torch.optim.SGD; this is {type(optimizer).__name__}"
+                )
             hook.start(self._model, optimizer)
         self._exit.callback(before_steps(optimizer, self._act).remove)
         self._optimizer = optimizer
@@ -104,13 +106,13 @@ class Hooks:
             if _overrides(hook, "start", "penalty", "gradients") and not self._steps:
                 missing = "took no step" if self._optimizer else "was not wrapped"
                 raise ConfigError(
-                    f"rule '{name}' acts in every step, and the optimizer {missing} inside `with bn_rules(...) as "
-                    "rules`. Write: optimizer = rules.wrap(optimizer)."
+                    f"client hook '{name}' acts in every step, and the optimizer {missing} inside `with bn_rules(...) "
+                    "as rules`. Write: optimizer = rules.wrap(optimizer)."
                 )
             if _overrides(hook, "around") and not self._passes:
                 raise ConfigError(
-                    f"rule '{name}' acts around the first step. Write: with rules.step(len(inputs)): loss = ...; "
-                    "loss.backward()"
+                    f"client hook '{name}' acts around the first step. Write: with rules.step(len(inputs)): loss = "
+                    "...; loss.backward()"
                 )
         self.metrics = {key: value for hook in self._hooks.values() for key, value in hook.end(self._model).items()}
         self.metrics[APPLIED] = ",".join(self._hooks)
@@ -157,8 +159,8 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
         store = LocalState(context, split_state(whole), whole)
     elif needy:
         raise ConfigError(
-            f"rule '{needy[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; in a NumPyClient "
-            "(ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
+            f"client hook '{needy[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; in a "
+            "NumPyClient (ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
         )
     sent = {name: tensors(from_record(record)) for name, record in _box(context, INBOX).items()}
     for name in needy:

@@ -1,1 +1,1 @@
-"""Where this package touches what Flower does not promise: its internals, and its legacy loop."""
+"""The parts that depend on Flower's internals and on its legacy loop, which may change."""

@@ -1,6 +1,6 @@
-"""Every touch of Flower's internals. Nothing else imports a module or reads an attribute that Flower does not document.
+"""All uses of Flower's internals. No other module imports or reads what Flower does not document.
 
-Each function has a canary in ``tests/compat/test_flower.py``. It says what broke and what to do when a new version of
+Each function has a test in ``tests/compat/test_flower.py`` that says what broke, and what to do, when a new version of
 Flower changes it. Supported: Flower 1.41 and 1.42.
 """
 
@@ -49,7 +49,7 @@ def empty_run(run_id: int) -> Run:
 
 
 def identify_process(run_id: int) -> None:
-    """Give this process the identity that Flower needs to make messages, as its engines do; keep one that is there."""
+    """Give this process the identity that Flower needs to make messages, as its engines do; keep an existing one."""
     try:
         _ = TaskIdentity.run_id
     except RuntimeError:
@@ -62,7 +62,7 @@ def is_simulation_grid(grid: Grid) -> bool:
 
 
 def is_network_grid(grid: Grid) -> bool:
-    """Return whether the grid's nodes are processes of their own, which come and go."""
+    """Return whether the grid's nodes are separate processes, which may come and go."""
     return isinstance(grid, HttpGrid)
 
 
@@ -75,19 +75,19 @@ def copied_message(message: Message) -> Message:
 
 
 def set_message_id(message: Message, message_id: str, run_id: int | None = None) -> None:
-    """Set the id, which Flower's own engines give on the way, and the run where one is given."""
+    """Set the message id, as Flower's own engines do, and the run id if one is given."""
     message.metadata.__dict__["_message_id"] = message_id
     if run_id is not None:
         message.metadata.__dict__["_run_id"] = run_id
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:
-    """Set the node that a reply came from: an error reply for a lost node does not carry it."""
+    """Set the node that sent a reply; Flower's error reply for a lost node does not have it."""
     reply.metadata.__dict__["_src_node_id"] = node_id
 
 
 def app_error(message: Message, reason: str | Exception) -> Message:
-    """Return the reply of a node whose app raised an exception, in the words of Flower's own engines."""
+    """Return the reply of a node whose app raised an exception, with the same text as Flower's own engines."""
     if isinstance(reason, Exception):
         raised = ClientAppException(str(reason))
         reason = f"{type(raised)}:<'{raised}'>"
@@ -95,7 +95,7 @@ def app_error(message: Message, reason: str | Exception) -> Message:
 
 
 def is_app_error(reply: Message) -> bool:
-    """Return whether the error reply comes from an app that raised, and not from Flower for a node that is gone."""
+    """Return whether the error reply comes from an app's exception; Flower also sends error replies for lost nodes."""
     return bool(reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
 
 
@@ -112,10 +112,10 @@ def log_start(
 
 
 def retry_http_500(grid: Grid) -> None:
-    """Make Flower's grid over HTTP repeat a request that was answered with 500, as it does after 502 to 504.
+    """Make Flower's HTTP grid repeat a request after an answer 500, as it already does after 502 to 504.
 
-    A SuperLink whose SQLite database is locked by what nodes write answers 500. The whole of ``pull_messages`` cannot
-    be repeated: what it had pulled would be lost. Another grid is left as it is.
+    A SuperLink answers 500 while writes of the nodes lock its SQLite database. To repeat a whole ``pull_messages``
+    would lose the messages already pulled. Other grids do not change.
     """
     invoker = getattr(grid, "_retry_invoker", None)
     if invoker is None or isinstance(invoker.should_giveup, _GiveUp):
@@ -132,9 +132,9 @@ def retry_http_500(grid: Grid) -> None:
 
 
 class _GiveUp:
-    """Whether to give up a request: as Flower decides, and after repeated HTTP 500 answers.
+    """The decision whether to give up a request: Flower's own, and after repeated HTTP 500 answers.
 
-    Flower's own threads send requests through the same grid, so each thread, and with it each request, has a count.
+    Flower's own threads use the same grid, so each thread, and with it each request, has its own count.
     """
 
     def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
@@ -142,7 +142,7 @@ class _GiveUp:
         self._thread = threading.local()
 
     def reset(self) -> None:
-        """Begin to count anew: the thread's next request is another."""
+        """Count from 0 again, for the thread's next request."""
         self._thread.failures = 0
 
     def __call__(self, error: Exception) -> bool:

@@ -1,8 +1,8 @@
-"""The strategies in Flower's legacy loop: ``to_legacy`` makes a ``flwr.server.strategy.Strategy`` of one.
+"""The strategies in Flower's legacy loop: ``to_legacy`` turns a strategy into a ``flwr.server.strategy.Strategy``.
 
-For projects on ``flwr.server.ServerApp`` with ``ServerAppComponents``. The legacy loop moves a list of arrays and a
-config of scalars each way, one ``fit`` and one ``evaluate`` a round. Names travel in the config, as they do for
-``client_app`` (``messages.numpy_client``). What needs exchanges inside a round is refused.
+For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``. The legacy loop sends a list of arrays and a
+config of scalars each way, with one ``fit`` and one ``evaluate`` per round. The config has the names, as for
+``client_app`` (``messages.numpy_client``). Methods that need exchanges inside a round are refused.
 """
 
 from __future__ import annotations
@@ -61,37 +61,38 @@ def to_legacy(
 ) -> LegacyStrategy:
     """Return the strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
 
-    Clients are stock NumPyClients: bare under FedAvg and the server optimizers, with the mod ``local_bn`` (and
-    ``bn_rules`` in ``fit``) under the others; or a ``TorchClient``, through Flower's own ``ClientApp(client_fn=...)``.
-    The mod, or a ``get_properties`` that returns the ``partition-id``, makes runs repeatable: else sums follow ids.
+    Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the other methods need the mod
+    ``local_bn`` (and ``bn_rules`` in ``fit``), or a ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. Runs
+    repeat bit for bit only with the mod, or with a ``get_properties`` that returns the ``partition-id``; without them
+    the order of sums depends on node ids.
 
     Args:
-        strategy: of this package, with Flower's Message-API arguments (``fraction_train``, ...).
-        initial_arrays: the common start, ``ArrayRecord(model.state_dict())``; names and parts come from it.
-        num_rounds: rounds of the run, which the legacy loop does not tell; needed where a setting is a share of them.
+        strategy: a strategy of this package, with Flower's Message-API arguments (``fraction_train``, ...).
+        initial_arrays: the common start, ``ArrayRecord(model.state_dict())``; it gives names and parts.
+        num_rounds: rounds of the run, which the legacy loop does not pass; needed if a setting is a share of them.
         evaluate_fn: as in Flower's legacy FedAvg, ``(round, arrays, config) -> (loss, metrics)``.
-        on_fit_config_fn: as there: what else the clients are told for training.
-        on_evaluate_config_fn: as there, for evaluation.
-        fit_metrics_aggregation_fn: as there, of the results that were used; without it numbers are averaged.
-        evaluate_metrics_aggregation_fn: as there, for evaluation.
+        on_fit_config_fn: as in FedAvg, more config for training.
+        on_evaluate_config_fn: as in FedAvg, more config for evaluation.
+        fit_metrics_aggregation_fn: as in FedAvg, for the results that were used; default: the average of numbers.
+        evaluate_metrics_aggregation_fn: as in FedAvg, for evaluation.
         timeout: seconds to wait for enough clients, and for their properties.
 
     Raises:
-        ConfigError: a method that exchanges inside a round; settings that do not fit.
+        ConfigError: the method exchanges messages inside a round, or settings do not fit.
     """
     if strategy.synchronises:
         _refuse(strategy, "exchanges statistics with its clients inside a local step")
     if strategy.recalibrates:
         _refuse(strategy, "re-estimates BN statistics from its clients before tests")
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
-        raise ConfigError(f"Flower's legacy loop begins with round 1 and cannot go on after round {after}.")
-    tell = on_fit_config_fn, on_evaluate_config_fn
-    sum_up = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
-    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, tell, sum_up)
+        raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
+    config_fns = on_fit_config_fn, on_evaluate_config_fn
+    metrics_fns = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
+    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, config_fns, metrics_fns)
 
 
 class LegacyStrategy(Strategy):
-    """A strategy of this package behind Flower's legacy interface; made by ``to_legacy``.
+    """A strategy of this package with Flower's legacy interface; ``to_legacy`` makes it.
 
     Attributes:
         strategy: the strategy itself, with its ``reports``.
@@ -102,39 +103,34 @@ class LegacyStrategy(Strategy):
         strategy: FedAvg[Any],
         initial_arrays: ArrayRecord,
         evaluate_fn: EvaluateFn | None,
-        tell: tuple[ConfigFn | None, ConfigFn | None],
-        sum_up: tuple[MetricsFn | None, MetricsFn | None],
+        config_fns: tuple[ConfigFn | None, ConfigFn | None],
+        metrics_fns: tuple[MetricsFn | None, MetricsFn | None],
     ) -> None:
         super().__init__()
         self.strategy = strategy
         self._names = list(initial_arrays)
         self._initial = initial_arrays
         self._evaluate_fn = evaluate_fn
-        self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in tell)
-        self._fit_metrics, self._evaluate_metrics = sum_up
-        self._asked: dict[str, Message] = {}
+        self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in config_fns)
+        self._fit_metrics, self._evaluate_metrics = metrics_fns
+        self._sent: dict[str, Message] = {}  # by client id
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Return the common start."""
+        """Return the initial arrays."""
         return _parameters(self._initial)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
-        record, told = self._record(parameters), ConfigRecord(dict(self._fit_config(server_round)))
-        grid = _ManagerGrid(client_manager, self.strategy)
-        return [
-            (proxy, FitIns(ndarrays_to_parameters(arrays), config))
-            for proxy, arrays, config in self._open(
-                self.strategy.configure_train(server_round, record, told, grid), client_manager
-            )
-        ]
+        configure, config = self.strategy.configure_train, self._fit_config(server_round)
+        opened = self._configure(configure, server_round, parameters, config, client_manager)
+        return [(proxy, FitIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Hand the clients' results to the strategy; None where it keeps the previous model."""
+        """Return the aggregated model, or None if the strategy keeps the previous one, and the metrics."""
 
         def reply(message: Message, res: FitRes) -> Message:
             arrays = parameters_to_ndarrays(res.parameters)
@@ -151,14 +147,9 @@ class LegacyStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Return the strategy's evaluation messages as EvaluateIns."""
-        record, told = self._record(parameters), ConfigRecord(dict(self._evaluate_config(server_round)))
-        grid = _ManagerGrid(client_manager, self.strategy)
-        return [
-            (proxy, EvaluateIns(ndarrays_to_parameters(arrays), config))
-            for proxy, arrays, config in self._open(
-                self.strategy.configure_evaluate(server_round, record, told, grid), client_manager
-            )
-        ]
+        configure, config = self.strategy.configure_evaluate, self._evaluate_config(server_round)
+        opened = self._configure(configure, server_round, parameters, config, client_manager)
+        return [(proxy, EvaluateIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
@@ -177,55 +168,62 @@ class LegacyStrategy(Strategy):
         return loss, metrics
 
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
-        """Evaluate on the server, where ``evaluate_fn`` was given."""
-        return self._evaluate_fn and self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
+        """Return the result of ``evaluate_fn``; None without one."""
+        if self._evaluate_fn is None:
+            return None
+        return self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
 
     def _summed_up(
         self, fn: MetricsFn, results: Sequence[tuple[ClientProxy, Any]], before: dict[int, str]
     ) -> dict[str, Scalar]:
-        """Return what the project makes of its clients' metrics; a result that was refused just now is not among them.
+        """Return the result of the project's ``fn`` for the metrics of the accepted results.
 
         Args:
-            fn: the project's.
-            results: of the clients.
-            before: what was noted of refusals in this round before.
+            fn: the project's function.
+            results: results of the clients.
+            before: rejected replies of this round before these results, by node.
         """
-        noted = self.strategy.run.report.rejected
-        used = [res for proxy, res in results if noted.get(int(proxy.cid)) == before.get(int(proxy.cid))]
-        own = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_WORDS}) for res in used]
-        return fn(own) if own else {}
+        rejected = self.strategy.run.report.rejected
+        used = [res for proxy, res in results if rejected.get(int(proxy.cid)) == before.get(int(proxy.cid))]
+        metrics = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_WORDS}) for res in used]
+        return fn(metrics) if metrics else {}
 
-    def _record(self, parameters: Parameters) -> ArrayRecord:
-        arrays = parameters_to_ndarrays(parameters)
-        return ArrayRecord({n: FlowerArray(array) for n, array in zip(self._names, arrays, strict=True)})
-
-    def _open(
-        self, messages: Iterable[Message], client_manager: ClientManager
+    def _configure(
+        self,
+        configure: Callable[[int, ArrayRecord, ConfigRecord, Grid], Iterable[Message]],
+        server_round: int,
+        parameters: Parameters,
+        config: dict[str, Scalar],
+        client_manager: ClientManager,
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
+        """Return the strategy's messages of a round as clients with their arrays and config."""
+        arrays = zip(self._names, parameters_to_ndarrays(parameters), strict=True)
+        record, grid = ArrayRecord({n: FlowerArray(a) for n, a in arrays}), _ManagerGrid(client_manager, self.strategy)
+        messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
         proxies = client_manager.all()
-        self._asked = {str(message.metadata.dst_node_id): message for message in messages}
-        return [(_NamingProxy(proxies[cid]), *open_message(message)) for cid, message in self._asked.items()]
+        self._sent = {str(message.metadata.dst_node_id): message for message in messages}
+        return [(_NamingProxy(proxies[cid]), *open_message(message)) for cid, message in self._sent.items()]
 
     def _replies(
         self, reply: Callable[[Message, Any], Message], results: Sequence[tuple[ClientProxy, Any]], failures: Failures
     ) -> list[Message]:
-        """Return what came back as replies to the messages; failures whose client is known as errors."""
+        """Return the results as replies to the messages; a failure of a known client is an error reply."""
         named = [failure for failure in failures if isinstance(failure, tuple)]
         replies = []
         for proxy, res in [*results, *named]:
-            message = self._asked[proxy.cid]
+            message = self._sent[proxy.cid]
             try:
                 if res.status.code is not Code.OK:
                     raise StateError(res.status.message)
                 replies.append(reply(message, res))
-            except Exception as error:  # what a client sent may raise anything
+            except Exception as error:  # a client's result may cause any exception
                 reason = str(error) or type(error).__name__
                 replies.append(app_error(message, reason))
         return replies
 
 
 class _NamingProxy(ClientProxy):
-    """A client whose exceptions become results that say what went wrong: the loop would drop whose they were."""
+    """A client whose exceptions become results with the error; the loop does not say which client raised one."""
 
     def __init__(self, proxy: ClientProxy) -> None:
         super().__init__(proxy.cid)
@@ -254,7 +252,7 @@ class _NamingProxy(ClientProxy):
 
 
 class _ManagerGrid(Grid):
-    """As much of a Grid as configuring a round takes: who is there, and their properties."""
+    """The parts of a Grid that configure a round: the node ids, and the properties of the clients."""
 
     def __init__(self, client_manager: ClientManager, strategy: FedAvg[Any]) -> None:
         self._manager = client_manager
@@ -264,7 +262,7 @@ class _ManagerGrid(Grid):
         return [int(cid) for cid in self._manager.all()]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return the clients' properties; of one that has none to tell the error of an app that does not answer."""
+        """Return the clients' properties; a client without properties gives the error reply of an app."""
         batch = list(messages)
         if any(message.metadata.message_type != MessageType.QUERY or message.content for message in batch):
             _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")

@@ -1,4 +1,4 @@
-"""Data of a run: data sets held once as bytes, their split over the clients, and the views training and tests read."""
+"""Data of a run: data sets, kept once as bytes, their partitions over the clients, and the subsets that clients use."""
 
 from __future__ import annotations
 

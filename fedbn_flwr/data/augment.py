@@ -1,7 +1,7 @@
-"""Random crops and flips of one batch of byte images, drawn for each sample from a given generator.
+"""Random crops and flips of a batch of byte images, drawn for each sample from a given generator.
 
-Works on uint8 pixels before normalisation, so that the padding is pixel value 0 (black), as in torchvision's
-``RandomCrop(size, padding=N)`` followed by ``RandomHorizontalFlip()``.
+Works on uint8 pixels before normalisation, so the padding is pixel value 0 (black), as in torchvision's
+``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Augment"]
 
 @dataclass(frozen=True, slots=True)
 class Augment:
-    """What is drawn anew for each sample of a training batch.
+    """The random changes of each sample in a training batch.
 
     Attributes:
-        crop: pixels of zero padding on each side before a crop back to the image's size; 0 for no crop.
+        crop: pixels of zero padding on each side, before a crop to the image's size; 0 = no crop.
         flip: mirror left and right with probability 1/2.
     """
 
@@ -32,12 +32,12 @@ class Augment:
 
     @classmethod
     def parse(cls, text: str) -> Augment | None:
-        """Read a comma list of ``cropN`` (N a positive number of pixels) and ``flip``; ``""`` gives None.
+        """Return the augmentation of a comma list of ``cropN`` (N >= 1 pixels) and ``flip``; None for ``""``.
 
-        Crops come before flips whatever the order of the text: the two orders have the same distribution.
+        Crops always come before flips; the other order has the same distribution.
 
         Raises:
-            ConfigError: an entry is unknown, stands twice, or crops by 0.
+            ConfigError: an entry is unknown, is there twice, or crops by 0.
         """
         if not text.strip():
             return None
@@ -46,7 +46,7 @@ class Augment:
             match = re.fullmatch(r"crop([1-9][0-9]{0,3})", entry)
             repeated = (match is not None and crop > 0) or (entry == "flip" and flip)
             if repeated or (match is None and entry != "flip"):
-                problem = "stands twice" if repeated else "is unknown"
+                problem = "is there twice" if repeated else "is unknown"
                 raise ConfigError(
                     f"augment={text!r}: {entry!r} {problem}. Allowed: a comma list with at most one each of cropN "
                     "(zero padding of N >= 1 pixels, then a random crop) and flip, e.g. 'crop4,flip', or '' for none."
@@ -62,11 +62,11 @@ class Augment:
 
         Args:
             inputs: uint8 images, (B, C, H, W), on any device.
-            generator: a CPU generator: the draws are made on the CPU, so that every device sees the same ones. First
-                the crops' offsets, one call for (2, B) integers in [0, 2 * crop], rows then columns; then B flips.
+            generator: a CPU generator, so that every device gets the same draws. The first call draws the offsets of
+                the crops, (2, B) integers in [0, 2 * crop], rows then columns; the second draws B flips.
 
         Raises:
-            ConfigError: the padding is as large as the image, so that a crop could miss it altogether.
+            ConfigError: the padding is as large as the image, so a crop could miss the image.
         """
         count, _, height, width = inputs.shape
         if self.crop >= min(height, width):
@@ -83,23 +83,23 @@ class Augment:
         return inputs
 
     def with_pixels(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return augmented images and, moved in the same way, the classes of their pixels.
+        """Return augmented images and the classes of their pixels, moved in the same way.
 
         Args:
-            inputs: as in a call, which makes the same draws and the same images.
-            targets: uint8 classes, (B, H, W); what a crop adds around them is 255, to be ignored.
-            generator: as in a call.
+            inputs: as in ``__call__``, which makes the same draws and the same images.
+            targets: uint8 classes, (B, H, W); a crop adds 255, the ignored class, around them.
+            generator: as in ``__call__``.
 
         Raises:
-            ConfigError: as in a call.
+            ConfigError: as in ``__call__``.
         """
-        # One more channel, complemented: the padding of 0 then stands for class 255.
+        # The targets are one more channel, complemented: a padding of 0 then means class 255.
         both = self(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), generator)
         return both[:, :-1], ~both[:, -1]
 
 
 def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:
-    """Return the windows of zero-padded (B, C, H, W) ``inputs`` at ``offsets`` (2, B): one gather of flat pixels."""
+    """Return the windows of the zero-padded ``inputs`` (B, C, H, W) at ``offsets`` (2, B), with one gather."""
     count, channels, height, width = inputs.shape
     padded = F.pad(inputs, (padding, padding, padding, padding))
     rows = offsets[0].view(-1, 1, 1) + torch.arange(height, device=inputs.device).view(1, -1, 1)

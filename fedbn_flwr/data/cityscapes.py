@@ -1,8 +1,8 @@
-"""Cityscapes: street scenes with a class for each pixel, a group per city (Cordts et al. 2016).
+"""Cityscapes: street scenes with a class for each pixel and a group for each city (Cordts et al. 2016).
 
-Kept in memory at half the published size or less (see ``Shape.max_bytes``), height to width 1:2 as published; targets
-are bytes until they are in a batch. The validation cities are the test set and are not among the training cities, so
-clients have no test images of their own.
+The images are in memory at half the published size or less (see ``Shape.max_bytes``), height to width 1:2 as published.
+Targets are bytes; batches convert them. The validation cities are the test set. They are not training cities, so no
+client has test images from its own city.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
     """Return ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` with ``gtFine/.../*_gtFine_labelIds.png``.
 
     Raises:
-        DataError: a folder is absent, or an image has no label file or one of another size.
+        DataError: a folder is absent, or an image has no label file or a label file of another size.
     """
     root = root_of(folder, "cityscapes")
     train, test = (_cities(root / "leftImg8bit" / part) for part in ("train", "val"))
@@ -45,7 +45,7 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
 
 
 def _cities(folder: Path) -> dict[str, list[Path]]:
-    """Return the images of each city, cities and images by name."""
+    """Return the images of each city; cities and images are sorted by name."""
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
     cities = {path.name: image_files(path) for path in sorted(folder.iterdir()) if path.is_dir()}
@@ -56,7 +56,7 @@ def _cities(folder: Path) -> dict[str, list[Path]]:
 
 def _samples(root: Path, part: str, cities: dict[str, list[Path]], names: list[str], shape: Shape) -> Samples:
     files = [(path, names.index(city)) for city, paths in cities.items() for path in paths]
-    images = decoded(files, shape)  # here the "class" of a file is its city
+    images = decoded(files, shape)  # here the class of a file is its city
     targets = torch.empty(len(files), shape.height, shape.width, dtype=torch.uint8)
     for at, (path, _) in enumerate(files):
         stem = path.stem.removesuffix("_leftImg8bit")

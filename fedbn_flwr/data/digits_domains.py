@@ -1,8 +1,8 @@
 """A multi-domain data set without a download: scikit-learn's digits under five transformations.
 
-Ours, for trying feature shift: every domain shows the same digits in another way, in integer arithmetic and with fixed
-seeds, so that the bytes are the same on every machine and in every run. The training digits are dealt over the domains,
-class by class, none to two domains; the test digits appear in all of them.
+Ours, for tests of feature shift: every domain changes the digits in another way, in integer arithmetic and with fixed
+seeds, so the bytes are the same on every machine and in every run. Each training digit is in one domain, and every
+domain has digits of every class. The test digits are in all domains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _inverted(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _blurred(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return the images under the kernel (1 2 1; 2 4 2; 1 2 1) / 16, black outside, rounded."""
+    """Return the images convolved with (1 2 1; 2 4 2; 1 2 1) / 16, rounded, with zero padding."""
     padded = F.pad(images, (1, 1, 1, 1))
     rows = padded[:, :, :-2] + 2 * padded[:, :, 1:-1] + padded[:, :, 2:]
     return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:] + 8) // 16
@@ -47,13 +47,13 @@ def _noisy(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _coloured(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return each image between two colours of its own: a dark one for 0, a bright one for 255."""
+    """Return each image in two random colours: a dark colour for 0, a bright colour for 255."""
     dark, bright = (torch.from_numpy(rng.integers(low, low + 128, (len(images), 3, 1, 1))) for low in (0, 128))
     return (images * bright + (255 - images) * dark + 127) // 255
 
 
 def _rotated(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return the images turned by a quarter, counterclockwise."""
+    """Return the images turned by 90 degrees, counterclockwise."""
     return images.rot90(1, (2, 3))
 
 
@@ -64,23 +64,23 @@ DOMAINS: dict[str, Transform] = {
     "coloured": _coloured,
     "rotated": _rotated,
 }
-"""The transformations, by name of the domain."""
+"""The transformation of each domain, by name."""
 
 
 def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
     """Return the five domains, 8x8 RGB: 1,438 training images in all, 359 test images in each; no file is read."""
     train, test, _ = read_digits(folder, shape)
-    everywhere = torch.arange(len(test))
+    every_digit = torch.arange(len(test))
     parts = {
-        name: (_transformed(train, own, name, "train"), _transformed(test, everywhere, name, "test"))
-        for name, own in zip(DOMAINS, _dealt(train.targets), strict=True)
+        name: (_transformed(train, indices, name, "train"), _transformed(test, every_digit, name, "test"))
+        for name, indices in zip(DOMAINS, _split_over_domains(train.targets), strict=True)
     }
-    # Resizing, where a model needs it, is left to the caller: the transformations are of the published 8x8 pixels.
+    # The transformations are for the published 8x8 pixels. The caller resizes the images if a model needs it.
     return merged(parts, Shape(3, 8, 8, shape.max_bytes))
 
 
-def _dealt(targets: Tensor) -> list[Tensor]:
-    """Deal the examples in turn, each class shuffled: sizes of the domains, and of a class in them, differ by one."""
+def _split_over_domains(targets: Tensor) -> list[Tensor]:
+    """Return the indices of each domain; sizes of domains, and of a class in the domains, differ by at most one."""
     labels = targets.numpy()
     rng = numpy_generator(_SEED, "digits-domains")
     order = np.concatenate([rng.permutation(np.flatnonzero(labels == label)) for label in range(10)])

@@ -1,7 +1,7 @@
 """Data sets of several domains: the same classes in different kinds of images. The domains are the groups.
 
 Each domain is an npz file (x_train, y_train, x_test, y_test; uint8 (N, H, W) or (N, H, W, 3)) or a folder with a folder
-of images per class; of those every 5th file of a class, by name, is a test image (ours: no split is published).
+of images per class. In a folder, every 5th file of a class, by name, is a test image (ours: no split is published).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ DOMAINNET10 = (
     ("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
     ("bird", "feather", "headphones", "ice_cream", "teapot", "tiger", "whale", "windmill", "wine_glass", "zebra"),
 )
-"""Domains and classes of the ten-class part of DomainNet that FedBN's authors use."""
+"""Domains and classes of the part of DomainNet with ten classes that FedBN's authors use."""
 
 DIGITS_FIVE = ("mnist", "svhn", "usps", "synth-digits", "mnist-m")
 """Domains of Digits-Five, in the order of FedBN's authors."""
 
 
 def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence[str]) -> Reader:
-    """Return the reader of ``ROOT/DOMAIN.npz`` or ``ROOT/DOMAIN/CLASS/*``, ROOT a named subfolder or the folder itself.
+    """Return the reader of ``ROOT/DOMAIN.npz`` or ``ROOT/DOMAIN/CLASS/*``; ROOT is a named subfolder or the folder.
 
-    All domains and classes are needed; folders of other classes are passed over.
+    All domains and classes must be there; folders of other classes are ignored.
     """
 
     def read(folder: Path, shape: Shape) -> Loaded:
@@ -62,9 +62,9 @@ def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence
 
 
 def read_digits_five(folder: Path, shape: Shape) -> Loaded:
-    """Return those of ``DIGITS_FIVE`` that are present: as published, or as the one npz file of ``FOLDER/NAME/``.
+    """Return the domains of ``DIGITS_FIVE`` that are there: as published, or as the only npz file in ``FOLDER/NAME/``.
 
-    Nothing is downloaded. Images of all domains get the shape asked for, so that they can lie in one tensor.
+    Nothing is downloaded. Images of all domains get the requested shape, so that one tensor holds them all.
 
     Raises:
         DataError: no domain is present, or one is damaged.
@@ -74,18 +74,18 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
         archives = sorted((folder / domain.replace("-", "_")).glob("*.npz"))
         if len(archives) > 1:
             raise DataError(f"domain {domain!r} has {len(archives)} npz files in {archives[0].parent}; one needed.")
-        native = _native(domain, folder)
+        published = _published_reader(domain, folder)
         if archives:
             parts[domain] = read_archive(archives[0], 10)
-        elif native is not None:
-            parts[domain] = native(folder, shape)[:2]
+        elif published is not None:
+            parts[domain] = published(folder, shape)[:2]
     if not parts:
         raise DataError(f"none of the domains {', '.join(DIGITS_FIVE)} is present")
     return merged(parts, shape)
 
 
 def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded:
-    """Return the (train, test) of all domains as one, each domain a group, in the shape asked for."""
+    """Return the (train, test) of all domains as one data set in the requested shape; each domain is a group."""
     both = []
     for which in (0, 1):
         pieces = [reshaped(part[which], shape) for part in parts.values()]
@@ -101,18 +101,19 @@ def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded
 
 
 def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
-    """Return the decoded files; each 5th of a class (the 5th, the 10th, ...) is in the test set."""
+    """Return the decoded (train, test) files; every 5th file of a class (the 5th, the 10th, ...) is a test file."""
     train: Files = []
     test: Files = []
     seen = dict.fromkeys((label for _, label in files), 0)
     for path, label in files:
         seen[label] += 1
-        (test if seen[label] % 5 == 0 else train).append((path, label))
+        chosen = test if seen[label] % 5 == 0 else train
+        chosen.append((path, label))
     return decoded(train, shape), decoded(test, shape)
 
 
 def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:
-    """Return both sets of an npz file."""
+    """Return (train, test) of an npz file."""
     with np.load(path) as archive:
         absent = {"x_train", "y_train", "x_test", "y_test"} - set(archive.files)
         if absent:
@@ -129,8 +130,8 @@ def _checked(path: Path, images: np.ndarray[Any, Any], labels: np.ndarray[Any, A
     return as_samples(images, labels)
 
 
-def _native(domain: str, folder: Path) -> Reader | None:
-    """Return the reader of a domain's files as published where they are all present, so that nothing is downloaded."""
+def _published_reader(domain: str, folder: Path) -> Reader | None:
+    """Return the reader of a domain's published files; None unless all are there, so that nothing is downloaded."""
     idx = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
     known: dict[str, tuple[Reader, list[str]]] = {
         "mnist": (read_idx("MNIST"), [f"MNIST/raw/{stem}" for stem in idx]),
@@ -146,7 +147,7 @@ def _native(domain: str, folder: Path) -> Reader | None:
 
 
 def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
-    """Return Ganin's synthetic digits, 32x32 RGB, stored as SVHN's."""
+    """Return Ganin's synthetic digits, 32x32 RGB, in SVHN's file format."""
     del shape
     from scipy.io import loadmat
 

@@ -1,7 +1,7 @@
-"""Sets of image files, a folder per class: decoded once, to bytes of the size a model needs.
+"""Sets of image files, a folder per class: decoded once, to bytes of the size that a model needs.
 
-Everything is held in memory: readers refuse, before they decode a file, more bytes than ``Shape.max_bytes``. Decoding
-is not remembered between processes; ImageNet at 64 pixels takes hours on few cores.
+All images are in memory: before they decode a file, readers refuse more bytes than ``Shape.max_bytes``. Each process
+decodes the files again; ImageNet at 64 pixels takes hours on few cores.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Files = list[tuple[Path, int]]
 
 
 class TooLargeError(DataError):
-    """A data set does not fit in the memory it may take."""
+    """A data set needs more memory than is allowed."""
 
 
 def root_of(folder: Path, *names: str) -> Path:
-    """Return the first of the named subfolders that exists, else the folder itself."""
+    """Return the first named subfolder that exists, else the folder itself."""
     return next((folder / name for name in names if (folder / name).is_dir()), folder)
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the image files of one folder by name.
+    """Return the image files of one folder, sorted by name.
 
     Raises:
-        DataError: there is no such folder, or no image in it.
+        DataError: the folder is absent or has no images.
     """
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
@@ -54,12 +54,12 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
-    """Return the image files of ``folder/CLASS`` for each class, in order of the classes, then by name."""
+    """Return the image files of ``folder/CLASS`` for each class, sorted by class, then by name."""
     return [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name)]
 
 
 def refuse_too_large(count: int, shape: Shape, planes: int) -> None:
-    """Raise TooLargeError where ``count`` images of so many bytes per pixel are more than ``shape.max_bytes``."""
+    """Raise TooLargeError if ``count`` images with ``planes`` bytes per pixel need more than ``shape.max_bytes``."""
     needed = count * planes * shape.height * shape.width
     if needed > shape.max_bytes:
         fits = int((shape.max_bytes * shape.height / (count * planes * shape.width)) ** 0.5)
@@ -71,15 +71,15 @@ def refuse_too_large(count: int, shape: Shape, planes: int) -> None:
 
 
 def decoded(files: Files, shape: Shape, centre: bool = False) -> Samples:
-    """Return the images at the shape asked for; files are decoded by several threads, their order stays.
+    """Return the images in the requested shape and in the order of ``files``; several threads decode them.
 
     Args:
-        files: image files and their classes. Any colour mode becomes RGB; grey then is computed from it.
-        shape: of the result.
-        centre: cut out the central square before resizing; else the whole image is squeezed into the shape.
+        files: image files and their classes. Every colour mode becomes RGB first; grey is computed from RGB.
+        shape: shape of the result.
+        centre: cut out the central square before resizing; else the whole image is resized to the shape.
 
     Raises:
-        DataError: a file is damaged, by name.
+        DataError: a file is damaged; the message names it.
     """
     inputs = torch.empty(len(files), shape.channels, shape.height, shape.width, dtype=torch.uint8)
 
@@ -92,7 +92,7 @@ def decoded(files: Files, shape: Shape, centre: bool = False) -> Samples:
         inputs[at] = reshaped(Samples(pixels, torch.zeros(1, dtype=torch.int64)), shape).inputs[0]
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for start in range(0, len(files), _CHUNK):  # in pieces: a future for each of a million files is a gigabyte
+        for start in range(0, len(files), _CHUNK):  # a million futures at the same time would need a gigabyte
             list(pool.map(decode, range(start, min(start + _CHUNK, len(files)))))
     return Samples(inputs, torch.tensor([label for _, label in files], dtype=torch.int64))
 
@@ -104,7 +104,7 @@ def _pixels(path: Path) -> Tensor:
     try:
         with Image.open(path) as image:
             return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).unsqueeze(0)
-    except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for damaged files
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow raises these for damaged files
         raise DataError(f"image {path} cannot be read: {error}") from error
 
 
@@ -120,7 +120,7 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
     test = []
     for line in (root / "val/val_annotations.txt").read_text(encoding="utf-8").splitlines():
         name, wnid = line.split("\t")[:2]
-        if wnid in numbers:  # so that a folder with some of the classes is a data set too
+        if wnid in numbers:  # a folder may hold only some of the classes
             test.append((root / "val/images" / name, numbers[wnid]))
     return _both(train, test, shape)
 
@@ -128,7 +128,7 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
 def read_imagenet(folder: Path, shape: Shape) -> Loaded:
     """Return ImageNet-1K: ``train/WNID/*`` and ``val/WNID/*``, the central square of each image, val as the test set.
 
-    Classes are numbered by WNID; a folder with some of the classes (the same in both) numbers those.
+    Classes are numbered by WNID. A folder may hold only some classes, the same in train and val; these are numbered.
     """
     root = root_of(folder, "imagenet")
     classes = _class_folders(root / "train", 1000)
@@ -137,7 +137,7 @@ def read_imagenet(folder: Path, shape: Shape) -> Loaded:
 
 
 def _class_folders(folder: Path, most: int) -> list[str]:
-    """Return the names of the subfolders in order."""
+    """Return the sorted names of the subfolders."""
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())

@@ -1,10 +1,10 @@
-"""Splits by group: clients that hold one domain, city or writer each.
+"""Splits by group: each client holds one domain, city or writer.
 
 ``domain``: Li et al. 2021 (FedBN), Zhuang & Lyu 2024 (FedWon): a client's examples are of one domain, and a domain may
-have several clients. ``natural``: a client for each group that has training examples.
+have several clients. ``natural``: a client for each group with training examples.
 
-Ours: client i of N holds domain i mod D, so that more clients never change the domain of earlier ones; the examples of
-a domain are drawn at random, without regard to class.
+Ours: client i of N holds domain i mod D, so more clients do not change the domain of the first ones. The examples of a
+domain are drawn at random; their classes do not matter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["split_domain", "split_natural"]
 
 
 def split_domain(request: PartitionRequest) -> list[Indices]:
-    """Deal a share of each domain evenly (sizes differ by at most 1) over the clients of that domain.
+    """Split a share of each domain evenly (sizes differ by at most 1) over the clients of that domain.
 
-    ``domain_share`` up to 1 is a fraction of each domain's examples (rounded down), a whole number above 1 how many
-    examples of each domain are used.
+    ``domain_share`` up to 1 is the fraction of each domain's examples (rounded down) that is used; a whole number above
+    1 is the number of examples of each domain.
     """
     parts: list[Indices] = [np.empty(0, np.int64)] * request.num_clients
     members = _members("domain", request)
@@ -32,22 +32,22 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
             f"partition 'domain': num-clients={request.num_clients} is fewer than the {len(members)} domains "
             f"({_named(request, members)}). Use {len(members)} or more."
         )
-    for domain, (group, own) in enumerate(members.items()):
-        used = _used(request.domain_share, len(own), group)
+    for domain, (group, examples) in enumerate(members.items()):
+        used = _used(request.domain_share, len(examples), group)
         holders = range(domain, request.num_clients, len(members))
         if used < len(holders):
             raise DataError(
-                f"partition 'domain': domain-share={request.domain_share} leaves {used} of the {len(own)} examples of "
-                f"domain {group} for its {len(holders)} clients. Use a larger share or fewer clients."
+                f"partition 'domain': domain-share={request.domain_share} leaves {used} of the {len(examples)} "
+                f"examples of domain {group} for its {len(holders)} clients. Use a larger share or fewer clients."
             )
-        shuffled = numpy_generator(request.seed, "partition", "domain", group).permutation(own)[:used]
+        shuffled = numpy_generator(request.seed, "partition", "domain", group).permutation(examples)[:used]
         for client, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
             parts[client] = part
     return parts
 
 
 def split_natural(request: PartitionRequest) -> list[Indices]:
-    """Give each client all examples of one group, in order of the groups; groups without examples have no client."""
+    """Give each client all examples of one group, in the order of the groups; empty groups have no client."""
     members = _members("natural", request)
     if request.num_clients != len(members):
         raise ConfigError(
@@ -58,7 +58,7 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
 
 
 def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
-    """Return the examples of each group that has any."""
+    """Return the examples of each group that has examples."""
     if request.groups is None:
         raise ConfigError(
             f"partition {name!r} needs a data set with groups (domains, cities, writers), such as 'digits-domains'. "
@@ -68,7 +68,7 @@ def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
 
 
 def _named(request: PartitionRequest, members: dict[int, Indices]) -> str:
-    """Return the groups' names, or their numbers."""
+    """Return the names of the groups; their numbers if they have no names."""
     return ", ".join(request.group_names[group] if request.group_names else str(group) for group in members)
 
 

@@ -1,4 +1,4 @@
-"""Loading data sets in the shape a model needs."""
+"""Load a data set in the shape that a model needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
 MAX_BYTES = 16 * 2**30
 """Limit on the decoded images of one data set (ours): ImageNet fits at 65 pixels, Cityscapes at 786x1572."""
 
-# A functools.cache alone lets two threads that come at once both load: with the lock the second one waits.
+# With functools.cache alone, two threads could load the same data set; with this lock the second one waits.
 _LOADING = threading.Lock()
 
 
@@ -32,27 +32,26 @@ def load_dataset(
     device: str | torch.device = "cpu",
     max_bytes: int = MAX_BYTES,
 ) -> Dataset:
-    """Return a data set in the shape a model needs, on a device.
+    """Return a data set in the shape that a model needs, on a device.
 
-    Memoised per process: all clients that run in one process share one copy of the images, whatever their number. That
-    is safe because the result is a function of the arguments alone (no seed enters it) and nobody writes into it.
+    The result is cached: all clients in one process share one copy of the images. This is safe because the result
+    depends only on the arguments (there is no seed) and no code writes into it.
 
     Args:
         name: a name of ``DATASETS``.
-        data_dir: the folder that holds the files, or where they are downloaded; not used by embedded data sets.
-            Folders of image files are decoded once per process, never downloaded.
-        channels: 1 or 3; None as published. Grey is repeated over 3 channels (without a copy); RGB becomes grey by
-            ITU-R 601 luma, with mean and std averaged over the channels.
-        size: height in pixels, and width but for the data sets whose ``aspect`` is not 1; None as published. Images
-            are resized once, bilinear with antialiasing, and rounded to bytes; mean and std stay those of the
-            published size.
-        device: where the samples lie.
-        max_bytes: image files that would take more memory once decoded are refused before the first is decoded.
+        data_dir: the folder that has the files or gets the downloads; embedded data sets do not use it. Folders of
+            image files are decoded once per process and never downloaded.
+        channels: 1 or 3; None = as published. Grey is repeated over 3 channels (without a copy); RGB becomes grey by
+            ITU-R 601 luma, and its mean and std are averaged over the channels.
+        size: height in pixels, also the width unless the data set's ``aspect`` is not 1; None = as published. Images
+            are resized once, bilinear with antialiasing, and rounded to bytes; mean and std are those of the published
+            size.
+        device: device of the samples.
+        max_bytes: image files that need more memory after decoding are refused before the first one is decoded.
 
     Raises:
-        ConfigError: the name is unknown, or channels or size cannot be had.
-        DataError: data_dir is not set or not a folder, the files are absent and cannot be downloaded, or they are too
-            large.
+        ConfigError: the name is unknown, or channels or size are not possible.
+        DataError: data_dir is not set or not a folder, or the files are too large, or absent and not downloadable.
     """
     if name not in DATASETS:
         raise unknown_name("dataset", name, DATASETS)
@@ -61,7 +60,7 @@ def load_dataset(
     size = info.size if size is None else size
     if channels not in (1, 3) or size < 1:
         raise ConfigError(f"data set {name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1.")
-    # Arguments are brought to one form first: the cache must not hold a second copy under another spelling.
+    # The cache must not hold a second copy under other spellings of the arguments, so these get one form first.
     shape = Shape(channels, size, info.aspect * size, max_bytes)
     with _LOADING:
         return _load(name, _folder(info, data_dir), shape, str(torch.device(device)))
@@ -90,7 +89,7 @@ def _load(name: str, folder: Path, shape: Shape, device: str) -> Dataset:
 
 
 def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
-    """Return the absolute data folder, or an unused one for an embedded data set."""
+    """Return the absolute data folder; an embedded data set ignores it."""
     if not info.files:
         return Path()
     if not str(data_dir):

@@ -1,4 +1,4 @@
-"""A client's own data: an npz file, or a folder of images by class, that lies with the client and never leaves it."""
+"""A client's local data: an npz file, or a folder of images by class, that never leaves the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedbn_flwr.errors import DataError
 __all__ = ["load_local_dataset"]
 
 
-@functools.lru_cache(maxsize=4)  # in Ray, and in process, a client is made for every message
+@functools.lru_cache(maxsize=4)  # in Ray and in process, every message makes a new client
 def load_local_dataset(
     path: str,
     like: str,
@@ -28,29 +28,29 @@ def load_local_dataset(
     device: str = "cpu",
     num_classes: int = 0,
 ) -> Dataset:
-    """Return the data at a path, in the shape a model needs.
+    """Return the data at a path, in the shape that a model needs.
 
     Args:
         path: an npz file with ``x_train``, ``y_train``, ``x_test``, ``y_test`` (uint8 images (N, H, W) or (N, H, W, 3)
-            and their classes), or a folder with a folder of images per class, of which every 5th, by name, is a test
-            image. Absolute.
-        like: the data set of the run: mean and std of the pixels, height to width, and the number of classes.
+            and their classes), or a folder with a folder of images per class; every 5th image of a class, by name, is a
+            test image. The path is absolute.
+        like: the data set of the run; it gives mean and std of the pixels, height to width, and number of classes.
         channels: 1 or 3.
         size: height and width in pixels.
-        classes: names of the class folders in the order of their numbers; those that are absent have no images here.
-            Without names the folders are called by their numbers: ``0``, ``1``, ...
-        device: where the samples lie.
-        num_classes: of the model, where it has another number than the data set of the run; 0 = that one's.
+        classes: names of the class folders in the order of their numbers; a class without a folder has no images here.
+            Without names the folders are ``0``, ``1``, ...
+        device: device of the samples.
+        num_classes: number of classes of the model; 0 = that of the data set of the run.
 
     Raises:
-        DataError: nothing there, nothing usable, or not in that form; with the path.
+        DataError: the path is relative or absent, or has no training images or another format; the message names it.
     """
     info, where = DATASETS[like], Path(path)
     num_classes = num_classes or info.num_classes
     shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
     if not where.is_absolute():
         raise DataError(
-            f"data-path={path!r} is relative, and apps run in folders of their own. Write an absolute path."
+            f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path."
         )
     try:
         if where.is_file():
@@ -68,7 +68,7 @@ def load_local_dataset(
 
 
 def _class_files(folder: Path, classes: Sequence[str]) -> Files:
-    """Return the image files of those classes that are there."""
+    """Return the image files of the classes that have a folder."""
     if not folder.is_dir():
         raise DataError("there is no such file or folder")
     present = [(label, name) for label, name in enumerate(classes) if (folder / name).is_dir()]

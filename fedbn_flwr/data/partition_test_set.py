@@ -1,4 +1,4 @@
-"""The test examples that go with a split of the training examples, and the counts of a split."""
+"""The partition of the test examples that belongs to a partition of the training examples; counts of a partition."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def partition_test_set(
     train_groups: Indices | None = None,
     test_groups: Indices | None = None,
 ) -> list[Indices]:
-    """Return each client's test examples: its share of a class in the test set is its share of it in training.
+    """Return each client's test examples; its share of a class is the same as in training.
 
-    One rule for every kind of split, data set with groups or without: with groups, a class in one group counts as a
-    class of its own, so that clients of one domain get test examples of that domain. The n test examples of a class are
-    dealt in proportion to the clients' training counts by largest remainder (ties to the lower partition id), which
-    examples is drawn from the seed. Every test example of a class that somebody holds goes to exactly one client; those
-    of other classes to nobody. A client of few examples may get none.
+    The rule is the same for every kind of split. If the data set has groups, a class in one group counts as a class, so
+    clients of one domain get test examples of that domain. The test examples of a class are split in proportion to the
+    clients' training counts, by largest remainder (ties go to the lower partition id); the seed decides which examples
+    a client gets. A test example goes to exactly one client, or to none if no client has its class in training. A
+    client with few training examples may get no test example.
 
     Args:
         train_partition: indices into ``train_labels`` by partition id.
@@ -38,31 +38,31 @@ def partition_test_set(
         test_groups: group of each test example, int64; None where there are no groups.
 
     Raises:
-        DataError: one of the groups is given without the other.
+        DataError: only one of the two groups is given.
     """
     train_labels, test_labels = np.asarray(train_labels), np.asarray(test_labels)
     if (train_groups is None) != (test_groups is None):
-        raise DataError("dealing the test set needs the groups of training and test examples, or neither.")
+        raise DataError("partitioning the test set needs the groups of training and test examples, or neither.")
     num_cells = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
     if train_groups is not None and test_groups is not None:
         train_labels, test_labels = train_labels + num_cells * train_groups, test_labels + num_cells * test_groups
         num_cells = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
     counts = partition_counts(train_partition, train_labels, num_cells)
-    dealt: list[list[Indices]] = [[] for _ in train_partition]
+    test_partition: list[list[Indices]] = [[] for _ in train_partition]
     for label in range(num_cells):
         examples = np.flatnonzero(test_labels == label).astype(np.int64)
         held, total = counts[:, label], int(counts[:, label].sum())
         if total == 0:
             continue
-        # Integers throughout: quotas and remainders are exact, so that ties are ties on every machine.
+        # All numbers are integers: quotas and remainders are exact, and every machine sees the same ties.
         sizes, remainders = np.divmod(held * len(examples), total)
         sizes[np.argsort(-remainders, kind="stable")[: len(examples) - int(sizes.sum())]] += 1
         shuffled = numpy_generator(seed, "deal-test", label).permutation(examples)
         for client, part in enumerate(np.split(shuffled, np.cumsum(sizes)[:-1])):
-            dealt[client].append(part)
-    return [np.sort(np.concatenate([np.empty(0, np.int64), *parts])) for parts in dealt]
+            test_partition[client].append(part)
+    return [np.sort(np.concatenate([np.empty(0, np.int64), *parts])) for parts in test_partition]
 
 
 def partition_counts(partition: Sequence[Indices], labels: Indices, num_classes: int) -> Indices:
-    """Return the number of examples of each class at each client, int64 (clients, classes)."""
+    """Return the number of examples of each class on each client, int64 (clients, classes)."""
     return np.stack([np.bincount(labels[part], minlength=num_classes) for part in partition]).astype(np.int64)

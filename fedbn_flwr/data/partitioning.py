@@ -1,7 +1,7 @@
-"""The registry of splits of the training examples over the clients.
+"""The registry of splits: partitions of the training examples over the clients.
 
-Every split is a function of its arguments: the same seed gives the same indices on every machine. A split is a list of
-sorted, disjoint int64 index vectors by partition id.
+Every split depends only on its arguments: the same seed gives the same indices on every machine. A partition is a list
+of sorted, disjoint int64 index vectors, by partition id.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class PartitionInfo:
     Attributes:
         name: name in the registry.
         summary: one line.
-        source: where it comes from.
+        source: the paper or library.
         split: the function that makes it.
-        by_class: it looks at the classes of images, which images with a class for each pixel do not have.
+        by_class: it needs one class per image, so it cannot split images with a class for each pixel.
         by_group: it needs a data set with groups.
     """
 
@@ -82,20 +82,20 @@ def make_partition(
         labels: class of each training example, int64 (N,).
         num_clients: number of parts.
         seed: the run's seed.
-        num_classes: number of classes; None for the largest label + 1.
-        alpha: ``dirichlet``, ``dirichlet-equal``: concentration; small values give clients of few classes.
+        num_classes: number of classes; None = largest label + 1.
+        alpha: ``dirichlet``, ``dirichlet-equal``: concentration; with small values clients have few classes.
         classes_per_client: ``classes``: number of consecutive classes of each client.
-        min_size: ``dirichlet``: redrawn until every client has as many examples (default as in flwr-datasets).
-        num_shards: ``shards``: must be clients times shards-per-client; ``unbalanced-shards``: number of shards. 0 for
-            that product, or for shards of 50 examples.
-        shards_per_client: ``shards``: of each client, 0 for 2; ``unbalanced-shards``: at most, 0 for 30.
-        domain_share: ``domain``: fraction of each domain's examples (up to 1) or number of them (above 1).
-        groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits do not look at it.
-        group_names: of the groups 0, 1, ..., for messages; their numbers where empty.
+        min_size: ``dirichlet``: draw again until every client has this many examples (default as in flwr-datasets).
+        num_shards: ``shards``: must be clients times shards-per-client, 0 = this product; ``unbalanced-shards``: any
+            number, 0 = shards of 50 examples.
+        shards_per_client: ``shards``: for each client, 0 = 2; ``unbalanced-shards``: maximum for a client, 0 = 30.
+        domain_share: ``domain``: fraction (up to 1) or number (above 1) of each domain's examples.
+        groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits ignore it.
+        group_names: names of the groups 0, 1, ... for messages; if empty, messages show the numbers.
 
     Raises:
-        ConfigError: a name or number is out of range.
-        DataError: the examples do not suffice for the split asked for.
+        ConfigError: a name is unknown or a number is out of range.
+        DataError: there are too few examples for this split.
     """
     if name not in PARTITIONS:
         raise unknown_name("partition", name, PARTITIONS)
@@ -146,10 +146,10 @@ def split_dataset(
         name: a name of ``PARTITIONS``.
         num_clients: number of parts.
         seed: the run's seed.
-        settings: further keyword arguments of ``make_partition``; classes and groups come from the data set.
+        settings: other keyword arguments of ``make_partition``; classes and groups come from the data set.
 
     Raises:
-        ConfigError: as ``make_partition``; a split by class of images that have a class for each pixel.
+        ConfigError: as ``make_partition``, or the split is by class and the images have a class for each pixel.
         DataError: as ``make_partition``.
     """
     if name in PARTITIONS and PARTITIONS[name].by_class and dataset.train.by_pixel:
@@ -176,7 +176,7 @@ def split_dataset(
 
 
 def _refuse_empty(name: str, partition: Sequence[Indices]) -> None:
-    """Raise DataError where a client has no examples."""
+    """Raise DataError if a client has no examples."""
     empty = {client: 0 for client, part in enumerate(partition) if len(part) == 0}
     if empty:
         raise DataError(

@@ -1,4 +1,4 @@
-"""A split seen: the examples of each class at each client, as a picture and as a table."""
+"""A picture and a table of a partition: the examples of each class on each client."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _MOST_COLUMNS = 20
 
 
 def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = ()) -> bytes:
-    """Return a PNG: a column per client, a row per class (class 0 below), darker for more examples.
+    """Return a PNG: a column per client, a row per class (class 0 at the bottom), darker for more examples.
 
-    The counts are written into the fields where there are at most 400; empty fields stay white. Equal arguments give
-    equal bytes on one machine.
+    With at most 400 cells, each cell shows its count; empty cells stay white. Equal arguments give equal bytes on one
+    machine.
 
     Args:
-        counts: examples, int64 (clients, classes), as of ``partition_counts``; or (clients, groups).
-        title: above the picture.
-        names: of the rows; their numbers where empty.
+        counts: examples, int64 (clients, classes) from ``partition_counts``; or (clients, groups).
+        title: text above the picture.
+        names: names of the rows; if empty, their numbers.
 
     Raises:
         DataError: counts are not a table, or the names do not fit it.
@@ -64,13 +64,13 @@ def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = (
 
 
 def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
-    """Return a text table: a line per client with its examples of each class and in all, then the totals.
+    """Return a text table: a line per client with its examples of each class and their sum, then a line of totals.
 
-    With more than 20 classes the columns are how many classes a client holds, and the largest of them.
+    With more than 20 classes, the columns are instead a client's number of classes and its largest class.
 
     Args:
-        counts: examples, int64 (clients, classes), as of ``partition_counts``; or (clients, groups).
-        names: of the classes; their numbers where empty.
+        counts: examples, int64 (clients, classes) from ``partition_counts``; or (clients, groups).
+        names: names of the classes; if empty, their numbers.
 
     Raises:
         DataError: counts are not a table, or the names do not fit it.

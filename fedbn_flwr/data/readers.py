@@ -1,7 +1,7 @@
-"""Readers of the public image sets: torchvision's files and downloads, as byte tensors.
+"""Readers of public image data sets, from torchvision's files and downloads to byte tensors.
 
-torchvision and scikit-learn are imported inside the readers: they take longer to import than torch itself, and most
-processes read one data set only.
+The readers import torchvision and scikit-learn themselves: these take longer to import than torch, and most processes
+read only one data set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ += ["read_usps"]
 
 
 class Loaded(NamedTuple):
-    """What a reader returns: both sets, and the names of the groups where the samples have groups."""
+    """The result of a reader: both sets, and the names of the groups if the samples have groups."""
 
     train: Samples
     test: Samples
@@ -37,19 +37,19 @@ class Loaded(NamedTuple):
 
 
 Reader = Callable[[Path, Shape], Loaded]
-"""Reads a data set from a folder; whether in the shape asked for or as published is the reader's choice."""
+"""Reads a data set from a folder, in the requested shape or in the published one."""
 
 READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, TarError, BadZipFile, zlib.error)
-"""What a reader raises where files are absent, damaged or cannot be downloaded."""
+"""The errors of a reader when files are absent, damaged or not downloadable."""
 
-# The embedded set has no split of its own: ours is fixed here, so that every run and every seed shares one test set.
+# The embedded set has no published split. Ours is fixed, so that all runs and seeds have the same test set.
 _DIGITS_SPLIT_SEED = 0
 _DIGITS_TEST_SHARE = 0.2
 
 
 def read_digits(folder: Path, shape: Shape) -> Loaded:
     """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set; no file is read."""
-    del folder, shape  # embedded: the signature is that of every reader
+    del folder, shape  # the data are embedded; all readers have the same signature
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -65,10 +65,10 @@ def read_digits(folder: Path, shape: Shape) -> Loaded:
 
 
 def read_idx(class_name: str) -> Reader:
-    """Return the reader of ``FOLDER/CLASS_NAME/raw``: MNIST and sets of its format.
+    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for MNIST and data sets in its format.
 
-    The .gz files are read in place where the unpacked ones are absent, so that read-only folders work and nothing is
-    written; torchvision's class is asked only to download what is missing.
+    If the unpacked files are absent, the .gz files are read directly. Nothing is written, so read-only folders work.
+    torchvision's class only downloads missing files.
     """
 
     def read(folder: Path, shape: Shape) -> Loaded:
@@ -86,7 +86,7 @@ def read_idx(class_name: str) -> Reader:
 
 
 def read_cifar(class_name: str) -> Reader:
-    """Return the reader of CIFAR10 or CIFAR100 (python version), 32x32 RGB, files checked against their MD5."""
+    """Return the reader of CIFAR10 or CIFAR100 (python version), 32x32 RGB; it checks the MD5 of the files."""
 
     def read(folder: Path, shape: Shape) -> Loaded:
         del shape
@@ -101,7 +101,7 @@ def read_cifar(class_name: str) -> Reader:
 
 
 def read_svhn(folder: Path, shape: Shape) -> Loaded:
-    """Return the street-view house numbers, 32x32 RGB crops, 73,257 train and 26,032 test (without ``extra``)."""
+    """Return SVHN, the street-view house numbers, 32x32 RGB: 73,257 train and 26,032 test (without ``extra``)."""
     del shape
     from torchvision.datasets import SVHN
 
@@ -121,7 +121,7 @@ def read_usps(folder: Path, shape: Shape) -> Loaded:
 
 
 def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any) -> Any:
-    """Return torchvision's data set from the files in ``folder``, after a download only where that fails."""
+    """Return torchvision's data set from the files in ``folder``; if this fails, download them first."""
     try:
         return source(folder, download=False, **split)
     except (OSError, RuntimeError):
@@ -129,9 +129,9 @@ def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any
 
 
 def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the uint8 array of an idx file, or of ``path``.gz where ``path`` is absent.
+    """Return the uint8 array of an idx file, or of ``path``.gz if ``path`` is absent.
 
-    Format: two zero bytes, 8 for uint8, the number of dimensions, each dimension as a big-endian int32, the bytes.
+    Format: two zero bytes, 8 for uint8, the number of dimensions, each dimension as a big-endian int32, the data.
     """
     if path.exists():
         content = path.read_bytes()
@@ -149,7 +149,7 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
-    """Return (N, H, W) grey or (N, H, W, 3) RGB images and their labels as samples, copied.
+    """Return samples with copies of (N, H, W) grey or (N, H, W, 3) RGB images and of their labels.
 
     Raises:
         DataError: the images have another shape.

@@ -16,24 +16,24 @@ __all__ = ["DATASETS", "DatasetInfo"]
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """What is known of a data set before it is loaded.
+    """The description of a data set, known before it is loaded.
 
     Attributes:
         name: name in the registry.
         num_classes: number of classes.
         channels: colour channels of the images as published.
-        size: height of the images as published, in pixels; where they differ, the height they are usually used at.
+        size: height of the published images in pixels; if their heights differ, the usual height.
         summary: one line.
-        source: where it was published.
+        source: the publication.
         loader: reads (train, test) from the data folder.
-        files: what the loader looks for in the data folder; "" for an embedded data set.
-        mean: mean of the training pixels per channel, pixels scaled to [0, 1]; where that depends on the files
-            present or on the size, the values the papers' authors use (DomainNet, ImageNet, Cityscapes: ImageNet's).
-        std: standard deviation, likewise.
+        files: the files that the loader needs in the data folder; "" for an embedded data set.
+        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If it depends on the files or the size,
+            it is the value of the papers' authors (DomainNet, ImageNet, Cityscapes: ImageNet's).
+        std: standard deviation, in the same way.
         aspect: width of the images divided by their height.
         grouped: the samples have groups (domains, cities), for the splits that need them.
-        task: what is learned from it.
-        downloads: absent files are downloaded, where there is a network.
+        task: the learning task.
+        downloads: absent files are downloaded if there is a network.
     """
 
     name: str

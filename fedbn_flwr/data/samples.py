@@ -1,4 +1,4 @@
-"""Images held once as bytes, and views of them: an index each, never a copy of the images (torch only)."""
+"""Images, kept once as bytes, and subsets of them, which hold indices but no copy of the images (torch only)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Samples:
 
     Attributes:
         inputs: pixels 0..255, uint8, (N, C, H, W). May be an expanded (stride 0) tensor over C.
-        targets: class of each image, int64, (N,); or of each pixel (segmentation), uint8, (N, H, W), 255 to be ignored.
-        groups: the group each image comes from (a domain, a city, a writer), int64, (N,); None where there are none.
+        targets: class of each image, int64, (N,); or of each pixel (segmentation), uint8, (N, H, W), 255 = ignored.
+        groups: group of each image (a domain, a city, a writer), int64, (N,); None if there are no groups.
     """
 
     inputs: Tensor
@@ -32,7 +32,7 @@ class Samples:
     groups: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raise DataError unless dtypes, shapes and devices are as documented."""
+        """Raise DataError unless dtypes, shapes and devices are as above."""
         if self.inputs.dtype != torch.uint8 or self.inputs.ndim != 4:
             raise DataError(
                 f"sample inputs are {self.inputs.dtype} of shape {tuple(self.inputs.shape)}; uint8 (N, C, H, W) needed."
@@ -57,7 +57,7 @@ class Samples:
         return len(self.targets)
 
     def to(self, device: str | torch.device) -> Samples:
-        """Return the same samples on ``device``, without a copy where they are there already."""
+        """Return the same samples on ``device``; tensors that are there already are not copied."""
         groups = None if self.groups is None else self.groups.to(device)
         return Samples(self.inputs.to(device), self.targets.to(device), groups)
 
@@ -68,7 +68,7 @@ class Samples:
 
     @property
     def labels(self) -> Tensor:
-        """The class by which an image is split over clients, int64 (N,): 0 for all where targets are pixels."""
+        """The class of each image for splits over clients, int64 (N,); all 0 if targets are classes of pixels."""
         return self.targets.new_zeros(len(self), dtype=torch.int64) if self.by_pixel else self.targets
 
 
@@ -82,8 +82,8 @@ class Dataset:
         test: test samples.
         num_classes: targets are 0..num_classes - 1.
         mean: mean of the training pixels per channel, pixels scaled to [0, 1].
-        std: standard deviation, likewise.
-        group_names: names of the groups 0, 1, ... of training and test samples; () where there are none.
+        std: standard deviation, in the same way.
+        group_names: names of the groups 0, 1, ... of training and test samples; () if there are no groups.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Dataset:
     group_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise DataError unless both sets have groups, each with a name, or neither has."""
+        """Raise DataError unless both sets have groups with names, or neither has groups."""
         for what, samples in (("training", self.train), ("test", self.test)):
             if (samples.groups is None) != (not self.group_names):
                 raise DataError(
@@ -112,7 +112,7 @@ class Dataset:
 
 
 class Subset:
-    """What one client, or one evaluation, sees of shared samples: positions 0..len-1 stand for chosen images."""
+    """The images of one client or one evaluation: each position 0..len-1 stands for an image of shared samples."""
 
     __slots__ = ("_augment", "_indices", "_mean", "_samples", "_std")
 
@@ -125,14 +125,14 @@ class Subset:
         std: Sequence[float],
         augment: Augment | None = None,
     ) -> None:
-        """Describe the view; no image is copied.
+        """Create the subset; no image is copied.
 
         Args:
             samples: the shared samples.
-            indices: integers (n,), the image behind each position; None for all images in order.
-            mean: subtracted per channel, in pixels scaled to [0, 1].
+            indices: integers (n,), the image at each position; None = all images in order.
+            mean: subtracted per channel from pixels scaled to [0, 1].
             std: divisor per channel, above 0.
-            augment: applied in ``batch`` where a generator is given.
+            augment: ``batch`` applies it if it gets a generator.
 
         Raises:
             DataError: indices are not a vector of integers within the samples, or mean and std do not fit.
@@ -151,7 +151,7 @@ class Subset:
         self._augment = augment
 
     def __len__(self) -> int:
-        """Return the number of images in the view."""
+        """Return the number of images in the subset."""
         return len(self._samples) if self._indices is None else len(self._indices)
 
     @property
@@ -161,12 +161,12 @@ class Subset:
 
     @property
     def targets(self) -> Tensor:
-        """Classes of the view's images, int64 (n,), or of their pixels, uint8 (n, H, W), on the samples' device."""
+        """Classes of the images, int64 (n,), or of their pixels, uint8 (n, H, W), on the samples' device."""
         return self._samples.targets if self._indices is None else self._samples.targets[self._indices]
 
     @property
     def groups(self) -> Tensor | None:
-        """Groups of the view's images, int64 (n,), on the samples' device; None where the samples have none."""
+        """Groups of the images, int64 (n,), on the samples' device; None if the samples have no groups."""
         groups = self._samples.groups
         return groups if groups is None or self._indices is None else groups[self._indices]
 
@@ -177,13 +177,13 @@ class Subset:
 
         Args:
             positions: int64 (B,), each in 0..len-1, repeats allowed, on any device.
-            generator: a CPU generator for the augmentation; None for none of it (evaluation).
+            generator: a CPU generator for the augmentation; None = no augmentation (evaluation).
 
         Returns:
             float32 (B, C, H, W) and int64 (B,), or int64 (B, H, W) for the classes of pixels.
 
         Raises:
-            IndexError: a position lies outside the view (CPU; on other devices torch reports it in its own way).
+            IndexError: a position is outside the subset (on the CPU; on other devices torch reports it differently).
         """
         positions = positions.to(self._samples.inputs.device)
         chosen = positions if self._indices is None else self._indices[positions]
@@ -201,12 +201,12 @@ def _checked(indices: Tensor, count: int) -> Tensor:
     """Return ``indices`` as int64 after checking that they are integers (n,) in 0..count-1."""
     if indices.ndim != 1 or indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         raise DataError(
-            f"indices of a view are {indices.dtype} of shape {tuple(indices.shape)}; a vector of integers needed."
+            f"indices of a subset are {indices.dtype} of shape {tuple(indices.shape)}; a vector of integers needed."
         )
     indices = indices.to(torch.int64)
     if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= count):
         raise DataError(
-            f"indices of a view run from {int(indices.min())} to {int(indices.max())}; "
+            f"indices of a subset run from {int(indices.min())} to {int(indices.max())}; "
             f"the samples have 0 to {count - 1}."
         )
     return indices

@@ -1,4 +1,4 @@
-"""The shape in which a data set's images lie in memory, and bringing images into it."""
+"""The shape of a data set's images in memory, and the conversion of images to it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Shape", "reshaped"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a reader is asked for.
+    """The shape that a reader is asked for.
 
     Attributes:
         channels: 1 or 3.
         height: in pixels.
         width: in pixels.
-        max_bytes: readers that decode image files refuse more bytes of images and targets than this.
+        max_bytes: readers of image files refuse to decode more bytes of images and targets than this.
     """
 
     channels: int
@@ -31,10 +31,10 @@ class Shape:
 
 
 def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
-    """Return the samples with the shape's channels and pixels, computed ``chunk`` images at a time.
+    """Return the samples in this shape, computed ``chunk`` images at a time; the same samples if they have it already.
 
-    Images become grey by ITU-R 601 luma or grey is repeated without a copy; they are resized bilinear with
-    antialiasing, pixel targets to the nearest. The same samples where nothing is to do.
+    RGB becomes grey by ITU-R 601 luma; grey is repeated over three channels without a copy. Images are resized bilinear
+    with antialiasing, pixel targets to the nearest.
     """
     inputs, targets, size = samples.inputs, samples.targets, (shape.height, shape.width)
     if (inputs.shape[1], *inputs.shape[2:]) == (shape.channels, *size):
@@ -49,12 +49,12 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
 
 
 def _luma(images: Tensor) -> Tensor:
-    """Return RGB bytes as grey, (299 R + 587 G + 114 B) / 1000 rounded, in integers: exact on every machine."""
+    """Return RGB bytes as grey, (299 R + 587 G + 114 B) / 1000 rounded, in integers, equal on every machine."""
     red, green, blue = torch.split(images.to(torch.int32), 1, dim=1)
     return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8)
 
 
 def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return uint8 images at the new size: in float32, as torch's uint8 kernels round differently between CPUs."""
+    """Return uint8 images in the new size, computed in float32: torch's uint8 kernels round differently by CPU."""
     resized = F.interpolate(images.float(), size, mode="bilinear", align_corners=False, antialias=True)
     return resized.round_().clamp_(0, 255).to(torch.uint8)

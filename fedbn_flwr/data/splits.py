@@ -1,16 +1,16 @@
 """Splits by class: each takes a request and returns one index vector per client, in any order.
 
-``dirichlet-equal``: Hsu, Qi & Brown 2019, section 2: each client draws its class mix q and fills it from the examples
-that are left; a class that is used up drops out of the mixes still to be filled.
+``dirichlet-equal``: Hsu, Qi & Brown 2019, section 2: each client draws its class mix q and takes examples that are left
+in these proportions. Later clients do not use a class that has no examples left.
 
-Differs from the paper: q ~ Dir(alpha, ..., alpha), so that ``partition-alpha`` means what it means in ``dirichlet``;
-Hsu draws q ~ Dir(alpha p) with p the class shares: Hsu's alpha is ours times the number of (equally large) classes.
+Differs from the paper: q ~ Dir(alpha, ..., alpha), so ``partition-alpha`` means the same as in ``dirichlet``. Hsu draws
+q ~ Dir(alpha p) with p the class shares: Hsu's alpha is ours times the number of (equally large) classes.
 
-``iid`` and ``dirichlet`` are flwr-datasets' partitioners, on a table of labels only; the import is inside the functions
-because it takes seconds and the other kinds do without. ``classes``: Wang, Shi & Chang 2023 (FedTAN), Appendix D.
+``iid`` and ``dirichlet`` are flwr-datasets' partitioners on a table of labels. Their import takes seconds, so it is
+inside these functions. ``classes``: Wang, Shi & Chang 2023 (FedTAN), Appendix D.
 
-Differs from the paper: its five tables cover all classes; where the windows of ``classes`` leave gaps
-(classes-per-client below ceil(classes / clients)), the examples of the classes in the gaps are not used.
+Differs from the paper: its five tables cover all classes. If classes-per-client is below ceil(classes / clients), the
+classes of all clients leave gaps; the examples of the classes in the gaps are not used.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ += ["split_iid"]
 Indices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# flwr-datasets redraws 10 times and gives up; at alpha 0.1 and 100 clients few draws leave every client 10 examples.
+# flwr-datasets gives up after 10 redraws. With alpha 0.1 and 100 clients few draws give every client 10 examples.
 _DIRICHLET_SEEDS = 20
 _DRAWS_PER_SEED = 11
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionRequest:
-    """What a split is computed from; each kind reads what it needs, see ``make_partition``."""
+    """The arguments of a split, see ``make_partition``; each kind uses those that it needs."""
 
     labels: Indices
     num_classes: int
@@ -58,14 +58,14 @@ class PartitionRequest:
 
 
 def split_iid(request: PartitionRequest) -> list[Indices]:
-    """Split at random into equal sizes (differing by at most 1)."""
+    """Split at random; sizes differ by at most 1."""
     from flwr_datasets.partitioner import IidPartitioner
 
     return _partitioned(IidPartitioner(num_partitions=request.num_clients), *_shuffled(request, "iid"))
 
 
 def split_dirichlet(request: PartitionRequest) -> list[Indices]:
-    """Split each class in Dirichlet-drawn proportions; redraw until every client has ``min_size`` examples."""
+    """Split each class in Dirichlet proportions; draw again until every client has ``min_size`` examples."""
     _check_alpha(request.alpha)
     if request.num_clients * request.min_size > len(request.labels):
         raise DataError(
@@ -78,7 +78,7 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
         except ValueError as error:
             if "max number of attempts" not in str(error):
                 raise
-    sizes = [len(part) for part in _drawn(request, 0, 0)]  # without a minimum: the first of the draws that failed
+    sizes = [len(part) for part in _drawn(request, 0, 0)]  # no minimum: this is the first draw that failed
     small = {client: size for client, size in enumerate(sizes) if size < request.min_size}
     raise DataError(
         f"partition 'dirichlet' with partition-alpha={request.alpha} and num-clients={request.num_clients}: in each of "
@@ -88,7 +88,7 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
 
 
 def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indices]:
-    """Return one seed's split; ValueError where none of flwr-datasets' draws gives every client ``min_size``."""
+    """Return the split of one seed; ValueError if no draw of flwr-datasets gives every client ``min_size``."""
     from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(
@@ -96,7 +96,7 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
         partition_by="label",
         alpha=float(request.alpha),
         min_partition_size=min_size,
-        shuffle=False,  # the table is shuffled already
+        shuffle=False,  # the table is already shuffled
         seed=derive_seed(request.seed, "partition", "dirichlet", attempt),
     )
     with warnings.catch_warnings():
@@ -105,7 +105,7 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
 
 
 def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
-    """Give every client as many examples (sizes differ by at most 1), in proportions it draws for itself."""
+    """Give every client the same number of examples (sizes differ by at most 1), in proportions that it draws."""
     _check_alpha(request.alpha)
     rng = numpy_generator(request.seed, "partition", "dirichlet-equal")
     order, labels = _shuffled(request, "dirichlet-equal-order")
@@ -127,7 +127,7 @@ def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> 
     taken = np.zeros_like(left)
     while (missing := size - int(taken.sum())) > 0:
         weights = np.where(taken < left, mix, 0.0)
-        if not weights.sum() > 0:  # every class of the mix is used up: in proportion to what is left
+        if not weights.sum() > 0:  # no class of the mix has examples left: draw in proportion to the other classes
             weights = (left - taken).astype(np.float64)
         taken = np.minimum(taken + rng.multinomial(missing, weights / weights.sum()), left)
     return taken
@@ -139,13 +139,13 @@ def _check_alpha(alpha: float) -> None:
 
 
 def _shuffled(request: PartitionRequest, purpose: str) -> tuple[Indices, Indices]:
-    """Return a seeded order of the examples and their labels in it: the partitioners only cut the table as it lies."""
+    """Return a seeded order of the examples, and their labels in it; the partitioners cut this table in order."""
     order = numpy_generator(request.seed, "partition", purpose).permutation(len(request.labels)).astype(np.int64)
     return order, request.labels[order]
 
 
 def _partitioned(partitioner: Partitioner, order: Indices, labels: Indices) -> list[Indices]:
-    """Run a partitioner of flwr-datasets on the table (index, label), in memory."""
+    """Return the parts of a flwr-datasets partitioner on the table (index, label), in memory."""
     import datasets
 
     partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels})
@@ -154,9 +154,9 @@ def _partitioned(partitioner: Partitioner, order: Indices, labels: Indices) -> l
 
 
 def split_classes(request: PartitionRequest) -> list[Indices]:
-    """Give client i of N the k consecutive classes from floor(i * C / N) on, cyclic; a class evenly to its holders.
+    """Give client i of N the k consecutive classes from floor(i * C / N) on, cyclic.
 
-    Sizes of one class differ by at most 1, the larger ones at lower partition ids.
+    The clients of a class get equal parts of it; sizes differ by at most 1, larger ones at lower partition ids.
     """
     classes, wanted = request.num_classes, request.classes_per_client
     if not 1 <= wanted <= classes:
@@ -174,6 +174,6 @@ def split_classes(request: PartitionRequest) -> list[Indices]:
 
 
 def listed(sizes: dict[int, int], shown: int = 5) -> str:
-    """Return 'partition 3: 0 examples, ...' for the first few."""
+    """Return 'partition 3: 0 examples, ...' for the first partitions."""
     text = ", ".join(f"partition {client}: {size} examples" for client, size in list(sizes.items())[:shown])
     return text if len(sizes) <= shown else f"{text} and {len(sizes) - shown} more"

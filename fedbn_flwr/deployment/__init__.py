@@ -1,4 +1,4 @@
-"""A federation over a network: certificates, and the services of ``docker-compose.yml`` as plain processes."""
+"""A federation over a network: certificates, and the services of ``docker-compose.yml`` as processes."""
 
 from __future__ import annotations
 

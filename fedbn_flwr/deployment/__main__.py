@@ -1,4 +1,4 @@
-"""What ``make certs``, ``make federation-up``, ``-run`` and ``-down`` do, and the one-shot service ``register``."""
+"""The commands behind ``make certs``, ``make federation-up``, ``-run`` and ``-down``, and the service ``register``."""
 
 from __future__ import annotations
 
@@ -29,26 +29,24 @@ _WAIT_SECONDS = 180.0
 def certs(
     folder: Annotated[Path, typer.Argument(help="new or empty")] = Path("certs"),
     nodes: Annotated[int, typer.Option(help="how many nodes get keys")] = 3,
-    hosts: Annotated[str, typer.Option(help="comma list: names and addresses of the server, as nodes write them")] = "",
-    days: Annotated[int, typer.Option(help="until the certificates expire")] = 365,
+    hosts: Annotated[str, typer.Option(help="comma list: names and addresses at which nodes reach the server")] = "",
+    days: Annotated[int, typer.Option(help="days until the certificates expire")] = 365,
 ) -> None:
     """Make the CA, server certificates, node keys and SuperExec secrets."""
     make_certificates(folder, nodes, [host for host in hosts.split(",") if host], days)
-    typer.echo(
-        f"{folder}: a folder for each role. Keep {folder}/ca to yourself; the nodes need node-N and clientapp-N."
-    )
+    typer.echo(f"{folder}: a folder for each role. Keep {folder}/ca secret; the nodes need node-N and clientapp-N.")
 
 
 @app.command()
 def register(connection: str, keys: Path) -> None:
-    """Register all nodes ``KEYS/*.pub`` that are not yet registered."""
+    """Register the nodes of ``KEYS/*.pub`` that are not registered yet."""
     for key in sorted(keys.glob("*.pub")):
         command = [str(BIN / "flwr"), "supernode", "register", str(key), connection, "--name", key.stem]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        said = (done.stdout + done.stderr).strip()
-        if done.returncode and "already" not in said:
-            raise EngineError(f"{key.name} could not be registered: {said}")
-        typer.echo(f"{key.stem}: {'was registered before' if done.returncode else 'registered'}")
+        output = (done.stdout + done.stderr).strip()
+        if done.returncode and "already" not in output:
+            raise EngineError(f"{key.name} could not be registered: {output}")
+        typer.echo(f"{key.stem}: {'was already registered' if done.returncode else 'registered'}")
 
 
 @app.command()
@@ -57,7 +55,7 @@ def up(
     nodes: Annotated[int, typer.Option(help="how many nodes")] = 3,
     folder: Folder = _HOME,
 ) -> None:
-    """Start a federation in the background; return when every node is online."""
+    """Start a federation in the background and wait until every node is online."""
     folder.mkdir(parents=True, exist_ok=True)
     if running(_supervisor(folder)) or _services(folder):
         raise EngineError(f"a federation is up in {str(folder)!r}; `make federation-down` ends it")
@@ -78,7 +76,7 @@ def up(
 
 @app.command(hidden=True)
 def supervise(definition: Path = Path("docker-compose.yml"), nodes: int = 3, folder: Folder = _HOME) -> None:
-    """Keep a federation up until told to end: start again what ended, as the restart policies say."""
+    """Keep a federation up until SIGTERM: restart services that end, as the restart policies say."""
 
     def leave(*_: object) -> None:
         raise SystemExit(0)
@@ -89,7 +87,7 @@ def supervise(definition: Path = Path("docker-compose.yml"), nodes: int = 3, fol
         while True:
             time.sleep(1)
             for name in federation.restart_dead():
-                typer.echo(f"{name} ended; it is started again")
+                typer.echo(f"{name} ended and was restarted")
 
 
 @app.command()
@@ -97,7 +95,7 @@ def run(
     run_config: Annotated[str, typer.Argument(help="as for `flwr run --run-config`")] = "",
     folder: Folder = _HOME,
 ) -> None:
-    """Run the app in the federation that is up; end with 1 unless it completed."""
+    """Run the app in the running federation; exit with code 1 unless the run completes."""
     outcome = run_app(Layout.load(folder.absolute()), run_config, on_line=typer.echo)
     typer.echo(f"run {outcome.run_id}: {outcome.status}")
     if not outcome.completed:
@@ -106,7 +104,7 @@ def run(
 
 @app.command()
 def down(folder: Folder = _HOME) -> None:
-    """End the federation that is up, if there is one; its folder stays."""
+    """End the running federation, if there is one; its folder stays."""
     pid = _supervisor(folder)
     if running(pid):
         os.kill(pid, signal.SIGTERM)
@@ -114,40 +112,40 @@ def down(folder: Folder = _HOME) -> None:
     while running(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     if running(pid):
-        raise EngineError(f"the federation's supervisor, process {pid}, does not end")
-    while services := _services(folder):  # of a supervisor that was killed
+        raise EngineError(f"the supervisor of the federation, process {pid}, does not end")
+    while services := _services(folder):  # left by a supervisor that was killed
         if time.monotonic() > deadline:
             raise EngineError(f"the federation's processes {', '.join(map(str, services))} do not end")
         for service in services:
-            with suppress(ProcessLookupError):  # it ended meanwhile
+            with suppress(ProcessLookupError):  # it has already ended
                 os.kill(service, signal.SIGKILL)
         time.sleep(0.1)
     (folder / "supervisor.pid").unlink(missing_ok=True)
-    typer.echo("nothing of the federation is left running")
+    typer.echo("no process of the federation is running")
 
 
 def _supervisor(folder: Path) -> int:
-    """Return the process id of a folder's supervisor, 0 without one; after a reboot its number may be another's."""
+    """Return the process id of a folder's supervisor, else 0; after a reboot another process may have its id."""
     path = folder / "supervisor.pid"
     pid = int(path.read_text()) if path.is_file() else 0
     return pid if b"supervise" in _command(pid) else 0
 
 
 def _services(folder: Path) -> list[int]:
-    """Return the processes of Flower's that run with this folder's keys."""
+    """Return the Flower processes that use this folder's keys."""
     certs = str(folder.absolute() / "certs").encode()
     pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-    return [pid for pid in pids if certs in (said := _command(pid)) and _is_flowers(said)]
+    return [pid for pid in pids if certs in (command := _command(pid)) and _is_flower(command)]
 
 
-def _is_flowers(said: bytes) -> bool:
-    """Tell whether a command line is that of one of Flower's programs, which are scripts: "python flower-superlink"."""
-    words = [word.rpartition(b"/")[2] for word in said.split(b"\0")[:2]]
+def _is_flower(command: bytes) -> bool:
+    """Return whether a command line runs a Flower program; these are scripts: "python flower-superlink"."""
+    words = [word.rpartition(b"/")[2] for word in command.split(b"\0")[:2]]
     return any(word.startswith((b"flower-", b"flwr-")) for word in words)
 
 
 def _command(pid: int) -> bytes:
-    """Return a process's command line, empty where it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,17 +1,17 @@
-"""Certificates, keys and secrets of a federation: one folder per role, each holding only what that role needs.
+"""Certificates, keys and secrets of a federation: one folder per role, with only the files that the role needs.
 
 ======================  =========================================================================================
-``ca/``                 ``ca.key`` signs everything and is needed for nothing else: keep it off the machines
+``ca/``                 ``ca.key`` signs all certificates and has no other use: do not copy it to the machines
 ``superlink/``          ``server.crt``, ``server.key``, ``superexec.secret``
 ``serverapp/``          ``superexec.secret``
 ``channel/``            ``server.crt``, ``server.key`` of FedTAN's channel (``fedtan-tls-dir``)
 ``cli/``                ``node-N.pub``, to register the nodes
-``node-N/``             ``node.key`` (who the node is), ``server.crt``, ``server.key``, ``superexec.secret``
+``node-N/``             ``node.key`` (the node's identity), ``server.crt``, ``server.key``, ``superexec.secret``
 ``clientapp-N/``        ``superexec.secret``
 ======================  =========================================================================================
 
-Each but ``ca/`` also holds ``ca.crt``, by which the others are known. The secret of a SuperExec is that of its
-SuperLink or SuperNode. All keys are elliptic-curve keys on P-384, as Flower wants those of nodes.
+Each folder except ``ca/`` also has ``ca.crt``, which verifies the certificates of the others. A SuperExec and its
+SuperLink or SuperNode have the same secret. All keys are elliptic-curve keys on P-384, as Flower requires for nodes.
 """
 
 from __future__ import annotations
@@ -49,16 +49,15 @@ def make_certificates(
     """Write the CA, server certificates, node keys and SuperExec secrets of a federation.
 
     Args:
-        folder: new or empty; nothing in use is overwritten.
+        folder: new or empty; existing files are never overwritten.
         num_nodes: nodes 1 .. num_nodes.
-        hosts: names and addresses, beside the services' own, under which the server is reached. No node's certificate
-            holds them: it could pass for the server.
+        hosts: names and addresses of the server, besides the names of its services. No node's certificate has them:
+            with them a node could claim to be the server.
         days: until the certificates expire.
-        node_hosts: the address of a node, by its number, under which its own ClientApps reach it, beside its service's
-            name.
+        node_hosts: by number of a node, its address for its own ClientApps, besides the name of its service.
 
     Raises:
-        ConfigError: the folder holds something, or a number is out of range.
+        ConfigError: the folder is not empty, or a number is out of range.
     """
     if num_nodes < 1 or days < 1:
         raise ConfigError(f"num_nodes={num_nodes} and days={days} must be at least 1")
@@ -76,17 +75,19 @@ def make_certificates(
     _role(folder / "channel", authority, None, [CHANNEL_HOST, *hosts])
     _role(folder / "cli", authority, None)
     for number in range(1, num_nodes + 1):
-        own, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
-        names = [f"supernode-{number}", *([node_hosts[number]] if node_hosts and number in node_hosts else [])]
-        _role(folder / f"node-{number}", authority, own, names)
+        secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
+        names = [f"supernode-{number}"]
+        if node_hosts and number in node_hosts:
+            names.append(node_hosts[number])
+        _role(folder / f"node-{number}", authority, secret, names)
         _write(folder / f"node-{number}/node.key", _private(key, PrivateFormat.OpenSSH))
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         _write(folder / f"cli/node-{number}.pub", public + f" node-{number}\n".encode())
-        _role(folder / f"clientapp-{number}", authority, own)
+        _role(folder / f"clientapp-{number}", authority, secret)
 
 
 class _Authority:
-    """A certificate authority of one's own."""
+    """A private certificate authority."""
 
     def __init__(self, days: int) -> None:
         self.key = _new_key()
@@ -118,7 +119,7 @@ class _Authority:
 
     def _builder(self, name: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
-        own = x509.SubjectKeyIdentifier.from_public_key(public)
+        subject = x509.SubjectKeyIdentifier.from_public_key(public)
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         return (
             x509.CertificateBuilder()
@@ -126,9 +127,9 @@ class _Authority:
             .issuer_name(self._name)
             .public_key(public)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(minutes=5))  # clocks differ
+            .not_valid_before(now - datetime.timedelta(minutes=5))  # clocks of machines differ
             .not_valid_after(now + self._until)
-            .add_extension(own, critical=False)
+            .add_extension(subject, critical=False)
             .add_extension(issuer, critical=False)
         )
 
@@ -137,7 +138,7 @@ class _Authority:
 
 
 def _role(folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()) -> None:
-    """Write what a role needs: the CA's certificate, its secret, and a server's certificate where it has names."""
+    """Write the files of a role: the CA's certificate, its secret, and a server certificate if it has names."""
     _write(folder / "ca.crt", authority.certificate)
     if secret is not None:
         _write(folder / "superexec.secret", secret)
@@ -167,7 +168,7 @@ def _alternative(name: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a new file, readable by others only where it is public; folders are the owner's alone."""
+    """Write a new file; other users can read it only if it is public, and they have no access to the folder."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     public = path.suffix in (".crt", ".pub")
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if public else 0o600)

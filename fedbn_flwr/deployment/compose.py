@@ -1,4 +1,4 @@
-"""The services of a compose file, as far as it takes to run them without containers."""
+"""The services of a compose file: the parts that are needed to run them without containers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedbn_flwr.errors import ConfigError
 __all__ = ["NODE", "Service", "read_services", "start_order"]
 
 NODE = ("supernode-", "superexec-clientapp-")
-"""Services of which there is one per node; their names end in the node's number."""
+"""Prefixes of the services that each node has; their names end with the node's number."""
 
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:?[-?])([^}]*))?\})")
 
@@ -27,11 +27,11 @@ class Service:
     Attributes:
         name: its name, also its host name.
         command: entrypoint and command.
-        environment: what it sets.
-        mounts: path inside to the host path or named volume; "" for a tmpfs.
+        environment: its environment variables.
+        mounts: host path or named volume for each path in the container; "" for a tmpfs.
         needs: services that start before it, and their condition (``service_healthy``, ...).
-        health: the command that exits with 0 where the service answers; () without one.
-        profiles: those of which one must be on for it to start; () = always.
+        health: the command that exits with 0 if the service answers; () if there is none.
+        profiles: it starts if one of these profiles is on; () = always.
         restart: its restart policy.
     """
 
@@ -46,26 +46,26 @@ class Service:
 
     @property
     def one_shot(self) -> bool:
-        """Whether it is meant to end by itself."""
+        """Whether the service ends by itself."""
         return not self.restart.startswith(("always", "unless-stopped"))
 
 
 def read_services(path: Path, variables: Mapping[str, str]) -> dict[str, Service]:
-    """Return the services of a compose file by name, its ``${VARIABLES}`` replaced.
+    """Return the services of a compose file by name, with values for its ``${VARIABLES}``.
 
     Raises:
-        ConfigError: the file cannot be read, or says something in a form this reader does not know.
+        ConfigError: the file cannot be read, or has a form that this reader does not know.
     """
     try:
         content = yaml.safe_load(path.read_text())
         services = content["services"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no compose file that can be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read as a compose file: {error}") from error
     return {name: _service(name, _interpolate(given, variables)) for name, given in services.items()}
 
 
 def start_order(services: Mapping[str, Service]) -> list[Service]:
-    """Return the services, each after those it needs; needed ones that are not among them are left out."""
+    """Return the services, each after those that it needs; needed services that are not given are left out."""
     ordered: dict[str, Service] = {}
 
     def add(name: str, path: tuple[str, ...]) -> None:

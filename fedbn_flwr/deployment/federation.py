@@ -1,4 +1,4 @@
-"""A federation over the network, as plain processes of this machine: for development, tests and benchmarks."""
+"""A federation over the network, as processes on this machine: for development, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fedbn_flwr.errors import ConfigError, EngineError
 __all__ = ["Federation", "Outcome", "nodes_online", "run_app"]
 
 _START_SECONDS = 90.0
-_AWAY_SECONDS = 60.0  # Flower fails the run of a SuperLink that is away for longer
+_AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away for longer
 _CONNECTION = "federation"  # its name in docker/flwr.toml
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its id, Flower's status (``finished:completed``, ...), and the last lines of its log."""
+    """The end of a run: its id, Flower's status (``finished:completed``, ...), and the last lines of its log."""
 
     run_id: str
     status: str
@@ -38,7 +38,7 @@ class Outcome:
 
     @property
     def completed(self) -> bool:
-        """Whether the ServerApp came to its end."""
+        """Whether the ServerApp finished without error."""
         return self.status == "finished:completed"
 
     def check(self) -> Outcome:
@@ -49,17 +49,17 @@ class Outcome:
 
 
 class Federation:
-    """The services of a compose file as processes; a context manager that leaves none of them behind.
+    """The services of a compose file as processes; a context manager that ends all of them.
 
     Args:
         definition: the compose file.
-        num_nodes: how many nodes; in a folder that has been used, no more than it has keys for.
-        folder: for state, logs and certificates, kept; default: a temporary one, removed at the end.
-        node_configs: ``--node-config`` of each node in place of its partition.
-        variables: of the compose file.
-        environment: added to that of every service.
-        addresses: of the services; default: loopback addresses of their own.
-        prefixes: words in front of each service's commands, by name.
+        num_nodes: number of nodes; in a folder that was used before, at most its number of keys.
+        folder: for state, logs and certificates, kept; default: a temporary folder, removed at the end.
+        node_configs: ``--node-config`` of each node instead of its partition.
+        variables: variables of the compose file.
+        environment: added to the environment of every service.
+        addresses: addresses of the services; default: unused loopback addresses.
+        prefixes: words before each service's commands, by name.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class Federation:
         """Make the certificates if there are none, start the services in order, and wait until the nodes are online.
 
         Raises:
-            EngineError: a service did not start; with the end of its log.
+            EngineError: a service did not start; the message shows the end of its log.
         """
         layout, began = self.layout, time.monotonic()
         layout.folder.mkdir(parents=True, exist_ok=True)
         self._services = layout.services()
         layout.save()
         if not (layout.folder / "certs").exists():
-            own, number = layout.addresses, layout.num_nodes
-            server = [own[name] for name in ("superlink", CHANNEL_HOST) if name in own]
-            nodes = {k: own[f"supernode-{k}"] for k in range(1, number + 1) if f"supernode-{k}" in own}
+            hosts, number = layout.addresses, layout.num_nodes
+            server = [hosts[name] for name in ("superlink", CHANNEL_HOST) if name in hosts]
+            nodes = {k: hosts[f"supernode-{k}"] for k in range(1, number + 1) if f"supernode-{k}" in hosts}
             make_certificates(layout.folder / "certs", number, list(dict.fromkeys(server)), node_hosts=nodes)
         (layout.folder / "logs").mkdir(exist_ok=True)
         layout.prepare()
@@ -145,14 +145,14 @@ class Federation:
         return self._processes[name]
 
     def kill(self, name: str) -> None:
-        """Kill a service and what it started, as a machine that lost its power."""
+        """Kill a service and all processes that it started, like a power failure."""
         self._processes[name].kill()
 
     def restart(self, name: str, seconds: float = _START_SECONDS) -> None:
-        """Start a service again, as often as it takes until it stays (Flower refuses a node's key for a while).
+        """Start a service again, repeatedly until it is healthy (Flower refuses the node's key for some time).
 
         Raises:
-            EngineError: it did not come back in time.
+            EngineError: the service is not healthy in time.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -170,18 +170,18 @@ class Federation:
     def run(
         self, run_config: Mapping[str, Scalar], *, app: Path | None = None, on_line: Callable[[str], None] | None = None
     ) -> Outcome:
-        """Run an app through the service ``cli``; see ``run_app``."""
+        """Run an app with the service ``cli``; see ``run_app``."""
         return run_app(self.layout, run_config, app=app, on_line=on_line)
 
     def restart_dead(self) -> list[str]:
-        """Start again what ended and should not have, as a restart policy does; return the names."""
+        """Restart the services that ended but are not one-shot, as a restart policy does; return their names."""
         dead = [n for n, p in self._processes.items() if p.code is not None and not self._services[n].one_shot]
         for name in dead:
             self.launch(name)
         return dead
 
     def close(self) -> None:
-        """End all processes, the SuperLink last: a node that took leave of it can come back at once."""
+        """End all processes, the SuperLink last: it then knows that the nodes left, and accepts them again."""
         last = [process for name, process in self._processes.items() if name == "superlink"]
         for processes in ([process for process in self._processes.values() if process not in last], last):
             for process in processes:
@@ -192,22 +192,22 @@ class Federation:
             shutil.rmtree(self.layout.folder, ignore_errors=True)
 
     def _await(self, name: str, condition: str) -> None:
-        """Wait until a service is as another needs it."""
+        """Wait until a service meets the condition that another service has for it."""
         service, process = self._services[name], self._processes[name]
+        must_end = condition == "service_completed_successfully"
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
-            if condition == "service_completed_successfully":
-                if process.code == 0:
+            code = process.code
+            if code is None:
+                if not must_end and (condition == "service_started" or not service.health or self._answers(service)):
                     return
-                if process.code is not None:
-                    raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
-            elif process.code is not None and self._used:
-                time.sleep(1)  # Flower refuses the key of a node that was killed for a while
-                process = self.launch(name)
-            elif process.code is not None:
-                raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
-            elif condition == "service_started" or not service.health or self._answers(service):
+            elif must_end and code == 0:
                 return
+            elif self._used and not must_end:
+                time.sleep(1)  # for some time Flower refuses the key of a node that was killed
+                process = self.launch(name)
+            else:
+                raise EngineError(f"{name} ended with code {code}:\n{process.said()}")
             time.sleep(0.1)
         raise EngineError(f"{name} is not {condition} after {_START_SECONDS:g} s:\n{process.said()}")
 
@@ -216,34 +216,34 @@ class Federation:
         return subprocess.run(service.health, env=environment, capture_output=True, check=False).returncode == 0
 
     def _await_nodes(self, began: float) -> None:
-        """Wait until all nodes have come online since ``began``; the SuperLink may hold those of before for online."""
+        """Wait until all nodes came online after ``began``; earlier ones may still count as online in the SuperLink."""
         count, deadline = self.layout.num_nodes, time.monotonic() + _START_SECONDS
         while (found := nodes_online(self.layout, time.monotonic() - began)) < count:
             if time.monotonic() > deadline:
                 raise EngineError(f"{found} of {count} nodes are online after {_START_SECONDS:g} s")
-            refused = self.restart_dead() if self._used else []  # a SuperNode looks healthy before it is refused
+            refused = self.restart_dead() if self._used else []  # a SuperNode looks healthy before Flower refuses it
             time.sleep(1 if refused else 0.2)
 
 
 def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:
-    """Return loopback addresses of a federation's own: those of its certificates, where it was up before.
+    """Return loopback addresses for a federation: those in its certificates if it has some, else unused ones.
 
     Raises:
-        ConfigError: it has keys for fewer nodes.
+        ConfigError: the folder has keys for fewer nodes.
     """
     if not (folder / "certs").exists():
         return loopback_addresses(num_nodes, time.time_ns())
     keys = len(list((folder / "certs").glob("node-*")))
     if keys < num_nodes:
         raise ConfigError(
-            f"{str(folder)!r} has keys for {keys} nodes, and {num_nodes} are asked for: start no more than it has, or "
-            "remove the folder, with all it holds, for a new federation."
+            f"{str(folder)!r} has keys for {keys} nodes, but {num_nodes} are asked for. Start at most {keys} nodes, or "
+            "remove the folder to start a new federation."
         )
     return Layout.load(folder).addresses
 
 
 def nodes_online(layout: Layout, seconds: float = math.inf) -> int:
-    """Return how many nodes the SuperLink holds for online that came in the last ``seconds``."""
+    """Return how many nodes are online, says the SuperLink, and came online in the last ``seconds``."""
     environment = layout.environment(layout.services()["cli"])
     command = [*layout.prefixes.get("cli", ()), "flwr", "supernode", "list", _CONNECTION, "--format", "json"]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
@@ -264,9 +264,9 @@ def run_app(
     """Run an app as the service ``cli`` does, and wait for its end.
 
     Args:
-        layout: of a federation that is up.
-        run_config: overrides of the app's config, whose keys must stand there; or as on Flower's command line.
-        app: another app than the compose file's folder; it gets none of ``cli``'s own run config.
+        layout: the layout of a running federation.
+        run_config: overrides for keys of the app's config, also as text for Flower's command line.
+        app: another app than the compose file's folder; it does not get ``cli``'s own run config.
         on_line: called with each line of the run's log.
 
     Raises:
@@ -279,7 +279,7 @@ def run_app(
         command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
     before = {run["run-id"] for run in flower_runs(environment, _CONNECTION, prefix)}
     tail = stream(command, environment, on_line)
-    # Flower's command ends when the SuperLink goes away, while the run goes on once it is back.
+    # Flower's command ends when the SuperLink goes away; the run continues when the SuperLink is back.
     last_seen = time.monotonic()
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Where the services of a compose file run without containers: each at a loopback address of its own.
+"""The services of a compose file without containers: each service has its own loopback address.
 
-Only hosts and paths are put in place of the file's: ``superlink:8000`` becomes ``127.x.y.1:8000``, a mounted path the
-folder behind it. Ports, options, environment, order and health checks stay.
+Only hosts and paths of the file are replaced: ``superlink:8000`` becomes ``127.x.y.1:8000``, a mounted path becomes the
+folder that is mounted. Ports, options, environment, order and health checks stay.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["Layout", "loopback_addresses"]
 
 @dataclass(frozen=True)
 class Layout:
-    """A federation's services in place.
+    """The services of a federation on this machine.
 
     Attributes:
-        definition: the compose file; its folder holds the app.
+        definition: the compose file; its folder has the app.
         folder: state, logs and certificates of this federation.
-        num_nodes: nodes 1 .. num_nodes. Those the file does not have are made after its node 1.
-        addresses: of services, by name; those without one keep name and bind address, and others find them by name.
-        node_configs: ``--node-config`` of each node; default: its partition of as many as there are nodes.
-        variables: of the compose file.
-        profiles: which profiles are on.
-        prefixes: words in front of a service's commands, by name: where and how it runs.
+        num_nodes: nodes 1 .. num_nodes. Nodes that are not in the file are copies of its node 1.
+        addresses: by service name; other services keep their name and bind address, and are found by their name.
+        node_configs: ``--node-config`` of each node; default: one of ``num_nodes`` partitions.
+        variables: variables of the compose file.
+        profiles: the profiles that are on.
+        prefixes: words before a service's commands, by name; they decide where and how it runs.
     """
 
     definition: Path
@@ -47,7 +47,7 @@ class Layout:
     prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def services(self) -> dict[str, Service]:
-        """Return the services that run and ``cli``, in place, by name.
+        """Return the services that run, and ``cli``, with hosts and paths replaced, by name.
 
         Raises:
             ConfigError: the file cannot be read, or node configs do not fit the nodes.
@@ -62,7 +62,7 @@ class Layout:
         return {**flower_environment(self.folder), **service.environment}
 
     def state(self, name: str) -> Path:
-        """Return the folder behind a service's volumes."""
+        """Return the folder for a service's volumes."""
         return self.folder / "state" / name
 
     def save(self) -> None:
@@ -72,10 +72,10 @@ class Layout:
 
     @classmethod
     def load(cls, folder: Path) -> Layout:
-        """Read the layout of a folder.
+        """Return the layout saved in a folder.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the folder has no layout.
         """
         try:
             values: dict[str, Any] = json.loads((folder / "layout.json").read_text())
@@ -86,7 +86,7 @@ class Layout:
         return cls(**{**values, "definition": Path(values["definition"]), "folder": Path(values["folder"])})
 
     def _nodes(self, found: Mapping[str, Service]) -> dict[str, Service]:
-        """Return the services with as many nodes as there shall be."""
+        """Return the services with ``num_nodes`` nodes."""
         result = {name: service for name, service in found.items() if not name.startswith(NODE)}
         for name, first in found.items():
             prefix, number, variant = _node_name(name)
@@ -95,19 +95,19 @@ class Layout:
             for k in range(1, self.num_nodes + 1):
                 service = found.get(f"{prefix}{k}{variant}") or _renumbered(first, k)
                 if prefix == "supernode-":
-                    *command, told = service.command
-                    told = self.node_configs[k - 1] if self.node_configs else self._share(told, k - 1)
-                    service = replace(service, command=(*command, told))
+                    *command, config = service.command
+                    config = self.node_configs[k - 1] if self.node_configs else self._share(config, k - 1)
+                    service = replace(service, command=(*command, config))
                 result[service.name] = service
         return result
 
     def _share(self, node_config: str, partition_id: int) -> str:
-        """Return a node's config with its partition of as many as there are nodes."""
-        own = re.sub(r"(?<=partition-id=)\d+", str(partition_id), node_config)
-        return re.sub(r"(?<=num-partitions=)\d+", str(self.num_nodes), own)
+        """Return a node's config with its partition of ``num_nodes``."""
+        node_config = re.sub(r"(?<=partition-id=)\d+", str(partition_id), node_config)
+        return re.sub(r"(?<=num-partitions=)\d+", str(self.num_nodes), node_config)
 
     def prepare(self) -> None:
-        """Make the folders behind volumes, and copies, with their text in place, of files mounted into them."""
+        """Make the folders for volumes, and copy the files mounted into them, with hosts and paths replaced."""
         every = self._chosen()
         for service in every.values():
             placed = self._placer(service, every)
@@ -129,8 +129,8 @@ class Layout:
         return {name: s for name, s in found.items() if not s.profiles or on.intersection(s.profiles)}
 
     def _placer(self, service: Service, every: Mapping[str, Service]) -> Callable[[str], str]:
-        """Return the function that puts a text of this service in place, all of it in one pass."""
-        mounts = [(s, *mount) for s in (*every.values(), service) for mount in s.mounts.items()]  # its own count last
+        """Return the function that replaces hosts and paths in a text of this service, all in one pass."""
+        mounts = [(s, *mount) for s in (*every.values(), service) for mount in s.mounts.items()]  # its own mounts win
         paths = {target: str(self._host_path(s, target, source)) for s, target, source in mounts}
         paths.setdefault("/app", str(self.definition.parent))  # the checkout, in the image
         values = {**paths, **self.addresses, "0.0.0.0": self.addresses.get(service.name, "0.0.0.0")}
@@ -153,7 +153,7 @@ class Layout:
         )
 
     def _host_path(self, service: Service, target: str, source: str) -> Path:
-        """Return the path that stands for a mount: as given, or below the service's state."""
+        """Return the path that replaces a mount: as given, or below the service's state."""
         inside = any(target.startswith(f"{other}/") for other in service.mounts)
         if source.startswith(("/", ".")) and not inside:
             return self.definition.parent / source
@@ -161,7 +161,7 @@ class Layout:
 
 
 def loopback_addresses(num_nodes: int, seed: int) -> dict[str, str]:
-    """Return an address of 127.0.0.0/8 for each service, in a random block of 256 so that federations do not meet."""
+    """Return an address in 127.0.0.0/8 for each service, from a random block of 256 to keep federations apart."""
     block = np.random.default_rng(seed).integers(1, 255, 2)
     names = ["superlink", "superexec-serverapp", "register", "cli"]
     names += [f"{prefix}{k}" for k in range(1, num_nodes + 1) for prefix in NODE]
@@ -169,22 +169,22 @@ def loopback_addresses(num_nodes: int, seed: int) -> dict[str, str]:
 
 
 def _node_name(name: str) -> tuple[str, int, str]:
-    """Return prefix, number and variant of a node's service; number 0 where it is none."""
+    """Return prefix, number and variant of a node's service; number 0 for other services."""
     found = re.fullmatch(rf"({'|'.join(NODE)})(\d+)(-\w+)?", name)
     return (found[1], int(found[2]), found[3] or "") if found else (name, 0, "")
 
 
 def _renumbered(first: Service, number: int) -> Service:
-    """Return node 1's service as that of another node."""
+    """Return node 1's service, changed to that of another node."""
 
-    def own(text: str) -> str:
+    def renumbered(text: str) -> str:
         return re.sub(r"(supernode|clientapp|node)-1\b", rf"\1-{number}", text)
 
     return replace(
         first,
-        name=own(first.name),
-        command=tuple(own(word) for word in first.command),
-        mounts={target: own(source) for target, source in first.mounts.items()},
-        needs={own(name): how for name, how in first.needs.items()},
-        health=tuple(own(word) for word in first.health),
+        name=renumbered(first.name),
+        command=tuple(renumbered(word) for word in first.command),
+        mounts={target: renumbered(source) for target, source in first.mounts.items()},
+        needs={renumbered(name): how for name, how in first.needs.items()},
+        health=tuple(renumbered(word) for word in first.health),
     )

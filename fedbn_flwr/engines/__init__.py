@@ -1,4 +1,4 @@
-"""Engines: where the ServerApp's strategy meets the ClientApps."""
+"""Engines: they run a ServerApp's strategy together with ClientApps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""``flwr run`` as a function: a private simulation SuperLink for one run, and the run's true outcome.
+"""``flwr run`` as a function: a private simulation SuperLink for one run; a failed run is an error.
 
-Flower's own command leaves its managed SuperLink running, writes to the user's Flower home, and exits 0 even when the
-ServerApp raised. Here the SuperLink and the home belong to the call and are gone when it returns, and a failed run is
-an error.
+Flower's own command leaves its SuperLink running, writes to the user's Flower home, and exits with 0 even if the
+ServerApp raised an exception. Here the SuperLink and the home exist only during the call.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Scalar = str | int | float | bool
 
 
 def toml_pairs(values: Mapping[str, Scalar]) -> str:
-    """Return the values as Flower's command line takes them: ``key=value`` in TOML, separated by spaces."""
+    """Return the values for Flower's command line: ``key=value`` in TOML, separated by spaces."""
     return " ".join(f"{key}={_toml(value)}" for key, value in values.items())
 
 
@@ -37,14 +36,14 @@ def flower_run(
 
     Args:
         app: folder of the app (with its ``pyproject.toml``).
-        run_config: overrides of the app's ``[tool.flwr.app.config]``; keys must stand there.
+        run_config: overrides for keys of the app's ``[tool.flwr.app.config]``.
         federation_config: flat keys such as ``num-supernodes``, ``client-resources-num-cpus``,
-            ``client-resources-num-gpus`` (several clients share a GPU where it is below 1).
+            ``client-resources-num-gpus`` (below 1, several clients share a GPU).
         on_line: called with each line of the run's log.
 
     Raises:
         EngineError: the SuperLink did not start, Flower refused the app or a setting, or the run did not complete;
-            with the last lines of the log.
+            the message shows the last lines of the log.
     """
     with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as home, _superlink(Path(home)) as env:
         command = [str(BIN / "flwr"), "run", str(app), "private", "--stream"]

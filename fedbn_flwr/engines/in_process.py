@@ -1,8 +1,8 @@
-"""A federation in this process: Flower's Grid, with the nodes' ClientApp running in threads.
+"""A federation in this process: Flower's Grid, with the nodes' ClientApp in threads.
 
-The same ClientApp as in simulation or over a network, the same messages, contexts and error replies; no Ray, no
-SuperLink, no serialisation between processes. What a node changes in its context is kept when its app returned, and
-forgotten when it raised, as in Flower's engines. A node is plain data: a number, and its context once it was used.
+The ClientApp, the messages, contexts and error replies are the same as in simulation or over a network. There is no
+Ray, no SuperLink and no serialisation. As in Flower's engines, a node keeps the changes to its context if its app
+returns, and loses them if the app raises an exception. A node is a number and, after its first message, a context.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class InProcessGrid(ImmediateGrid):
     """A ``flwr.serverapp.Grid`` whose nodes run in threads of this process.
 
     Args:
-        client_app: the app every node runs.
+        client_app: the app of every node.
         num_nodes: nodes 0 .. num_nodes - 1 by partition id.
         run_config: ``Context.run_config`` of every node.
-        node_configs: further entries of ``Context.node_config`` per node.
-        max_workers: clients that compute at the same time; default: the number of CPUs. 1 where clients call
+        node_configs: more entries for ``Context.node_config`` of each node.
+        max_workers: clients that compute at the same time; default: the number of CPUs. Use 1 if clients call
             ``torch.compile``, which is not safe in several threads.
         torch_threads: CPU threads of torch per client (one and two threads give different bits).
-        seed: of the node ids.
+        seed: seed of the node ids.
 
     Use it as a context manager, or call ``close()``.
     """
@@ -84,10 +84,10 @@ class InProcessGrid(ImmediateGrid):
         self._contexts: dict[int, Context] = {}
         self._set_threads = _set_threads(torch_threads)
         self._workers = self._pool(max_workers or os.cpu_count() or 1)
-        # Clients that wait for each other at a barrier must all be under way: each barrier has workers of its own.
+        # Clients that wait for each other at a barrier must all run at the same time, so each barrier has its workers.
         self._barriers: dict[str, tuple[Barrier, ThreadPoolExecutor]] = {}
         self._lock = threading.Lock()
-        self._queues: dict[int, deque[Callable[[], None]]] = {}  # of nodes at work: what comes after
+        self._queues: dict[int, deque[Callable[[], None]]] = {}  # for each busy node, its next messages
         self._waiting: dict[str, Future[Message]] = {}
 
     def __enter__(self) -> InProcessGrid:
@@ -101,7 +101,7 @@ class InProcessGrid(ImmediateGrid):
         self.close()
 
     def close(self) -> None:
-        """Wait for the clients at work and end their threads; messages not begun are dropped."""
+        """Wait for the busy clients and end their threads; messages that have not started are dropped."""
         with self._lock:
             for queue in self._queues.values():
                 queue.clear()
@@ -110,7 +110,7 @@ class InProcessGrid(ImmediateGrid):
             workers.shutdown(cancel_futures=True)
 
     def set_run(self, run: Run) -> None:
-        """See ``Grid.set_run``; the contexts keep the run they were made for."""
+        """See ``Grid.set_run``; existing contexts keep their run."""
         self._run = run
 
     @property
@@ -129,7 +129,7 @@ class InProcessGrid(ImmediateGrid):
         return list(self._node_ids)
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """See ``transport.BarrierGrid``; a client finds it by ``transport.local_reducer(barrier_id)``."""
+        """See ``transport.BarrierGrid``; a client gets it from ``transport.local_reducer(barrier_id)``."""
         self._barriers[barrier_id] = barrier, self._pool(len(barrier.members))
 
     def close_barrier(self, barrier_id: str) -> None:
@@ -138,33 +138,34 @@ class InProcessGrid(ImmediateGrid):
         workers.shutdown(wait=False)
 
     def context(self, partition_id: int) -> Context:
-        """Return a node's context, to look into what it keeps."""
+        """Return a node's context, to inspect its state."""
         return self._context(self._node_ids[partition_id])
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Start work on the messages; see ``Grid.push_messages``.
+        """Start work on the messages and return their ids; see ``Grid.push_messages``.
 
         Raises:
-            EngineError: a message is for a node that does not exist.
+            EngineError: a message is for an unknown node.
         """
         message_ids = []
         for message in messages:
             node_id = message.metadata.dst_node_id
             if node_id not in self._partition_of:
                 raise EngineError(f"no node {node_id} among the {len(self._node_ids)} of this grid")
-            own = copied_message(message)  # every node gets records of its own: an app may change what it was sent
-            set_message_id(own, message_id := self._new_id(), self._run.run_id)
-            self._waiting[message_id] = self._enqueue(node_id, own)
+            copied = copied_message(message)  # an app may change its records
+            message_id = self._new_id()
+            set_message_id(copied, message_id, self._run.run_id)
+            self._waiting[message_id] = self._enqueue(node_id, copied)
             message_ids.append(message_id)
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies that are there; each is handed out once. See ``Grid.pull_messages``."""
+        """Return the replies that are ready, each only once; see ``Grid.pull_messages``."""
         ready = [i for i in message_ids if i in self._waiting and self._waiting[i].done()]
         return [self._waiting.pop(i).result() for i in ready]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send and wait for the replies, ``timeout`` seconds at most; see ``Grid.send_and_receive``."""
+        """Return the replies to the messages after at most ``timeout`` seconds; see ``Grid.send_and_receive``."""
         message_ids = self.push_messages(messages)
         deadline = None if timeout is None else time.monotonic() + timeout
         for message_id in message_ids:
@@ -179,7 +180,7 @@ class InProcessGrid(ImmediateGrid):
         return str(UUID(bytes=self._draw.bytes(16), version=4))
 
     def _enqueue(self, node_id: int, message: Message) -> Future[Message]:
-        """Let the node work on the message, after those it has already: a node works on one message at a time."""
+        """Return the future reply; the node works on its messages one by one, in order."""
         result: Future[Message] = Future()
 
         def work() -> None:
@@ -200,8 +201,9 @@ class InProcessGrid(ImmediateGrid):
         return result
 
     def _submit(self, node_id: int, work: Callable[[], None]) -> None:
-        own = (workers for barrier, workers in list(self._barriers.values()) if node_id in barrier.members)
-        next(own, self._workers).submit(work)
+        pools = (pool for barrier, pool in list(self._barriers.values()) if node_id in barrier.members)
+        pool = next(pools, self._workers)
+        pool.submit(work)
 
     def _pool(self, workers: int) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(workers, thread_name_prefix="client", initializer=self._set_threads)

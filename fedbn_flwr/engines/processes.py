@@ -1,4 +1,4 @@
-"""Processes that belong to a caller: each in a session of its own, watched until it answers, ended with its kin."""
+"""Processes in their own sessions: wait until a process answers, and end it together with its child processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _START_SECONDS = 60.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment for Flower's commands: a home of their own, no telemetry, nothing installed or fetched."""
+    """Return the environment for Flower's commands: a separate home, no telemetry, no installation or download."""
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # The app runs in this environment: installing its dependencies again would fetch gigabytes.
+        # The app uses this environment; to install its dependencies again would download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -42,9 +42,9 @@ class Process:
     """A running process with its log.
 
     Args:
-        command: its arguments; the first is found on the environment's PATH.
+        command: program and arguments; the program is found on the environment's PATH.
         env: its environment.
-        log: its output is added to this file.
+        log: its output is appended to this file.
         cwd: its working directory.
     """
 
@@ -69,7 +69,7 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The exit code; None if the process is running."""
         return self._process.poll()
 
     def said(self) -> str:
@@ -80,7 +80,7 @@ class Process:
         """Wait until ``url`` answers.
 
         Raises:
-            EngineError: it does not in time, or the process ended; with the end of its log.
+            EngineError: it does not answer in time, or the process ended; the message shows the end of its log.
         """
         trust = ssl.create_default_context(cafile=str(ca)) if ca else None
         deadline = time.monotonic() + seconds
@@ -94,19 +94,19 @@ class Process:
         raise EngineError(f"{self.name} {state} at {url}:\n{self.said()}")
 
     def kill(self) -> None:
-        """End it at once, with all it started."""
+        """Kill the process and all processes that it started."""
         self.signal(signal.SIGKILL)
         self._process.wait()
 
     def signal(self, kind: signal.Signals) -> None:
-        """Send a signal to its process group."""
+        """Send a signal to the process group."""
         try:
             os.killpg(self.pid, kind)
         except ProcessLookupError:
             return
 
     def end(self) -> None:
-        """End it and all it started: politely, then not."""
+        """End the process with SIGINT, SIGTERM, then SIGKILL; kill all processes that it started."""
         for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             if self.code is None:
                 self.signal(kind)
@@ -115,11 +115,11 @@ class Process:
             except subprocess.TimeoutExpired:
                 continue
             break
-        self.signal(signal.SIGKILL)  # what it started may outlive it
+        self.signal(signal.SIGKILL)  # child processes may still run
 
 
 def stream(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None] | None) -> list[str]:
-    """Run a command, hand its lines on, and return the last 40."""
+    """Run a command, call ``on_line`` with each line of its output, and return the last 40 lines."""
     tail: list[str] = []
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -128,16 +128,19 @@ def stream(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[st
             tail = [*tail[-39:], text]
             if on_line:
                 on_line(text)
+    except BaseException:
+        process.kill()
+        raise
     finally:
-        process.kill() if process.poll() is None and sys.exc_info()[0] else process.wait()
+        process.wait()
     return tail
 
 
 def flower_runs(env: Mapping[str, str], connection: str, prefix: Sequence[str] = ()) -> list[dict[str, str]]:
-    """Return the runs of a SuperLink as ``flwr list`` tells them; ``prefix`` goes in front of the command.
+    """Return the runs of a SuperLink from ``flwr list``; ``prefix`` is put before the command.
 
     Raises:
-        EngineError: it told something else.
+        EngineError: the answer is not a list of runs.
     """
     command = [*prefix, "flwr", "list", connection, "--format", "json"]
     answer = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
@@ -145,21 +148,21 @@ def flower_runs(env: Mapping[str, str], connection: str, prefix: Sequence[str] =
         found = json.loads(answer)
     except json.JSONDecodeError as error:
         raise EngineError(f"flwr list gave no JSON: {answer[-500:]!r}") from error
-    if "runs" not in found:  # the SuperLink is away, say
+    if "runs" not in found:  # for example, the SuperLink is away
         raise EngineError(f"flwr list: {str(found)[-500:]}")
     runs: list[dict[str, str]] = found["runs"]
     return runs
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port on which nothing listens."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def running(pid: int) -> bool:
-    """Tell whether a process is there and has not ended (a zombie has); 0 is none."""
+    """Return whether a process exists and has not ended (a zombie has ended); False for 0."""
     if pid <= 0:
         return False
     try:

@@ -1,68 +1,75 @@
-"""The documentation's tables, made from the schema and the registries.
+"""Everything in the repository that is derived from the code: tables, pages and defaults.
 
-``python -m fedbn_flwr.experiment.doc_tables > docs/config.md`` writes the page of config keys anew,
-``python -m fedbn_flwr.experiment.doc_tables README.md`` the marked tables of a page.
+``python -m fedbn_flwr.experiment.doc_tables [ROOT]`` writes the derived files of a checkout anew and prints which ones
+changed. With ``--check`` it writes nothing and exits with 1 when a file is stale. ``make generate`` runs it.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
-
-from pydantic.fields import FieldInfo
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.data import DATASETS, PARTITIONS
-from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, GROUPS, Config
-from fedbn_flwr.models import MODELS
+from fedbn_flwr.experiment.config import GROUPS, Config
+from fedbn_flwr.experiment.doc_config import config_page
+from fedbn_flwr.experiment.doc_methods import method_pages
+from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
-__all__ = ["config_table", "fill_tables", "norm_table", "strategy_table"]
+__all__ = ["changed", "derived", "main"]
 
-_NAMES: Mapping[str, Iterable[str]] = {
-    "strategy": [*STRATEGIES, CENTRALIZED],
-    "norm": NORMS,
-    "model": MODELS,
-    "dataset": DATASETS,
-    "partition": PARTITIONS,
-    "eval-on": EVALUATIONS,
-}
-_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
-_HEAD = """# Config keys
-
-The same keys stand in a YAML file (`fedbn-flwr run FILE`), in `--set key=value`, in `flwr run --run-config` and, each
-with its default, in `[tool.flwr.app.config]` of `pyproject.toml`. Values are scalars: a list is a comma string
-(`lr-decay-at = "0.5,0.75"`), "not set" is `""` for text and `0` for numbers. Setting one of `local-steps` and
-`local-epochs` above 0 takes the place of the other's default; setting both is an error.
-
-This page is made from the schema: `python -m fedbn_flwr.experiment.doc_tables > docs/config.md`. A test compares them.
-"""
+_TOML_HEAD = "[tool.flwr.app.config]\n"
 
 
-def config_table() -> str:
-    """Return ``docs/config.md``: a table of key, type, default, allowed values and meaning for each group of keys."""
-    lines = [_HEAD]
-    for group in GROUPS:
-        lines += [f"## {group}", "", "| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
-        for name, field in Config.model_fields.items():
-            extra = field.json_schema_extra
-            if isinstance(extra, dict) and extra["group"] == group:
-                key = field.alias or name
-                cells = (f"`{key}`", _type(field.annotation), _default(field.default), _allowed(key, field))
-                lines.append("| " + " | ".join((*cells, (field.description or "").replace("|", "\\|"))) + " |")
-        lines.append("")
-    return "\n".join(lines)
+def derived(root: Path) -> dict[Path, str]:
+    """Return the text that each derived file of the checkout must have, by path below ``root``.
+
+    Args:
+        root: the checkout. What is not derived in a file is taken from there.
+    """
+    texts = {Path("docs/config.md"): config_page()} | method_pages(root)
+    pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
+    texts[Path("pyproject.toml")] = _with_defaults(pyproject)
+    marked = {
+        "README.md": {"strategies": strategy_table("fedbn_flwr/strategies"), "norms": norm_table()},
+        "docs/methods/index.md": {"strategies": strategy_table(""), "norms": norm_table()},
+        "docs/reference/strategies.md": {"classes": class_list()},
+        "fedbn_flwr/messages/protocol.py": {"protocol": protocol_table()},
+    }
+    for name, blocks in marked.items():
+        texts[Path(name)] = _filled(root / name, blocks)
+    pages = "\n".join(f"      - {strategy.__name__}: methods/{name}.md" for name, strategy in STRATEGIES.items())
+    texts[Path("mkdocs.yml")] = _filled(root / "mkdocs.yml", {"methods": pages}, "      # {}")
+    return texts
 
 
-def strategy_table() -> str:
-    """Return a table of the strategies: name with its file, what it does, what stays with the client, source."""
+def changed(root: Path) -> dict[Path, str]:
+    """Return those of the derived files whose text is not the one they must have; method pages of no method, too."""
+    texts = derived(root)
+    stale = {
+        path: text
+        for path, text in texts.items()
+        if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != text
+    }
+    pages = {path.relative_to(root) for path in (root / "docs/methods").glob("*.md")}
+    return stale | dict.fromkeys(sorted(pages - texts.keys()), "")
+
+
+def strategy_table(folder: str) -> str:
+    """Return a table of the strategies: name, what it does, what stays with the client, source.
+
+    Args:
+        folder: where the names lead to, the source files of this folder; "" for the methods' pages.
+    """
     lines = ["| name | what it does | stays with the client | source |", "|---|---|---|---|"]
     for name, strategy in STRATEGIES.items():
-        file = strategy.__module__.replace(".", "/") + ".py"
+        file = f"{folder}/{strategy.__module__.rpartition('.')[2]}.py" if folder else f"{name}.md"
         kept = ", ".join(part.value for part in Part if part in strategy.local) or "nothing"
         lines.append(f"| [`{name}`]({file}) | {strategy.summary_line} | {kept} | {strategy.source} |")
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
@@ -74,40 +81,93 @@ def norm_table() -> str:
     return "\n".join(["| norm | what it is | source |", "|---|---|---|", *rows])
 
 
-def fill_tables(page: str) -> str:
-    """Return the page with the tables between ``<!-- strategies -->``, ``<!-- norms -->`` and their ends made anew."""
-    for name, table in (("strategies", strategy_table()), ("norms", norm_table())):
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if start in page:
-            before, rest = page.split(start)
-            page = f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
-    return page
+def class_list() -> str:
+    """Return the directives that show the strategies' classes, each with a link to the method's page."""
+    lines = []
+    for name, strategy in STRATEGIES.items():
+        lines += ["", f"::: fedbn_flwr.strategies.{strategy.__name__}", "    options:", "      members: false", ""]
+        lines += [f"Formulas, cost and settings: [{strategy.__name__}](../methods/{name}.md)."]
+    return "\n".join([*lines, ""])
 
 
-def _type(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "text"
-    return ", ".join(_TYPES[kind] for kind in get_args(annotation) or (annotation,))
+def protocol_table() -> str:
+    """Return a table of every key that travels: those of all methods, then those of single methods, by file."""
+    head = ["| key | type | writes | reads | since |", "|---|---|---|---|---|"]
+    lines = ["", *head, *(_row(key) for key in _declared(protocol))]
+    kinds = [kind for strategy in STRATEGIES.values() for kind in (strategy, *strategy.__mro__)]
+    own = {key: None for kind in kinds for key in getattr(kind, "keys", ())}
+    files = dict.fromkeys(_file(key) for key in own)
+    for file in files:
+        lines += ["", f"`{file}`:", "", *head, *(_row(key) for key in own if _file(key) == file)]
+    return "\n".join([*lines, ""])
 
 
-def _default(value: Any) -> str:
-    shown = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
-    return f"`{shown}`"
+def _row(key: Key) -> str:
+    return f"| `{key}` | {key.kind} | {key.writer} | {key.reader} | {key.since} |"
 
 
-def _allowed(key: str, field: FieldInfo) -> str:
-    """Return the names, or the bounds; where there are none the meaning says it all."""
-    names = get_args(field.annotation) if get_origin(field.annotation) is Literal else _NAMES.get(key, ())
-    if names:
-        return ", ".join(f"`{name}`" for name in names)
-    if field.annotation is bool:
-        return "`true`, `false`"
-    found = ((sign, getattr(limit, name, None)) for limit in field.metadata for name, sign in _BOUNDS.items())
-    return ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None) or "see meaning"
+def _declared(module: object) -> list[Key]:
+    return [value for value in vars(module).values() if isinstance(value, Key)]
+
+
+def _file(key: Key) -> str:
+    """Return the file that declares the key: of those that know it, the one that calls ``Key``."""
+    for name, module in sys.modules.items():
+        if name.startswith("fedbn_flwr.") and module.__file__:
+            for constant, value in vars(module).items():
+                source = Path(module.__file__).read_text(encoding="utf-8") if value is key else ""
+                if re.search(rf"^{constant} = Key\(", source, re.MULTILINE):
+                    return name.removeprefix("fedbn_flwr.").replace(".", "/") + ".py"
+    raise LookupError(f"no module declares the key {key!r}")
+
+
+def _with_defaults(pyproject: str) -> str:
+    """Return the text of ``pyproject.toml`` with every config key and its default."""
+    before, rest = pyproject.split(_TOML_HEAD)
+    values = Config.make({}).to_mapping()
+    lines = []
+    for group in GROUPS:
+        lines += [f"# {group}", *(f"{key} = {json.dumps(values[key])}" for key in Config.keys(group))]
+    after = rest.find("\n[")
+    return before + _TOML_HEAD + "\n".join(lines) + "\n" + (rest[after:] if after >= 0 else "")
+
+
+def _filled(path: Path, blocks: Mapping[str, str], mark: str = "<!-- {} -->") -> str:
+    """Return the file's text with new content between the marks of each block.
+
+    Raises:
+        ValueError: the file has no such pair of marks.
+    """
+    text = path.read_text(encoding="utf-8")
+    for name, content in blocks.items():
+        start, end = mark.format(name) + "\n", mark.format("/" + name) + "\n"
+        if text.count(start) != 1 or text.count(end) != 1:
+            raise ValueError(f"{path} must have {start.strip()!r} and {end.strip()!r} once each, on lines of their own")
+        before, rest = text.split(start)
+        text = f"{before}{start}{content}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the derived files; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fedbn_flwr.experiment.doc_tables", description=__doc__)
+    parser.add_argument("root", nargs="?", type=Path, default=Path(), help="the checkout; default: this folder")
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 when a file is stale")
+    options = parser.parse_args(arguments)
+    stale = changed(options.root)
+    for path, text in stale.items():
+        print(f"stale: {path}; run `make generate`" if options.check else f"written: {path}")
+        if options.check:
+            continue
+        if text:
+            (options.root / path).parent.mkdir(parents=True, exist_ok=True)
+            (options.root / path).write_text(text, encoding="utf-8")
+        else:
+            (options.root / path).unlink()
+    if not stale:
+        print("all derived files are up to date")
+    return int(bool(stale) and options.check)
 
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(fill_tables(path.read_text()))
-    if not sys.argv[1:]:
-        sys.stdout.write(config_table())
+    raise SystemExit(main())

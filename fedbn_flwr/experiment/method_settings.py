@@ -45,7 +45,7 @@ def method_fields(methods: Methods) -> dict[str, Any]:
         field.description = "; ".join(dict.fromkeys(str(f.description) for f in (first, *others)))
         if name in own:
             field.default, field.metadata = own[name], []
-            field.description += "; 0 = the method's own"
+            field.description += "; 0 = the method's own default"
         fields[name] = (field.annotation, field)
     return fields
 

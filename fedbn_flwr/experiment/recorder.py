@@ -19,7 +19,9 @@ from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, NUM_EXAMPLES, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors
+from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.report import RoundReport, Traffic
+from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import DELTA
 from fedbn_flwr.training.evaluation import evaluate
@@ -31,7 +33,7 @@ logger = logging.getLogger("flwr")
 OnRound = Callable[[Mapping[str, Any]], None]
 """Called with each line of ``metrics.jsonl``."""
 
-_COMPLETED = ("averaged-bn", "recalibrated")  # tests of the global model with other BN entries
+_COMPLETED = (SHARED_BN, RECALIBRATED)  # tests of the global model with other BN entries
 GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
 GLOBAL_TESTS |= {name: f"test-{name}" for name in _COMPLETED}
 """Each test of the global model, and what its metrics' names begin with."""
@@ -79,7 +81,7 @@ class Recorder:
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
         clients = report.clients.values() or [report.metrics]
         line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
-        line["dropped-batches"] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
+        line[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
         line |= {"participants": report.participants, **_moved(report.train)}
         if report.evaluate.exchanges:
             line |= _moved(report.evaluate, "evaluation-")
@@ -93,7 +95,7 @@ class Recorder:
             line["kept-previous"] = True
         self._clock = time.monotonic()
         self._folder.add_round(line)
-        shown = " ".join(f"{k} {line[k]:.4f}" for k in (*_headlines(self._config), "train-loss") if k in line)
+        shown = " ".join(f"{k} {line[k]:.4f}" for k in (*_headlines(self._config), TRAIN_LOSS) if k in line)
         logger.info("round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
         if self._on_round:
             self._on_round(line)
@@ -138,9 +140,7 @@ class Recorder:
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
-        frozen_after = getattr(strategy, "frozen_after", None)
-        if frozen_after is not None:
-            summary["frozen-after"] = frozen_after
+        summary |= strategy.outcome() if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
         local = strategy.run.local_hashes if strategy else {}
@@ -201,7 +201,7 @@ def _contents(strategy: FedAvg[Any] | None) -> dict[str, str]:
     """Say what each part of ``model.safetensors`` holds."""
     about = {part.value: "global" for part in Part}
     if strategy:
-        averaged = strategy.completion("averaged-bn")
+        averaged = strategy.completion(SHARED_BN)
         what = "weighted average of the clients' latest" if averaged else "initial values"
         about |= {part.value: f"{what}: this part stays with the clients" for part in strategy.local}
         if strategy.recalibrates and strategy.run.reestimated:

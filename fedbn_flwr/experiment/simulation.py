@@ -92,7 +92,7 @@ def simulate(
 
 def _actors(config: Config) -> dict[str, Scalar]:
     """Return the setting that lets all clients of a round run at once, which the channel needs: an actor for each."""
-    if not STRATEGIES[config.strategy].synchronises or getattr(config.params(), "fedtan_transport", "") != "channel":
+    if not STRATEGIES[config.strategy].needs_all_at_once(config.params()):
         return {}
     return {"init-args-num-cpus": config.num_clients * config.torch_threads}
 

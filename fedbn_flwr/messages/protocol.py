@@ -5,6 +5,112 @@ in that method's file (its ``keys``) and listed here too. ``make generate`` writ
 other file writes such a name (``tests/messages/test_protocol.py``).
 
 <!-- protocol -->
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `metrics` | MetricRecord of a reply | client | server | 0.1 |
+| `properties` | ConfigRecord of a reply: ReplyInfo | client | server | 0.1 |
+| `fedtan` | ArrayRecord: one exchange of a synchronised step | server, client | client, server | 0.1 |
+| `query.statistics` | message type: re-estimated statistics | server | client | 0.1 |
+| `server-round` | int | server | client | 0.1 |
+| `rules` | str, comma list: client hooks to apply | server | client | 0.1 |
+| `local-entries` | str, JSON list: names of the entries that stay | server | client | 0.1 |
+| `local-sha256` | str: SHA-256 of what a client keeps | server, client | client, server | 0.1 |
+| `series` | str: experiment id | server | client | 0.1 |
+| `run` | str: this run and its resumptions | server | client | 0.1 |
+| `committed` | str, comma list: rounds of the checkpoints | server | client | 0.1 |
+| `test-sets` | str, comma list | server | client | 0.1 |
+| `frozen` | bool: BN is frozen in this round | server | client | 0.1 |
+| `fedtan-meeting` | str: id of the barrier in this process | server | client | 0.1 |
+| `fedtan-address` | str, host:port | server | client | 0.1 |
+| `fedtan-token` | str: this node's token for this round | server | client | 0.1 |
+| `fedtan-ca` | bytes, PEM | server | client | 0.1 |
+| `fedtan-timeout` | float, seconds | server | client | 0.1 |
+| `fedtan-attempt` | int: attempt of a step that travels in messages | server | client | 0.1 |
+| `fedtan-union` | int: examples in the union of the first batches | server | client | 0.1 |
+| `fedtan-batch-size` | int: examples of this client's first batch | server | client | 0.1 |
+| `array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
+| `client-mod` | str: the mod that does the client's part | mod | TorchClient | 0.1 |
+| `num-examples` | int: training examples, the weight | client | server | 0.1 |
+| `loss` | float: mean loss on the first test set | client | server | 0.1 |
+| `train-loss` | float | client | server | 0.1 |
+| `train-accuracy` | float | client | server | 0.1 |
+| `examples-processed` | int | client | server | 0.1 |
+| `steps` | int | client | server | 0.1 |
+| `dropped-batches` | int | client | server | 0.1 |
+| `examples-tested` | int | client | server | 0.1 |
+| `rules-applied` | str, comma list: client hooks applied | client | server | 0.1 |
+| `local-home` | str: folder or memory | client | server | 0.1 |
+| `local-began` | str: what is kept began in this round | client | server | 0.1 |
+| `partition-id` | int | client, node config | server, client | 0.1 |
+| `batch-size` | int: examples of the first batch | client | server | 0.1 |
+| `unusable` | str: why the node has no usable data | client | server | 0.1 |
+| `num-partitions` | int | node config | client | 0.1 |
+| `state-dir` | str: absolute folder of what is kept | node config, run config | client | 0.1 |
+| `data-path` | str: the node's own data | node config | client | 0.1 |
+| `data-classes` | str, comma list: classes of the node's own data | node config | client | 0.1 |
+| `fedbn-flwr.local` | ArrayRecord: entries that stay with the client | client | client | 0.1 |
+| `fedbn-flwr.rules` | ArrayRecord: HOOK/NAME, what client hooks keep | client | client | 0.1 |
+| `fedbn-flwr.local.about` | ConfigRecord: version, fingerprint, round, begun | client | client | 0.1 |
+| `fedbn-flwr.inbox` | ArrayRecords inbox/RECORD: what was sent beside the model | mod | bn_rules | 0.1 |
+| `fedbn-flwr.outbox` | ConfigRecord, ArrayRecords outbox/RECORD: what to add to the reply | bn_rules | mod | 0.1 |
+| `fedbn-flwr.whole` | ConfigRecord: names and shapes of the whole model | mod | mod | 0.1 |
+| `fedbn-flwr.step.model` | ArrayRecord: the round's model | client | client | 0.1 |
+| `fedbn-flwr.step.answers` | ArrayRecord: exchanges answered so far | client | client | 0.1 |
+| `fedbn-flwr.step.sent` | ArrayRecord: exchanges sent so far | mod | mod | 0.1 |
+| `fedbn-flwr.step` | ConfigRecord: round and attempt | client | client | 0.1 |
+| `version` | int, in KEPT_ABOUT: of this form | client | client | 0.1 |
+| `fingerprint` | str, in KEPT_ABOUT: of the model | client | client | 0.1 |
+| `begun` | int, in KEPT_ABOUT: the round in which what is kept began, else 0 | client | client | 0.1 |
+| `attempt` | int, in STEP_ABOUT | client | client | 0.1 |
+| `frame` | str, JSON, in MODEL_SPEC | mod | mod | 0.1 |
+| `fedbn-flwr.step.generators` | ConfigRecord: the default generators | mod | mod | 0.1 |
+
+`server/momentum.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `momentum` | ArrayRecord: SGD's buffers | server, client | client, server | 0.1 |
+| `momentum-scope` | str | server | client | 0.1 |
+
+`server/shared_bn.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `averaged-bn` | ArrayRecord: a client's BN parts | client | server | 0.1 |
+
+`strategies/fedprox.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `proximal-mu` | float: mu | server | client | 0.1 |
+
+`strategies/scaffold.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `variates` | ArrayRecord: c down, dc_i up | server, client | client, server | 0.1 |
+
+`strategies/fixbn.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `freeze-affine` | bool: gamma and beta too | server | client | 0.1 |
+| `statistics-delta` | float: delta_m | client | server | 0.1 |
+
+`strategies/fedtan.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `fedtan-exchanges` | str: 3L+1 or 2L+1 | server | client | 0.1 |
+| `fedtan-backward` | str: global or own | server | client | 0.1 |
+
+`strategies/fedwon.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `agc` | float: lambda | server | client | 0.1 |
+
 <!-- /protocol -->
 """
 

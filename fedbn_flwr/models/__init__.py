@@ -1,4 +1,4 @@
-"""Models: the registry, what each needs of its data, and the seeded build (torch and torchvision only)."""
+"""Models: the registry, the input that each model needs, and the seeded build (torch and torchvision only)."""
 
 from __future__ import annotations
 

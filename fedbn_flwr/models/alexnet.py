@@ -1,12 +1,12 @@
-"""AlexNet with BatchNorm after every layer but the last, as FedBN trains it, and a small one for 64 pixels.
+"""AlexNet as FedBN trains it, with BatchNorm after every layer except the last, and a small variant for 64 pixels.
 
 Source: Krizhevsky et al. 2012 in the form of Li et al. 2021, arXiv:2102.07623, Table 6 and the authors' code
 (``AlexNet``), for Office-Caltech10 and DomainNet at 256 pixels: 57,063,498 parameters for ten classes, 7 BatchNorm
 layers, two of them 1d. FedTAN and FedWon use it too. Torch's default initialisation, no dropout.
 
-Ours: ``alexnet-bn-small``, the same order of layers at half the channels in the convolutions and 512 in the linear
-layers, a 5x5 stem of stride 2 and 3x3 positions in front of the classifier instead of 6x6: 1,475,626 parameters. At 64
-pixels the full network's last convolutions see 3x3 positions, and its 6x6 are copies of one value a channel.
+Ours: ``alexnet-bn-small`` has the same order of layers with half the channels in the convolutions, 512 in the linear
+layers, a 5x5 stem of stride 2, and 3x3 instead of 6x6 positions before the classifier: 1,475,626 parameters. At 64
+pixels the full network's last convolutions see 3x3 positions, and its 6x6 positions are copies of one value a channel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALLEST = 64
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of the five convolutions, width of the linear layers, stem (kernel, stride), positions a side."""
+    """Channels of the five convolutions, width of the linear layers, stem (kernel, stride), positions per side."""
 
     channels: tuple[int, int, int, int, int]
     linear: int
@@ -35,7 +35,7 @@ SMALL = Widths((32, 96, 192, 128, 128), 512, (5, 2), 3)
 
 
 class AlexNet(nn.Module):
-    """Five convolutions, pooled after the first, second and fifth, and three linear layers."""
+    """Five convolutions, with pooling after the first, second and fifth, then three linear layers."""
 
     def __init__(self, num_classes: int, widths: Widths) -> None:
         """Build the layers."""
@@ -71,10 +71,10 @@ def _block(layer: nn.Module, norm: nn.Module) -> tuple[nn.Module, nn.Module, nn.
 
 
 def alexnet(num_classes: int, channels: int, size: int, *, widths: Widths) -> nn.Module:
-    """Build the network; the pooling makes it independent of ``size``."""
+    """Return the network; pooling makes it independent of ``size``."""
     return AlexNet(num_classes, widths)
 
 
 def alexnet_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return three channels and the data set's own size, enlarged to 64 where it is smaller."""
+    """Return three channels and the data set's size, at least 64."""
     return 3, max(size, SMALLEST)

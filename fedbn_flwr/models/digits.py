@@ -1,8 +1,8 @@
-"""The digits network of FedBN: three 5x5 convolutions and three linear layers, BatchNorm after all but the last.
+"""The digits network of FedBN: three 5x5 convolutions and three linear layers, BatchNorm after all except the last.
 
 Source: Li et al. 2021, arXiv:2102.07623, Table 5 and the authors' code (``DigitModel``): 14,219,210 parameters for ten
-classes, gamma and beta of its 5 BatchNorm layers (two of them 1d) included, running statistics not. Torch's default
-initialisation; images are (3, 28, 28), grey ones three times the same channel.
+classes, with gamma and beta of its 5 BatchNorm layers (two of them 1d) and without running statistics. Torch's default
+initialisation; images are (3, 28, 28), grey ones repeated over three channels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIDE = 28
 
 
 class DigitsCNN(nn.Module):
-    """Convolutions of 64, 64 and 128 channels, the first two pooled to half, then 6272 - 2048 - 512 - classes."""
+    """Convolutions of 64, 64 and 128 channels, 2x2 pooling after the first two, then 6272 - 2048 - 512 - classes."""
 
     def __init__(self, num_classes: int) -> None:
         """Build the layers."""
@@ -45,10 +45,10 @@ class DigitsCNN(nn.Module):
 
 
 def digits_cnn(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Build the network; its input is always (3, 28)."""
+    """Return the network; its input is always (3, 28)."""
     return DigitsCNN(num_classes)
 
 
 def digits_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (3, 28), whatever the data set has."""
+    """Return (3, 28) for every data set."""
     return 3, SIDE

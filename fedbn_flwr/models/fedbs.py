@@ -1,11 +1,11 @@
 """The two convolutional networks of FedBS, for the MNISTs and for CIFAR-10.
 
 Source: FedBS, section V-A. MNIST: 5x5 convolutions of 16 and 32 channels, then one linear layer on 1568 values. CIFAR:
-a 5x5 convolution of 100 channels, 3x3 ones of 150, 250 and 500, then linear layers on 4500, 270 and 150 values. Each
-convolution has BatchNorm, ReLU and 2x2 max pooling behind it.
+a 5x5 convolution of 100 channels, 3x3 ones of 150, 250 and 500, then linear layers on 4500, 270 and 150 values. After
+each convolution: BatchNorm, ReLU and 2x2 max pooling.
 
-Ours, where the paper is silent: padding 2 everywhere, which makes 1568 and 4500 of 28 and 32 pixels; ReLU between the
-linear layers; biases and torch's default initialisation.
+Ours, because the paper does not say: padding 2 everywhere (28 and 32 pixels then give 1568 and 4500 values), ReLU
+between the linear layers, biases, and torch's default initialisation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FedBSNet(nn.Module):
     """Blocks of convolution, BatchNorm, ReLU and pooling, then linear layers."""
 
     def __init__(self, channels: tuple[int, ...], kernels: tuple[int, ...], linear: tuple[int, ...]) -> None:
-        """Build the layers: ``channels`` from the images' on, one kernel for each step; ``linear`` ends in classes."""
+        """Build the layers; ``channels`` starts with the images', ``linear`` ends with the classes."""
         super().__init__()
         blocks: list[nn.Module] = []
         for (before, after), kernel in zip(itertools.pairwise(channels), kernels, strict=True):
@@ -39,20 +39,20 @@ class FedBSNet(nn.Module):
 
 
 def mnist_net(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Build the network for (1, 28)."""
+    """Return the network for (1, 28)."""
     return FedBSNet((1, 16, 32), (5, 5), (1568, num_classes))
 
 
 def mnist_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (1, 28), whatever the data set has."""
+    """Return (1, 28) for every data set."""
     return 1, 28
 
 
 def cifar_net(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Build the network for (3, 32)."""
+    """Return the network for (3, 32)."""
     return FedBSNet((3, 100, 150, 250, 500), (5, 3, 3, 3), (4500, 270, 150, num_classes))
 
 
 def cifar_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (3, 32), whatever the data set has."""
+    """Return (3, 32) for every data set."""
     return 3, 32

@@ -1,4 +1,4 @@
-"""What the registry of models holds about one model."""
+"""The registry's entry for a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ModelInfo"]
 class ModelInfo:
     """A model: ``build(num_classes, channels, size)`` with BatchNorm, ``shape(channels, size)`` of its input, its task.
 
-    The size is the height of the images; networks that are not for squares alone take any width.
+    The size is the height of the images; networks that do not need squares take any width.
     """
 
     summary: str

@@ -1,10 +1,10 @@
-"""The LeNet-like network with BatchNorm of the FixBN experiments on CIFAR-10.
+"""The network of the FixBN experiments on CIFAR-10, similar to LeNet, with BatchNorm.
 
 Source: Zhong, Chen & Chao 2023, arXiv:2303.06530, section 4 and Table F ("LeNet-like CNN (LeCun et al., 1998)",
 "LeNet-CNN"); the paper gives no layer table. Layers and widths are those of LeNet-5 (LeCun et al. 1998).
 
-Ours, where the paper is silent: BatchNorm after each of the two convolutions and nowhere else, ReLU, max pooling, no
-padding, convolutions keep their bias (so that without BatchNorm the network is LeNet), torch's default initialisation.
+Ours, because the paper does not say: BatchNorm only after each of the two convolutions, ReLU, max pooling, no padding,
+convolutions with bias (so without BatchNorm the network is LeNet), torch's default initialisation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LeNet(nn.Module):
     """Two blocks (5x5 convolution, BatchNorm, ReLU, 2x2 max pooling) of 6 and 16 channels, then 120 - 84 - classes."""
 
     def __init__(self, num_classes: int, channels: int, size: int) -> None:
-        """Build the layers for square images of ``size`` pixels a side."""
+        """Build the layers for square images of ``size`` pixels per side."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 6, kernel_size=5)
         self.norm1 = nn.BatchNorm2d(6)
@@ -42,10 +42,10 @@ class LeNet(nn.Module):
 
 
 def lenet(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Build the network for square images of ``size``."""
+    """Return the network for square images of ``size``."""
     return LeNet(num_classes, channels, size)
 
 
 def lenet_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return the data set's own shape, enlarged to 28 where it is smaller."""
+    """Return the data set's channels and its size, at least 28."""
     return channels, max(size, SMALLEST)

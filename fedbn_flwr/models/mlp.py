@@ -1,11 +1,11 @@
 """The multilayer perceptron of the FedTAN paper's MNIST runs: 784-30-10 with BatchNorm after the hidden layer.
 
 Source: Wang, Shi & Chang 2023, arXiv:2301.02982, section 6.1 ("a 3-layer DNN with dimensions 784 x 30 x 10, where the
-hidden layer with 30 neurons is followed by a BN layer"). Its Table 5 counts 23,920 entries: all but the 60 running
+hidden layer with 30 neurons is followed by a BN layer"). Its Table 5 counts 23,920 entries: all except the 60 running
 statistics.
 
-Ours, where the paper is silent (the authors' code has no MNIST network): ReLU after BatchNorm, torch's default
-initialisation, the bias of the hidden layer kept (it is among the 23,920).
+Ours, because neither the paper nor the authors' code says: ReLU after BatchNorm, and torch's default initialisation.
+The hidden layer has a bias, which the 23,920 entries include.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class MLP(nn.Module):
 
 
 def mlp(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Build the network; its input is always (1, 28)."""
+    """Return the network; its input is always (1, 28)."""
     return MLP(num_classes)
 
 
 def mlp_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (1, 28): grey images of 28 x 28, whatever the data set has."""
+    """Return (1, 28), grey images of 28 x 28, for every data set."""
     return 1, SIDE

@@ -1,4 +1,4 @@
-"""The models by name, seeded. A new model is one file and one line of ``MODELS``."""
+"""The registry of models and the seeded build. A new model is one file and one line of ``MODELS``."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ MODELS: dict[str, ModelInfo] = {
     f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
 }
 
-# Layers draw their initial weights from torch's one default generator: two builds at a time would mix their draws.
+# Layers draw their initial weights from torch's default generator: two builds at the same time would mix their draws.
 _BUILDING = threading.Lock()
 
 
 def model_info(name: str) -> ModelInfo:
     """Return the entry of a model name.
 
-    It is a key of ``MODELS``, or ``torchvision:`` and the name of a classifier, or ``torchvision-seg:`` and that of a
-    segmentation network.
+    A name is a key of ``MODELS``, or ``torchvision:`` plus the name of a classifier, or ``torchvision-seg:`` plus the
+    name of a segmentation network.
 
     Raises:
-        ConfigError: an unknown name, with the nearest one.
+        ConfigError: the name is unknown; the message suggests the nearest one.
     """
     if name.startswith(PREFIX):
         return zoo_info(name.removeprefix(PREFIX))
@@ -88,10 +88,10 @@ def model_info(name: str) -> ModelInfo:
 
 
 def input_shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    """Return the (channels, size) of the square images the model takes, for a data set whose own images have these.
+    """Return the (channels, size) of the square images that the model takes, from those of the data set's images.
 
     Raises:
-        ConfigError: an unknown model, or channels or size below 1.
+        ConfigError: the model is unknown, or channels or size are below 1.
     """
     _at_least_one(channels=channels, size=size)
     return model_info(name).shape(channels, size)
@@ -110,23 +110,22 @@ def build_model(
 ) -> nn.Module:
     """Return a model on the CPU in training mode that maps images to logits (N, num_classes).
 
-    The model is built with BatchNorm for ``input_shape(name, channels, size)``, then ``replace_norm`` is applied: all
-    kinds of norm share their other initial weights (``fixup`` starts from them and changes some). Equal arguments give
-    equal weights; the global random state is left as it was (a thread that draws from it during the call would change
-    the result).
+    The model is built with BatchNorm for ``input_shape(name, channels, size)``, then ``replace_norm`` is applied: with
+    every norm all other initial weights are the same (``fixup`` changes some of them). Equal arguments give equal
+    weights. The global random state does not change (a thread that draws from it during the call changes the result).
 
     Args:
         name: a model name, see ``model_info``.
         num_classes: number of logits.
         channels: channels of the data set's images.
-        size: side of the data set's images in pixels.
+        size: height of the data set's images in pixels.
         norm: a key of ``NORMS``.
-        norm_groups: number of groups of the kinds that take it.
-        norm_options: other options of norms by name, see ``replace_norm``; ``norm`` gets those it takes.
+        norm_groups: number of groups, for the norms that have groups.
+        norm_options: other options of norms by name, see ``replace_norm``; options of other norms are ignored.
         seed: seed of the run.
 
     Raises:
-        ConfigError: an unknown name, or a number below 1.
+        ConfigError: a name is unknown, or a number is below 1.
         NormLayerError: the norm does not fit the model's layers.
     """
     _at_least_one(num_classes=num_classes)

@@ -1,12 +1,12 @@
 """Residual networks of depth 6n + 2 for small images, with parameter-free shortcuts.
 
 Source: He et al. 2016, arXiv:1512.03385, section 4.2: a 3x3 stem of 16 channels, three stages of n blocks of two 3x3
-convolutions with 16, 32 and 64 channels, global average pooling, one linear layer; option A shortcuts (every second
-position, the new channels zero). ResNet-20 for three input channels and ten classes has 271,098 floats, of which 1,376
-are running statistics (Wang, Shi & Chang 2023, arXiv:2301.02982, Table 3).
+convolutions with 16, 32 and 64 channels, global average pooling, one linear layer. Option A shortcuts take every second
+position and fill the new channels with zeros. ResNet-20 for three input channels and ten classes has 271,098 floats, of
+which 1,376 are running statistics (Wang, Shi & Chang 2023, arXiv:2301.02982, Table 3).
 
-As in the code of arXiv:2301.02982, where He et al. do not say: the weights of the convolutions and of the classifier
-are Kaiming-normal (fan-in, gain sqrt 2); half of a shortcut's new zero channels stand before the old ones, half after.
+As in the code of arXiv:2301.02982, because He et al. do not say: the weights of the convolutions and of the classifier
+are Kaiming-normal (fan-in, gain sqrt 2); half of a shortcut's zero channels come before the old channels, half after.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions with BatchNorm, added to an option A shortcut: (N, in, S, S) to (N, out, S/s, S/s)."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
-        """Build the branch; the shortcut has no parameters."""
+        """Build the branch; a shortcut has no parameters."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(channels_out)
@@ -51,10 +51,10 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """The network of depth 6n + 2; images (N, channels, S, S) of any S, logits (N, classes)."""
+    """The network of depth 6n + 2: images (N, channels, S, S) with any S to logits (N, classes)."""
 
     def __init__(self, depth: int, num_classes: int, channels: int) -> None:
-        """Build the layers; ConfigError where ``depth`` is not 6n + 2."""
+        """Build the layers; ConfigError if ``depth`` is not 6n + 2."""
         super().__init__()
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
@@ -84,10 +84,10 @@ def _stage(blocks: int, channels_in: int, channels_out: int, *, stride: int) -> 
 
 
 def small_resnet(num_classes: int, channels: int, size: int, *, depth: int) -> nn.Module:
-    """Build the network of ``depth`` = 6n + 2; the pooling makes it independent of ``size``."""
+    """Return the network of ``depth`` = 6n + 2; pooling makes it independent of ``size``."""
     return SmallResNet(depth, num_classes, channels)
 
 
 def resnet_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return the data set's own shape, enlarged to 32 where it is smaller."""
+    """Return the data set's channels and its size, at least 32."""
     return channels, max(size, SMALLEST)

@@ -1,10 +1,10 @@
 """``torchvision-seg:<name>``: torchvision's semantic segmentation networks, without pretrained weights.
 
-torchvision is imported where it is used: it takes longer to import than torch, and over a network every message to a
-client is a process of its own.
+The functions import torchvision: it takes longer to import than torch, and over a network a client starts a process for
+every message.
 
-Logits are (N, classes, H, W) for images (N, 3, H, W). Without the auxiliary classifier; torchvision returns a
-dictionary, of which this is the entry "out". DeepLabv3, not v3+, which torchvision lacks (FixBN trains v3+).
+Logits are (N, classes, H, W) for images (N, 3, H, W): the entry "out" of torchvision's dictionary. There is no
+auxiliary classifier. FixBN trains DeepLabv3+; torchvision has only DeepLabv3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Segmenter(nn.Module):
     """A network of torchvision that returns its logits only."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Hold ``model``, whose forward returns a dictionary with "out"."""
+        """Wrap ``model``, whose forward returns a dictionary with "out"."""
         super().__init__()
         self.model = model
 
@@ -38,7 +38,7 @@ class Segmenter(nn.Module):
 
 
 def segmentation_info(name: str) -> ModelInfo:
-    """Return the entry of the network ``name``; an unknown name raises ConfigError when it is built or asked for."""
+    """Return the entry of the network ``name``; for an unknown name ``build`` and ``shape`` raise ConfigError."""
     return ModelInfo(
         "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large; logits per pixel",
         "torchvision.models.segmentation",

@@ -1,11 +1,11 @@
 """``torchvision:<name>``: torchvision's classifiers by name, without pretrained weights.
 
-torchvision is imported where it is used: it takes longer to import than torch, and over a network every message to a
-client is a process of its own.
+The functions import torchvision: it takes longer to import than torch, and over a network a client starts a process for
+every message.
 
 Input is (3, S) with S at least 64 (some need more, see below). Differs from torchvision's defaults: googlenet and
-inception_v3 come without auxiliary classifiers, so that training returns plain logits too, and with torch's default
-initialisation, since their own truncated-normal one is slow.
+inception_v3 have no auxiliary classifiers, so training also returns plain logits, and use torch's default
+initialisation, because their own truncated-normal one is slow.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["PREFIX", "zoo_info", "zoo_names"]
 
 PREFIX = "torchvision:"
 SMALLEST = 64
-# What torchvision's own layers demand: position tables and windows of one size, and an unpadded stem.
+# The sizes that torchvision's layers need, for position tables and windows of one size, and for an unpadded stem.
 FIXED_SIZE = {"maxvit_t": 224, "vit_b_16": 224, "vit_b_32": 224, "vit_h_14": 224, "vit_l_16": 224, "vit_l_32": 224}
 LARGER = {"inception_v3": 75}
 WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def zoo_info(name: str) -> ModelInfo:
-    """Return the entry of the classifier ``name``; an unknown name raises ConfigError when it is built or asked for."""
+    """Return the entry of the classifier ``name``; for an unknown name ``build`` and ``shape`` raise ConfigError."""
     return ModelInfo(
         "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or more",
         "torchvision.models",

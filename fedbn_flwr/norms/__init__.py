@@ -1,4 +1,4 @@
-"""Normalisation: the registry of kinds and the replacement of BatchNorm layers (torch only)."""
+"""Normalisation: the registry of norms and the replacement of BatchNorm layers (torch only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``norm=batch``: the model as it is.
+"""``norm=batch``: the model is unchanged.
 
 Source: Ioffe & Szegedy 2015, Batch Normalization, arXiv:1502.03167.
 """
@@ -13,5 +13,5 @@ __all__ = ["keep_batch"]
 
 
 def keep_batch(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Return the model unchanged and no row."""
+    """Return the unchanged model and no rows."""
     return model, ()

@@ -1,7 +1,7 @@
-"""Convolutions that compute with a weight derived from the one they hold, and how a convolution becomes one.
+"""Convolutions that use filters derived from their weight, and the change of a plain convolution into one of these.
 
-A convolution becomes such a layer in place, by its class, as torch's lazy layers do: its parameters, their ties, the
-mode, hooks and every path it stands at stay as they were.
+The change is in place: only the class of the layer changes, as in torch's lazy layers. Its parameters and their ties,
+its mode, hooks and paths stay the same.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ class DerivedWeightConv(_ConvNd):
 
 
 def fan_in(conv: _ConvNd) -> int:
-    """Return the number of weights of one filter (out channel)."""
+    """Return the number of weights of a filter (out channel)."""
     return conv.weight[0].numel()
 
 
 def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
-    """Return Conv1d/2d/3d layers (and subclasses) by path, at every path they stand at; not transposed ones."""
+    """Return the Conv1d/2d/3d layers (and subclasses) by path, under every path of a layer; no transposed ones."""
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return {path: m for path, m in model.named_modules(remove_duplicate=False) if isinstance(m, kinds)}
 
 
 def refuse_unusual(convolutions: Mapping[str, _ConvNd], why: str) -> None:
-    """Raise NormLayerError naming the convolutions that are lazy, parametrized or have arithmetic of their own."""
+    """Raise NormLayerError if a convolution is lazy, parametrized or has its own arithmetic; the error names them."""
     bad = [f"{shown_path(path)} ({type(conv).__name__})" for path, conv in convolutions.items() if _is_unusual(conv)]
     if bad:
         raise NormLayerError(
-            f"{why} cannot be put on these convolutions: {', '.join(bad)}. They are lazy and saw no batch, are "
-            "parametrized, or have a forward of their own. Use plain torch convolutions."
+            f"{why} cannot be used on these convolutions: {', '.join(bad)}. They are lazy and saw no batch, are "
+            "parametrized, or have their own forward. Use plain torch convolutions."
         )
 
 
 def _is_unusual(conv: _ConvNd) -> bool:
     base = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(conv, kind))
-    own = any(getattr(type(conv), name) is not getattr(base, name) for name in ("forward", "_conv_forward"))
-    return own or isinstance(conv, LazyModuleMixin) or is_parametrized(conv)
+    changed = any(getattr(type(conv), name) is not getattr(base, name) for name in ("forward", "_conv_forward"))
+    return changed or isinstance(conv, LazyModuleMixin) or is_parametrized(conv)
 
 
 def become(
@@ -64,7 +64,7 @@ def become(
     kinds: Mapping[type[_ConvNd], type[_ConvNd]],
     prepare: Callable[[_ConvNd], None],
 ) -> list[Replacement]:
-    """Turn the convolutions in place into what ``kinds`` has for Conv1d, Conv2d and Conv3d, after ``prepare`` of each.
+    """Call ``prepare`` for each convolution, then change its class in place to that in ``kinds``.
 
     Returns:
         One row per path.

@@ -1,20 +1,20 @@
-"""``norm=fixup``: a residual network without normalisation, started so that it trains.
+"""``norm=fixup``: a residual network without normalisation, with an initialisation that lets it train.
 
-In each of the L residual branches of m convolutions: the last convolution is zero, the others have He's scale times
-L^(-1/(2m-2)); every BatchNorm becomes a scalar bias (0), the branch's last one a scalar multiplier (1) and a bias; a
-scalar bias (0) stands in front of every convolution of a block and of the classifier. The classifier's weight and bias
-are zero. The stem's convolution is untouched; its BatchNorm becomes a scalar bias. BatchNorm on a shortcut goes.
+Each of the L residual branches has m convolutions. The last convolution starts at zero, the others have He's scale
+times L^(-1/(2m-2)). Every BatchNorm becomes a scalar bias (0); the last one of a branch becomes a scalar multiplier (1)
+and a bias. Every convolution of a block and the classifier get a scalar bias (0) before them. The classifier's weight
+and bias are zero. The stem's convolution is unchanged; its BatchNorm becomes a scalar bias. BatchNorm on a shortcut is
+removed.
 
 Source: Zhang et al. 2019, arXiv:1901.09321, section 3 ("Fixup initialization"), and the authors' code.
 
-Differs from the paper: He's scale is not drawn anew: each filter bank keeps its drawn values and is scaled to a root
-mean square of exactly sqrt(2 / fan-out) (fan-out = out channels times positions, as in the authors' code), so that the
-start is a function of the model given. A convolution on a shortcut keeps its weight (torchvision's are He's already)
-and has a bias of its own in front, where the authors' code reuses the first one of the branch; option A shortcuts have
-none.
+Differs from the paper: weights are not drawn again. Each filter bank keeps its values, scaled to a root mean square of
+exactly sqrt(2 / fan-out) (fan-out = out channels times positions, as in the authors' code), so the start depends only
+on the given model. A convolution on a shortcut keeps its weight (torchvision's have He's scale) and gets its own bias
+before it; the authors' code uses the first bias of the branch. Option A shortcuts have no bias.
 
-Only for networks of blocks as torchvision's ``BasicBlock`` and ``Bottleneck`` and ours: ``conv1``, ``conv2`` (and so
-on) of a block each followed by its norm layer ``bn1`` or ``norm1``, the last one added to the shortcut.
+Only for networks of blocks like torchvision's ``BasicBlock`` and ``Bottleneck`` and ours: a block has ``conv1``,
+``conv2`` and so on, each with its norm layer ``bn1`` or ``norm1`` after it, and adds the last one to the shortcut.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScalarBias(nn.Module):
     """x + bias, one number for all channels."""
 
     def __init__(self, bias: nn.Parameter) -> None:
-        """Hold ``bias`` (1,)."""
+        """Set ``bias`` (1,)."""
         super().__init__()
         self.bias = bias
 
@@ -53,7 +53,7 @@ class ScalarScale(nn.Module):
     """x * scale + bias, one number each for all channels."""
 
     def __init__(self, scale: nn.Parameter, bias: nn.Parameter) -> None:
-        """Hold ``scale`` and ``bias`` (1,)."""
+        """Set ``scale`` and ``bias``, each (1,)."""
         super().__init__()
         self.scale, self.bias = scale, bias
 
@@ -63,7 +63,7 @@ class ScalarScale(nn.Module):
 
 
 class BiasedConv2d(nn.Conv2d):
-    """A convolution of x + bias_before; made from a Conv2d in place."""
+    """A convolution of x + bias_before; a Conv2d becomes one in place."""
 
     bias_before: nn.Parameter
 
@@ -73,7 +73,7 @@ class BiasedConv2d(nn.Conv2d):
 
 
 class BiasedLinear(nn.Linear):
-    """A linear layer on x + bias_before; made from a Linear in place."""
+    """A linear layer on x + bias_before; a Linear becomes one in place."""
 
     bias_before: nn.Parameter
 
@@ -91,12 +91,12 @@ class _Block:
 
 
 def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm of a residual network and start it as Fixup does, in place.
+    """Replace every BatchNorm of a residual network and initialise it as Fixup does, in place.
 
-    New parameters have the dtype, device and ``requires_grad`` of the layer they belong to.
+    New parameters have the dtype, device and ``requires_grad`` of their layer.
 
     Raises:
-        NormLayerError: the model is not such a network; the message says what does not fit.
+        NormLayerError: the model is not such a network; the message names the reason.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     known = wiring(model)
@@ -113,7 +113,9 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
         like = fallback if layer.weight is None else layer.weight
         if id(layer) in on_shortcut:
             return nn.Identity()
-        return ScalarScale(_scalar(1, like), _scalar(0, like)) if id(layer) in last else ScalarBias(_scalar(0, like))
+        if id(layer) in last:
+            return ScalarScale(_scalar(1, like), _scalar(0, like))
+        return ScalarBias(_scalar(0, like))
 
     for block in blocks:
         _start(block.branch, len(blocks))
@@ -150,7 +152,7 @@ def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
 
 
 def _block(module: nn.Module, known: Wiring) -> _Block | None:
-    """Return the layers of a residual block, None where ``module`` is none."""
+    """Return the layers of a residual block; None if ``module`` is not one."""
     branch: list[nn.Conv2d] = []
     norms: list[_BatchNorm] = []
     while isinstance(conv := getattr(module, f"conv{len(branch) + 1}", None), nn.Conv2d):
@@ -180,7 +182,7 @@ def _refuse_others(model: nn.Module, blocks: list[_Block], head: nn.Linear | Non
     if not blocks:
         problem = "it has no block of convolutions conv1, conv2, ..., each followed by its BatchNorm, with a shortcut"
     elif strays:
-        problem = f"BatchNorm stands neither in a residual block nor after the stem's convolution: {', '.join(strays)}"
+        problem = f"BatchNorm is neither in a residual block nor after the stem's convolution: {', '.join(strays)}"
     elif head is None:
         problem = "it has no linear classifier"
     else:

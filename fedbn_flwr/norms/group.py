@@ -1,8 +1,8 @@
-"""``norm=group``, ``layer``, ``instance``: statistics of one example in place of those of a batch.
+"""``norm=group``, ``layer``, ``instance``: statistics of one example instead of a batch.
 
 For an example with C channels in G groups, over the m values of a group (C/G channels times all positions):
 mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x - mean) / sqrt(var + eps) + beta, gamma and beta per
-channel. There are no running statistics; training and evaluation compute the same.
+channel. There are no running statistics; training and evaluation do the same computation.
 
 Sources: group: Wu & He 2018, arXiv:1803.08494, with two groups as in Zhong et al. 2023, arXiv:2303.06530, B.4;
 layer: Ba et al. 2016, arXiv:1607.06450; instance: Ulyanov et al. 2016, arXiv:1607.08022.
@@ -25,10 +25,10 @@ __all__ = ["CheckedGroupNorm", "use_group", "use_instance", "use_layer"]
 
 
 class CheckedGroupNorm(nn.GroupNorm):
-    """GroupNorm that refuses groups of one value: their output is beta whatever the input.
+    """GroupNorm that refuses groups of one value, because their output is beta for every input.
 
-    It takes the place of one BatchNorm layer and holds that layer's own gamma and beta parameters, so their values,
-    dtype, device, ``requires_grad`` and any tie to another layer stay as they were.
+    It replaces one BatchNorm layer and keeps that layer's gamma and beta parameters, so their values, dtype, device,
+    ``requires_grad`` and ties to other layers do not change.
     """
 
     def __init__(self, layer: _BatchNorm, groups: int, path: str) -> None:
@@ -42,7 +42,7 @@ class CheckedGroupNorm(nn.GroupNorm):
         """Normalise an input (N, C, *).
 
         Raises:
-            NormLayerError: a group holds one value, as with one channel per group and an input (N, C).
+            NormLayerError: a group has one value, as with one channel per group and an input (N, C).
         """
         if input.dim() >= 2 and self.num_channels // self.num_groups * math.prod(input.shape[2:]) == 1:
             raise NormLayerError(
@@ -54,13 +54,13 @@ class CheckedGroupNorm(nn.GroupNorm):
 
 
 def use_group(model: nn.Module, *, groups: int = 2, kind: str = "group") -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm of ``groups`` groups, in place; see ``swap_batchnorm``.
+    """Replace every BatchNorm layer by GroupNorm with ``groups`` groups, in place; see ``swap_batchnorm``.
 
     ``kind`` is the norm's name in messages.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
-        NormLayerError: some layer's channels are not divisible by ``groups``; the message names all such layers.
+        NormLayerError: the channels of a layer are not divisible by ``groups``; the message names all such layers.
     """
     if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
         raise ConfigError(f"norm {kind!r}: groups is {groups!r}; it must be a whole number of at least 1.")
@@ -78,13 +78,13 @@ def use_group(model: nn.Module, *, groups: int = 2, kind: str = "group") -> tupl
 
 
 def use_layer(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm of one group, in place; see ``swap_batchnorm``."""
+    """Replace every BatchNorm layer by GroupNorm with one group, in place; see ``swap_batchnorm``."""
     return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, 1, path))
 
 
 def use_instance(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm of a group per channel, in place; see ``swap_batchnorm``.
+    """Replace every BatchNorm layer by GroupNorm with one group per channel, in place; see ``swap_batchnorm``.
 
-    A layer that sees one position per channel, as after a linear layer, raises NormLayerError at its first forward.
+    A layer with one position per channel, as after a linear layer, raises NormLayerError in its first forward.
     """
     return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, layer.num_features, path))

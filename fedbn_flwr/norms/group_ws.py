@@ -1,13 +1,13 @@
-"""``norm=group+ws``: GroupNorm, and weight standardisation of the convolutions in front of it.
+"""``norm=group+ws``: GroupNorm, and weight standardisation of the convolutions before it.
 
-A filter W of n weights (one out channel, its in channels and positions) is used as (W - mean) / (std + 1e-5), with
-std^2 = sum (W - mean)^2 / (n - 1). Only convolutions whose output goes to nothing but a norm layer are standardised.
+Instead of a filter W of n weights (one out channel, its in channels and positions), (W - mean) / (std + 1e-5) is used,
+with std^2 = sum (W - mean)^2 / (n - 1). A convolution is standardised only if its output goes only to norm layers.
 
 Source: Qiao et al. 2019, arXiv:1903.10520, and the authors' README (unbiased std, 1e-5 outside the root, "only replace
 convolutional layers that are followed by normalization layers"); GroupNorm as in ``group``.
 
-Ours: what "followed by" means, see ``wiring`` (in a pre-activation network only the convolutions inside a block are);
-1d and 3d convolutions too; a filter of one weight, which standardisation would make zero, is left as it is.
+Ours: the meaning of "followed by", see ``wiring`` (in a pre-activation network: only the convolutions inside a block);
+1d and 3d convolutions too; filters of one weight are not standardised, because they would be zero.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class StandardisedConv3d(_Standardised, nn.Conv3d):
 
 
 def use_group_ws(model: nn.Module, *, groups: int = 2) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm by GroupNorm of ``groups`` groups and standardise the convolutions in front, in place.
+    """Replace every BatchNorm by GroupNorm with ``groups`` groups and standardise the convolutions before it, in place.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
-        NormLayerError: channels not divisible by ``groups``, or a convolution whose weight is not plainly its own.
+        NormLayerError: channels are not divisible by ``groups``, or ``refuse_unusual`` refuses a convolution.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     after = wiring(model).norms_after

@@ -1,8 +1,8 @@
-"""``norm=none``: BatchNorm removed, nothing put in its place.
+"""``norm=none``: BatchNorm is removed without a replacement.
 
-Each layer becomes ``nn.Identity``: no scale and no shift, so a convolution that left its bias to BatchNorm has none
-afterwards (no bias is added here). Residual networks without any normalisation may diverge at the usual learning rates:
-this kind is the bare control, not a method.
+Each layer becomes ``nn.Identity``, without scale and shift. No bias is added to convolutions that have none because of
+BatchNorm. Residual networks without normalisation may diverge at the usual learning rates: this norm is a control, not
+a method.
 
 Source: ours (a control).
 """

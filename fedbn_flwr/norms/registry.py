@@ -1,4 +1,4 @@
-"""The kinds of normalisation and ``replace_norm``. A new kind is one file and one line of ``NORMS``."""
+"""The registry of norms and ``replace_norm``. A new norm is one file and one line of ``NORMS``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NormBuilder = Callable[..., tuple[nn.Module, tuple[Replacement, ...]]]
 class NormInfo:
     """A kind of normalisation.
 
-    ``builder(model, **options)`` may change the model it gets (``replace_norm`` hands it a copy); it returns the model
-    and one row per replaced place. ``options`` names the keyword options it takes.
+    ``builder(model, **options)`` may change its model, because ``replace_norm`` passes a copy. It returns the model and
+    one row per replaced place. ``options`` are the names of its keyword options.
     """
 
     summary: str
@@ -76,23 +76,23 @@ NORMS: dict[str, NormInfo] = {
 
 
 def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Module, NormReport]:
-    """Return a copy of ``model`` with its BatchNorm layers replaced, and what was replaced by layer path.
+    """Return a copy of ``model`` with other norm layers instead of BatchNorm, and a report by layer path.
 
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device, dtype, ``requires_grad``,
-    train/eval mode and what is shared inside the model; the given model is left as it is. A layer object used at
-    several paths stays one object. A model without BatchNorm gives a plain copy and an empty report (but ``wsconv`` is
-    about its convolutions all the same, and ``fixup`` refuses it).
+    train/eval mode and sharing inside the model; the given model does not change. A layer object at several paths stays
+    one object. Without BatchNorm in the model the result is a copy and an empty report, except that ``wsconv`` still
+    changes the convolutions and ``fixup`` refuses the model.
 
     Args:
-        model: any module; it may itself be a BatchNorm layer.
+        model: any module, also a BatchNorm layer itself.
         kind: a key of ``NORMS``.
-        **options: options of that kind: ``groups`` (2) of ``group`` and ``group+ws``; ``rmax`` (3), ``dmax`` (5) and
+        **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``; ``rmax`` (3), ``dmax`` (5) and
             ``warmup_steps`` (1000) of ``batch-renorm``; ``activation`` ("relu") and ``gain`` (True) of ``wsconv``.
 
     Raises:
-        ConfigError: an unknown kind or option, or an option out of range.
-        NormLayerError: a lazy BatchNorm that has not seen a batch, channels not divisible by the groups, a BatchNorm
-            subclass with layers of its own, or a model the kind is not for; the message names the layers.
+        ConfigError: the kind or an option is unknown, or an option is out of range.
+        NormLayerError: a lazy BatchNorm has not seen a batch, channels are not divisible by the groups, a BatchNorm
+            subclass contains other layers, or the norm is not for this model; the message names the layers.
     """
     if kind not in NORMS:
         raise unknown_name("norm", kind, NORMS)

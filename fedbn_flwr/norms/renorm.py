@@ -1,6 +1,6 @@
-"""``norm=batch-renorm``: BatchNorm that trains with what it will use in evaluation.
+"""``norm=batch-renorm``: BatchNorm that in training corrects the batch statistics towards the running statistics.
 
-In training, with the batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased) and the running mean mu and
+In training, with the batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased), and the running mean mu and
 sigma = sqrt(var + eps) before this batch:
 
     y = gamma * ((x - mu_B) / sigma_B * r + d) + beta,
@@ -10,10 +10,10 @@ r and d without gradient. Evaluation is BatchNorm's. With r_max = 1 and d_max = 
 
 Source: Ioffe 2017, arXiv:1702.03275, Algorithm 1 (FedBS, section III, misprints r).
 
-Differs from the paper: running statistics are torch's (the unbiased variance, where Ioffe averages sigma), so that
-they mean the same as BatchNorm's to every method. The warm-up is ours: both limits grow linearly from 1 and 0 to their
-values over ``warmup_steps`` batches, counted by ``num_batches_tracked`` (which goes on over rounds); Ioffe keeps 1 and
-0 for 5,000 steps, then reaches 5 at 25,000 and 3 at 40,000 of 130,000 or more, beyond most federated runs.
+Differs from the paper: running statistics are torch's (the unbiased variance; Ioffe averages sigma), so for every
+method they mean the same as in BatchNorm. The warm-up is ours: both limits grow linearly from 1 and 0 over
+``warmup_steps`` batches, counted by ``num_batches_tracked`` over all rounds. Ioffe keeps 1 and 0 for 5,000 steps, then
+reaches 5 at 25,000 and 3 at 40,000 of 130,000 or more steps, beyond most federated runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ __all__ = ["BatchRenorm", "use_batch_renorm"]
 
 
 class BatchRenorm(_BatchNorm):
-    """Batch renormalisation of an input (N, C, *).
-
-    It takes the place of one BatchNorm layer and holds that layer's own parameters and buffers.
-    """
+    """Batch renormalisation of an input (N, C, *); it replaces a BatchNorm and keeps its parameters and buffers."""
 
     def __init__(self, layer: _BatchNorm, rmax: float, dmax: float, warmup_steps: int) -> None:
-        """Take over ``layer``'s settings and state; the limits are checked by ``use_batch_renorm``."""
+        """Use ``layer``'s settings and state; ``use_batch_renorm`` checks the limits."""
         super().__init__(layer.num_features, eps=layer.eps, momentum=layer.momentum, affine=False)
         self.affine, self.track_running_stats = layer.affine, layer.track_running_stats
         self.weight, self.bias = layer.weight, layer.bias
@@ -52,7 +49,7 @@ class BatchRenorm(_BatchNorm):
             raise ValueError(f"expected an input (N, C, *), got shape {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise an input (N, C, *); in training mode the running statistics are updated."""
+        """Return the normalised input (N, C, *); in training mode update the running statistics."""
         if not (self.training and self.track_running_stats and self.running_mean is not None):
             return super().forward(input)
         self._check_input_dim(input)
@@ -62,7 +59,7 @@ class BatchRenorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
-        # gamma * (x_hat * r + d) + beta is BatchNorm with other gamma and beta; r = 1 and d = 0 leave them as they are.
+        # gamma * (x_hat * r + d) + beta is BatchNorm with other gamma and beta; r = 1 and d = 0 do not change them.
         weight = r if self.weight is None else self.weight * r
         shift = d if self.weight is None else self.weight * d
         bias = shift if self.bias is None else self.bias + shift
@@ -70,10 +67,7 @@ class BatchRenorm(_BatchNorm):
 
     @torch.no_grad()
     def corrections(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r and d (C,) for a batch, from the running statistics as they are; nothing is changed.
-
-        They have the dtype of the running statistics.
-        """
+        """Return r and d (C,) for a batch, in the dtype of the running statistics; nothing changes."""
         mean, var = self.running_mean, self.running_var
         if mean is None or var is None:
             raise NormLayerError("batch renormalisation needs running statistics; this layer has none.")
@@ -98,7 +92,7 @@ class BatchRenorm(_BatchNorm):
         return 1 + (self.rmax - 1) * share, self.dmax * share
 
     def extra_repr(self) -> str:
-        """Return BatchNorm's description and the limits."""
+        """Return the description of BatchNorm and the limits."""
         described = str(super().extra_repr())  # type: ignore[no-untyped-call]
         return f"{described}, rmax={self.rmax:g}, dmax={self.dmax:g}, warmup_steps={self.warmup_steps}"
 
@@ -112,10 +106,10 @@ def use_batch_renorm(
         model: any model.
         rmax: limit of r, at least 1.
         dmax: limit of d, at least 0.
-        warmup_steps: batches over which the limits grow from 1 and 0 to theirs; 0 = at once.
+        warmup_steps: batches over which the limits grow from 1 and 0 to these values; 0 = no warm-up.
 
     Raises:
-        ConfigError: a limit out of range.
+        ConfigError: a limit is out of range.
         NormLayerError: a layer has no running statistics; the message names all such layers.
     """
     _check(rmax, dmax, warmup_steps)

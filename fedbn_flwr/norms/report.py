@@ -1,4 +1,4 @@
-"""What a norm replacement changed: one row per layer path."""
+"""The report of a norm replacement: one row per layer path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["NormReport", "Replacement", "shown_path"]
 
 
 class Replacement(NamedTuple):
-    """One row of a report: the layer's path ("" where the model is the layer) and what stood and stands there."""
+    """One row of a report: the layer's path ("" if the model itself is the layer), the old layer and the new one."""
 
     path: str
     old: str
@@ -19,9 +19,9 @@ class Replacement(NamedTuple):
 
 @dataclass(frozen=True)
 class NormReport:
-    """The rows of one replacement, in the model's order; empty (and false) where nothing was replaced.
+    """The rows of one replacement, in the model's order; empty (and false) if nothing was replaced.
 
-    A layer object used at several paths has one row per path.
+    A layer object at several paths has one row per path.
     """
 
     kind: str
@@ -46,5 +46,5 @@ class NormReport:
 
 
 def shown_path(path: str) -> str:
-    """Return the path as people read it: a model that itself is the layer has the empty path."""
+    """Return the path for messages: "(the model itself)" for the empty path."""
     return path or "(the model itself)"

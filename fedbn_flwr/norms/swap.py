@@ -1,7 +1,7 @@
-"""Find the BatchNorm layers of a model by type and put other layers in their place.
+"""Find the BatchNorm layers of a model by type and replace them.
 
-Layers are found as instances of torch's ``_BatchNorm``: 1d, 2d, 3d, ``SyncBatchNorm``, user subclasses of any name,
-with or without affine parameters and running statistics, wherever they stand as a registered submodule.
+A layer is an instance of torch's ``_BatchNorm``: 1d, 2d, 3d, ``SyncBatchNorm`` and user subclasses, with or without
+affine parameters and running statistics, at any path of registered submodules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 
 
 class Place(NamedTuple):
-    """Where a BatchNorm layer stands: path, layer, parent (None where the model is the layer) and its name there."""
+    """The place of a BatchNorm layer: path, layer, parent (None if the model is the layer) and name in the parent."""
 
     path: str
     layer: _BatchNorm
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 def batchnorm_places(model: nn.Module) -> tuple[Place, ...]:
-    """Return every place of a BatchNorm layer in the model's order; a layer used at two paths has two places."""
+    """Return every place of a BatchNorm layer in the model's order; a layer at two paths has two places."""
     return tuple(_walk(model, "", None, ""))
 
 
@@ -47,16 +47,16 @@ def _walk(module: nn.Module, path: str, parent: nn.Module | None, name: str) -> 
 
 
 def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Put ``make(layer, path)`` in the place of each BatchNorm layer of ``model``, in place.
+    """Replace each BatchNorm layer of ``model`` by ``make(layer, path)``, in place.
 
-    ``make`` is called once per layer object, with the first of its paths; the new layer takes over the mode. Forward
-    hooks of the old layers are not carried over.
+    ``make`` is called once per layer object, with its first path; the new layer gets the old mode, but not the forward
+    hooks.
 
     Returns:
-        The model (the new layer, where the model itself was a BatchNorm) and one row per place.
+        The model (the new layer, if the model itself was a BatchNorm) and one row per place.
 
     Raises:
-        NormLayerError: a subclass of BatchNorm holds layers of its own (a fused activation), which would be lost.
+        NormLayerError: a subclass of BatchNorm contains layers (a fused activation), which would be lost.
     """
     places = batchnorm_places(model)
     _refuse_fused(places)
@@ -75,7 +75,7 @@ def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple
 
 
 def refuse_uninitialised(model: nn.Module) -> None:
-    """Raise NormLayerError naming the lazy BatchNorm layers whose number of channels is not known yet."""
+    """Raise NormLayerError if a lazy BatchNorm layer does not know its number of channels yet; the error names them."""
     lazy = [p for p in batchnorm_places(model) if isinstance(p.layer, LazyModuleMixin) or not p.layer.num_features]
     if lazy:
         names = ", ".join(f"{shown_path(p.path)} ({type(p.layer).__name__})" for p in lazy)
@@ -99,7 +99,7 @@ def _refuse_fused(places: tuple[Place, ...]) -> None:
 
 
 def describe(layer: nn.Module) -> str:
-    """Return a short description of a layer for reports: type, channels, what differs from a norm's defaults."""
+    """Return a short description of a layer for reports: type, channels, and settings other than a norm's defaults."""
     name = type(layer).__name__
     if isinstance(layer, _ConvNd):
         return f"{name}({layer.in_channels}, {layer.out_channels}, {'x'.join(map(str, layer.kernel_size))})"

@@ -1,13 +1,13 @@
-"""Which BatchNorm layers the output of a convolution goes to, read off the forward pass without an input.
+"""The BatchNorm layers that get the output of each convolution, found from the forward pass without an input.
 
-A forward pass is run on stand-ins (``torch.fx`` proxies) that only note who used what. Convolutions, norm layers and
-every submodule that holds neither count as one operation each; Python runs only in the modules around them, so
-attention, dropout or stochastic depth cannot hinder it. ``torch.fx.symbolic_trace`` itself is not used: it patches
-``nn.Module`` for the whole process while it runs, and clients train in threads.
+The forward pass runs on ``torch.fx`` proxies, which only record the operations. Each convolution, each norm layer and
+each submodule with neither of them counts as one operation. Python runs only in the modules around them, so attention,
+dropout or stochastic depth cause no problem. ``torch.fx.symbolic_trace`` is not used: it patches ``nn.Module`` for the
+whole process while it runs, and clients train in threads.
 
-Where a module's forward cannot be run so (it branches on values), each of its children is followed alone, and what lies
-directly between its children is taken from their order of registration: a convolution followed by a norm layer with as
-many channels. The same holds for layers the forward pass did not reach. ``nn.Identity`` in between does not count.
+If the forward of a module cannot run on proxies (it branches on values), each of its children is traced alone. Links
+between the children then follow from their order of registration: a convolution, then a norm layer with as many
+channels. The same rule holds for layers that the forward pass does not reach. ``nn.Identity`` in between is ignored.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ __all__ = ["Wiring", "wiring"]
 
 _LAYERS = (_ConvNd, _BatchNorm)
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")  # asking these of a tensor is no use of its values
+_QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")  # these do not use the values of a tensor
 
 
 @dataclass
 class Wiring:
-    """What a forward pass showed, by ``id`` of layer objects of the model.
+    """The links between the layers of a model, by ``id`` of the layer objects.
 
     Attributes:
-        norms_after: the norm layers that a convolution's output goes to, where it goes to nothing else in any of its
-            uses; () where it goes elsewhere too.
+        norms_after: the norm layers that get the output of a convolution; () if any other layer gets it too.
         added: norm layers whose output is a term of a sum, in at least one of its uses.
     """
 
@@ -47,11 +46,11 @@ class Wiring:
 
 
 def wiring(model: nn.Module) -> Wiring:
-    """Return what follows each convolution of ``model``; the model is neither run on data nor changed."""
-    # Buffers are copied, parameters are not: a forward pass may write into buffers and leave notes on its modules.
+    """Return the links between the layers of ``model``; the model neither runs on data nor changes."""
+    # Buffers are copied, parameters are not: a forward pass may change buffers and attributes of its modules.
     shared = {id(parameter): parameter for parameter in model.parameters()}
     skeleton = copy.deepcopy(model, shared)
-    for module in skeleton.modules():  # hooks are not for stand-ins
+    for module in skeleton.modules():  # hooks may not work with proxies
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     originals = dict(model.named_modules(remove_duplicate=False))
@@ -66,7 +65,7 @@ def wiring(model: nn.Module) -> Wiring:
 def _follow(module: nn.Module, found: Wiring, original_of: dict[int, nn.Module]) -> None:
     try:
         graph, layers = _record(module)
-    except Exception:  # whatever user code raises when it meets a stand-in: it cannot be followed as a whole
+    except Exception:  # user code may raise anything when it gets a proxy; then its children are traced
         for child in module.children():
             if not isinstance(child, _LAYERS) and any(isinstance(m, _LAYERS) for m in child.modules()):
                 _follow(child, found, original_of)
@@ -94,10 +93,10 @@ def _users(node: fx.Node, layers: dict[str, nn.Module]) -> Iterator[fx.Node]:
 
 
 class _Recorder(fx.proxy.GraphAppendingTracer):
-    """Notes operations; of their arguments only stand-ins and plain values matter."""
+    """Records operations; of their arguments it keeps only proxies and plain values."""
 
     def create_arg(self, a: Any) -> Any:
-        """Return ``a`` with stand-ins replaced by their nodes and tensors and other objects left out."""
+        """Return ``a`` with nodes instead of proxies, and without tensors and other objects."""
         if isinstance(a, fx.Proxy):
             return a.node
         if isinstance(a, dict):
@@ -108,9 +107,9 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
 
 
 def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the operations of a forward pass of ``root`` and its layers by the names they have there.
+    """Return the operations of a forward pass of ``root``, and its layers by their names in the operations.
 
-    The layers keep the stand-in for their forward, so ``root`` and its children are fit for recording only afterwards.
+    The layers keep the replaced forward, so afterwards ``root`` and its children are only good for recording.
     """
     graph = fx.Graph()
     recorder = _Recorder(graph)
@@ -118,7 +117,7 @@ def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
     for path, module in root.named_modules():
         if isinstance(module, _LAYERS) or not any(isinstance(m, _LAYERS) for m in module.modules()):
             layers[path] = module
-            # An attribute of this one object; its class, and so every other model in the process, stays as it is.
+            # An attribute of this object: its class, and with it every other model in the process, does not change.
             module.forward = _noting(recorder, path)
     inputs = [fx.Proxy(graph.placeholder(f"input{k}"), recorder) for k in range(_num_inputs(root))]
     graph.output(recorder.create_arg(root(*inputs)))
@@ -139,7 +138,7 @@ def _num_inputs(module: nn.Module) -> int:
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[_ConvNd, _BatchNorm]]:
-    """Yield each convolution registered directly in front of a norm layer with as many channels."""
+    """Yield each convolution that is registered directly before a norm layer with as many channels, with that layer."""
     for module in model.modules():
         children = [child for child in module.children() if not isinstance(child, nn.Identity)]
         for first, second in itertools.pairwise(children):

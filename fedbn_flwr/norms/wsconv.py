@@ -1,20 +1,19 @@
 """``norm=wsconv``: no normalisation; every convolution uses scaled standardised filters.
 
-A filter W of N weights (N = in channels per group times positions) is used as
+Instead of a filter W of N weights (N = in channels per group times positions), it uses
 
-    W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N,
+    W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N.
 
-gamma a constant of the activation (1 / the standard deviation of its output for a standard normal input), gain a
-learnable number per out channel, 1 at first. Every BatchNorm becomes ``nn.Identity``; a convolution without a bias
-whose output went to a BatchNorm with beta gets a bias, 0 at first. Linear layers are untouched.
+gamma is a constant of the activation (1 / the standard deviation of its output for a standard normal input). gain is a
+learnable number per out channel and starts at 1. Every BatchNorm becomes ``nn.Identity``. A convolution without a bias
+before a BatchNorm with beta gets a bias, which starts at 0. Linear layers do not change.
 
-Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692; 1e-6 inside the root as timm's ``ScaledStdConv2d``,
-to which this layer is equal at equal gamma.
+Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692. 1e-6 is inside the root as in timm's
+``ScaledStdConv2d``; with the same gamma both layers are equal.
 
-Ours: gamma is exact, not the sampled constant of the NFNets code (for ReLU 1.71286, there 1.71396); the gain is
-Brock's, not in FedWon's eq. (3), ``gain=False`` leaves it out; 1d and 3d convolutions too; transposed convolutions
-stay as they are, and so does a filter of one weight, which standardisation would make zero; where a convolution has
-a bias of its own it is kept.
+Ours: gamma is exact (for ReLU 1.71286; the NFNets code has the sampled constant 1.71396). The gain is Brock's, not in
+FedWon's eq. (3); ``gain=False`` leaves it out. 1d and 3d convolutions are changed too. Transposed convolutions and
+filters of one weight, which would become zero, are not changed. Convolutions keep a bias that they have.
 """
 
 from __future__ import annotations
@@ -99,12 +98,12 @@ def use_wsconv(
 
     Args:
         model: any model; one without BatchNorm gets the convolutions too.
-        activation: a key of ``GAMMAS``: the model's activation, whose gamma all filters get.
-        gain: whether each out channel has a learnable gain (``requires_grad`` as the weight).
+        activation: a key of ``GAMMAS``, the model's activation; all filters get its gamma.
+        gain: whether each out channel has a learnable gain (with the weight's ``requires_grad``).
 
     Raises:
-        ConfigError: an unknown activation, or a gain that is not a bool.
-        NormLayerError: a convolution whose weight is not plainly its own, or a BatchNorm with layers of its own.
+        ConfigError: the activation is unknown, or gain is not a bool.
+        NormLayerError: ``refuse_unusual`` refuses a convolution, or a BatchNorm contains other layers.
     """
     if activation not in GAMMAS:
         raise unknown_name("activation", activation, GAMMAS)

@@ -201,6 +201,15 @@ class Method(FlowerFedAvg, Generic[P]):
     def extra_copies(cls, params: P) -> tuple[int, int]:
         """Return how often the trainable floats travel beside the model: of shared entries, and of all."""
 
+    @classmethod
+    def needs_all_at_once(cls, params: P) -> bool:
+        """Return whether all clients of a round must run at the same time, each in a process of its own."""
+        return False
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what the summary of a finished run says of the method, by key."""
+        return {}
+
     @abstractmethod
     def begin(self) -> None:
         """Check the settings against the run (``num_rounds``, ``parts``) and forget an earlier run."""

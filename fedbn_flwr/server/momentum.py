@@ -1,14 +1,29 @@
-"""Momentum across rounds (Zhong et al. 2023, arXiv:2303.06530, section 7): SGD's buffers outlive the round.
+r"""Momentum across rounds: SGD's buffers outlive the round.
 
-=========  ================================================================================================
-sent down  scope "global": the averaged buffers beside the model; else nothing more
-sent up    scope "global": the buffers of shared entries
-kept       scope "local": all buffers; scope "global": those of local parts
-cost       scope "global": the trainable shared floats once more, down and up per client
-=========  ================================================================================================
+Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning", arXiv:2303.06530, section 7.
 
-Scope "none": a fresh optimizer each round. Law: global momentum with one step, full participation and a norm without
-batch statistics (or BN frozen) equals centralized SGD with momentum.
+## Algorithm
+
+With `momentum_scope="none"` each round starts with a fresh optimizer. With "local" the client keeps its buffers. With
+"global" the server averages the buffers $b_i$ and sends the result down to start the next round:
+
+$$b = \sum_i p_i b_i$$
+
+Buffers of local parts stay with the client.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | scope "global": the averaged buffers beside the model; else nothing more |
+| sent up | scope "global": the buffers of shared entries |
+| kept | scope "local": all buffers; scope "global": those of local parts |
+| cost | scope "global": the trainable shared floats once more, down and up per client |
+
+## Law
+
+Global momentum with one step, full participation and a norm without batch statistics (or BN frozen) equals centralized
+SGD with momentum.
 """
 
 from __future__ import annotations

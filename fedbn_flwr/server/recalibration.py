@@ -1,13 +1,25 @@
-"""Recalibration: BN statistics re-estimated from the clients' data, under the current global weights.
+r"""Recalibration: BN statistics re-estimated from the clients' data, under the current global weights.
 
-The server asks every client with data for (count, mean, M2) per layer and channel (``batchnorm.reestimation``) and
-merges the answers in the order of partition ids. No data of the server's is used, and training does not see the result.
+The field calls it "precise BN". No data of the server's is used, and training does not see the result.
 
-=========  ==========================================================================================
-sent down  the whole state (a method whose statistics are local: without them)
-sent up    mean and M2 of each BN layer, as many floats as its running statistics; an int64 count
-cost       F floats down (one broadcast), S up per client, in one exchange before each test
-=========  ==========================================================================================
+## Algorithm
+
+The server asks every client with data for the count, the mean and the sum of squared deviations $(n_i, m_i, M_i)$ per
+layer and channel (`batchnorm/reestimation.py`). It merges the answers in the order of partition ids, with $d = m_i -
+m$:
+
+$$M \leftarrow M + M_i + \frac{n \, n_i}{n + n_i} d^2, \qquad m \leftarrow m + \frac{n_i}{n + n_i} d, \qquad
+n \leftarrow n + n_i$$
+
+## What travels
+
+| | before each test |
+|---|---|
+| sent down | the whole state (a method whose statistics are local: without them) |
+| sent up | $m_i$ and $M_i$ of each BN layer, as many floats as its running statistics; an int64 count |
+| cost | $F$ floats down (one broadcast), $S$ up per client, in one exchange before each test |
+
+$S$ = floats of the running statistics.
 """
 
 from __future__ import annotations

@@ -98,9 +98,9 @@ class Terms:
             )
         if missing := sorted(self.hooks - ReplyInfo.read(message).applied):
             raise ClientPartError(
-                f"the client did not apply the rule '{missing[0]}' of strategy '{self.strategy}'. Its training must "
-                "run inside `with bn_rules(model, msg, context) as rules:` (what to call there: "
-                "docs/flower-projects.md), and its app be `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
+                f"the client did not apply the client hook '{missing[0]}' of strategy '{self.strategy}'. Run its "
+                "training inside `with bn_rules(model, msg, context) as rules:` (docs/flower-projects.md says what to "
+                "call there), and make its app `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
             )
 
 

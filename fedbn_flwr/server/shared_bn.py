@@ -1,13 +1,21 @@
-"""Averaged BN parts of clients that keep their own: the BN of a global model, and of a client that has none yet.
+"""Averaged BN parts: the BN of a global model where clients keep their own, and of a client that has none yet.
 
-Idrissi, Berrada, Noubir 2021, "FEDBS", section V. Opt-in, for tests only (``eval-on`` holds ``averaged-bn``): training
-does not see the average. A client whose training does not apply the rule shares nothing and is left out.
+Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization",
+section V. Opt-in, for tests only (`eval-on` holds `averaged-bn`): training does not see the average.
 
-=========  =======================================================================
-sent down  nothing; in a test, the average to clients without own parts
-sent up    the client's BN parts, beside the model
-cost       the floats of the local BN parts up per client
-=========  =======================================================================
+## Algorithm
+
+Each client shares a copy of its BN parts after training. The server keeps the latest ones of each client and takes
+their average with the weights $p_i$. A client whose training does not apply the client hook shares nothing and is left
+out.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | nothing; in a test, the average to clients without own parts |
+| sent up | the client's BN parts, beside the model |
+| cost | the floats of the local BN parts up per client |
 """
 
 from __future__ import annotations

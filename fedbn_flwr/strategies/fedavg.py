@@ -1,18 +1,44 @@
-"""FedAvg, safe for BatchNorm: the base of every strategy of this package.
+r"""FedAvg: the weighted average of the clients' models, safe for BatchNorm.
 
-McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data", Algorithm 1.
+McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data", Algorithm 1. Every
+strategy of this package is built on it.
 
-=========  =========================================================================================
-sent down  the whole state (a method with local parts: the shared entries; all of them the first time)
-sent up    the shared entries after local training
-kept       nothing (a method with local parts: those, in each client's ``Context.state``)
-cost       F floats down (one broadcast), F up per client; F = 271,098 for ResNet-20
-=========  =========================================================================================
+## Problem
 
-p_i = ``num_examples`` of client i over the sum of the round's clients. Floating entries: sum p_i x_i in float64, in
-the order of partition ids. Differs from the paper: BN's int64 counters take the maximum, and ``variance="pooled"``
-may add the spread of the client means to the running variances. Law: the result does not depend on the order in which
-replies arrive, and with one client it is that client's state.
+The data lie with the clients and do not travel. Each client trains the same model on its own data, and the server
+averages the results. BatchNorm makes this hard: a running variance must not become negative, a counter is an integer,
+and clients with different data have different statistics.
+
+## Algorithm
+
+Each client of the round trains the global state locally. The server takes the average
+
+$$x = \sum_i p_i x_i, \qquad p_i = \frac{|D_i|}{\sum_j |D_j|}$$
+
+over the clients of the round. $|D_i|$ is `num_examples`, the size of the client's training set. The sum is taken in
+float64 and in the order of partition ids, and the result has the type of the input.
+
+The integer counters of BN are not averaged: they take the maximum. Running variances $v_i$ are averaged like
+everything else with `variance="mean"`. With `variance="pooled"` the spread of the client means $m_i$ is added:
+
+$$v = \sum_i p_i \left( v_i + (m_i - m)^2 \right), \qquad m = \sum_i p_i m_i$$
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state (a method with local parts: the shared entries; all of them the first time) |
+| sent up | the shared entries after local training |
+| kept | nothing (a method with local parts: those, in each client's `Context.state`) |
+| cost | $F$ floats down (one broadcast), $F$ up per client; $F$ = 271,098 for ResNet-20 |
+
+## Differs from the paper
+
+BN's int64 counters take the maximum. `variance="pooled"` is an option that the paper does not have.
+
+## Law
+
+The result does not depend on the order in which replies arrive. With one client it is that client's state.
 """
 
 from __future__ import annotations
@@ -71,7 +97,7 @@ class FedAvg(Server[P]):
     summary_line = "weighted average of everything, BN counters kept exact"
     source = "McMahan 2017"
     Params: ClassVar[type[Any]] = FedAvgParams
-    client_hooks: ClassVar[Mapping[str, HookFactory]] = {"momentum": _momentum, "share-bn": _share_bn}
+    client_hooks: ClassVar[Mapping[str, HookFactory]] = {MOMENTUM: _momentum, "share-bn": _share_bn}
     implicit_hooks = frozenset({"share-bn"})  # a client may leave it
     keys: ClassVar[tuple[Key, ...]] = (MOMENTUM, SCOPE, SHARED_BN)
     checkpoint_keys: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -140,7 +166,7 @@ class FedAvg(Server[P]):
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Tell the clients what becomes of their momentum, and to share BN parts that a test averages."""
         scope = self.params.momentum_scope
-        hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {"momentum": {SCOPE: scope}}
+        hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {MOMENTUM: {SCOPE: scope}}
         return {**hooks, "share-bn": {}} if SHARED_BN in self.tests else hooks
 
     def extras(self, server_round: int) -> Mapping[str, State]:

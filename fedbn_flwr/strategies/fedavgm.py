@@ -1,19 +1,40 @@
-"""FedAvgM: momentum on the server, safe for BatchNorm.
+r"""FedAvgM: momentum on the server, safe for BatchNorm.
 
 Hsu, Qi, Brown 2019, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
 arXiv:1909.06335, section 3.3.
 
-=========  ==================================================================
-sent down  the whole state
-sent up    the whole state
-kept       nothing; the server keeps v, one number per entry it steps
-cost       F floats down, F up per client, as FedAvg
-=========  ==================================================================
+## Problem
 
-beta -> ``server_momentum``; the server's rate (the paper: 1) -> ``server_learning_rate``. Delta w = the state before
-minus the average; v = beta v + Delta w; w -= rate v. Differs from the paper, which has no BatchNorm: gamma, beta and
-other floating entries are stepped, running statistics and counters are averaged as by FedAvg. Law: on a model without
-BN the same numbers as Flower's own FedAvgM; without momentum and with rate 1 FedAvg; both to rounding.
+With different data in each client the average moves in another direction in each round. Momentum on the server
+smooths these steps.
+
+## Algorithm
+
+$\Delta w$ is the state before the round minus the average of the replies. The server keeps the velocity $v$, which
+starts at 0:
+
+$$v \leftarrow \beta v + \Delta w, \qquad w \leftarrow w - \gamma v$$
+
+$\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state |
+| sent up | the whole state |
+| kept | nothing; the server keeps $v$, one number per entry it steps |
+| cost | $F$ floats down, $F$ up per client, as FedAvg |
+
+## Differs from the paper
+
+The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped; running statistics and counters
+are averaged as by FedAvg.
+
+## Law
+
+On a model without BN it gives the same numbers as Flower's own FedAvgM. Without momentum and with rate 1 it is FedAvg.
+Both hold to rounding.
 """
 
 from __future__ import annotations
@@ -31,8 +52,8 @@ __all__ = ["FedAvgM", "FedAvgMParams"]
 class FedAvgMParams(FedAvgParams):
     """Parameters of FedAvgM."""
 
-    server_learning_rate: float = setting(1.0, "eta_g of scaffold; the server's rate of fedavgm", gt=0)
-    server_momentum: float = setting(0.0, "beta of fedavgm", ge=0, lt=1)
+    server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
+    server_momentum: float = setting(0.0, "beta, the server's momentum", ge=0, lt=1)
 
 
 class FedAvgM(FedOpt[FedAvgMParams]):

@@ -1,16 +1,39 @@
-"""FedBN: BN stays with the client: gamma, beta and running statistics.
+r"""FedBN: BN stays with the client: gamma, beta and running statistics.
 
-Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", Algorithm 1.
+Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", arXiv:2102.07623,
+Algorithm 1.
 
-=========  ====================================================================================
-sent down  the state without BN entries
-sent up    the same entries, after local training
-kept       gamma, beta, running statistics and counters, in ``Context.state``
-cost       the shared floats down, the same up per client; the whole state once, at the start
-=========  ====================================================================================
+## Problem
 
-The kept entries come from the common start, which is sent in a client's first round. Differs from the paper: none
-known. Law: a model without BN is trained as by FedAvg, bit for bit.
+The clients see different features: other cameras, scanners or styles. One set of BN parameters and statistics does not
+fit all of them. A client that keeps its own BN adapts the shared model to its own features.
+
+## Algorithm
+
+Client $i$ has the state $(w, b_i)$: $b_i$ holds gamma, beta, running statistics and counters of its BN layers, $w$ all
+other entries. It trains both, and the server averages only $w$:
+
+$$w = \sum_i p_i w_i, \qquad b_i \text{ stays with client } i$$
+
+The personalised model of client $i$ is $(w, b_i)$. The first $b_i$ comes from the common start, which is sent in a
+client's first round.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the state without BN entries |
+| sent up | the same entries, after local training |
+| kept | gamma, beta, running statistics and counters, in `Context.state` |
+| cost | the shared floats down, the same up per client; the whole state once, at the start |
+
+## Differs from the paper
+
+None known.
+
+## Law
+
+A model without BN is trained as by FedAvg, bit for bit.
 """
 
 from __future__ import annotations

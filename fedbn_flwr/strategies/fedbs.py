@@ -1,22 +1,41 @@
-"""FedBS: FedAvg weighted by the clients' losses, then FedProx with equal weights once the losses agree.
+r"""FedBS: FedAvg weighted by the clients' losses, then FedProx with equal weights once the losses agree.
 
 Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization",
 ICTAI 2021, Algorithm 1.
 
-=========  ======================================================================
-sent down  the whole state; in phase 2 also mu
-sent up    the whole state, and the loss F_k
-kept       nothing
-cost       F floats down, F up per client, as FedAvg
-=========  ======================================================================
+## Problem
 
-F_k -> the reply's metric ``loss_key``; eps -> ``fedbs_eps``; r -> ``fedbs_rounds``; mu -> ``proximal_mu``. Phase 1:
-weights F_k / sum F, for everything including BN. When the population standard deviation of the round's F is at most eps
-in r consecutive rounds (rounds with fewer than two replies do not count): phase 2 for good, FedProx with equal weights.
+With different data some clients fall behind, and weights by size do not help them. Clients with a larger loss get more
+weight until the losses agree.
 
-Differs from the paper, whose Algorithm 1 and text disagree: F_k is the mean over all examples of the round of the batch
-losses before each step, without the proximal term; mu = 0.01 is ours; all F zero gives equal weights. Law: equal losses
-give the plain mean.
+## Algorithm
+
+Phase 1: client $k$ reports its loss $F_k$, and the server averages everything, BN included, with the weights
+
+$$\frac{F_k}{\sum_j F_j}$$
+
+When the population standard deviation of the round's $F$ is at most $\epsilon$ in $r$ consecutive rounds, phase 2
+begins for good: FedProx with $\mu$ and equal weights. Rounds with fewer than two replies do not count.
+
+$F_k$ is the reply's metric `loss_key`, $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state; in phase 2 also $\mu$ |
+| sent up | the whole state, and the loss $F_k$ |
+| kept | nothing |
+| cost | the floats of the model down, the same up per client, as FedAvg |
+
+## Differs from the paper
+
+Algorithm 1 and the text of the paper disagree. Here $F_k$ is the mean over all examples of the round of the batch
+losses before each step, without the proximal term. $\mu$ = 0.01 is ours. When all $F_k$ are zero the weights are equal.
+
+## Law
+
+Equal losses give the plain mean.
 """
 
 from __future__ import annotations
@@ -43,8 +62,8 @@ logger = logging.getLogger("flwr")
 class FedBSParams(FedProxParams):
     """Parameters of FedBS."""
 
-    fedbs_eps: float = setting(0.1, "eps of fedbs: the spread of losses that agree", ge=0)
-    fedbs_rounds: int = setting(5, "r of fedbs: consecutive rounds in which they must", ge=1)
+    fedbs_eps: float = setting(0.1, "eps: losses agree when their standard deviation is at most this", ge=0)
+    fedbs_rounds: int = setting(5, "r: consecutive rounds in which the losses agree before phase 2", ge=1)
 
 
 class FedBS(FedProx[FedBSParams]):

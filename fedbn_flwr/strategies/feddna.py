@@ -1,17 +1,46 @@
-"""FedDNA: FedTAN's forward half only; statistics are global, gradients through them each client's own.
+r"""FedDNA: FedTAN's forward half only; statistics are global, gradients through them each client's own.
 
 The baseline "FedAvg + Algorithm 2" of Wang 2023, arXiv:2301.02982, 6.1.3, after Duan et al. 2021, "FedDNA: Federated
 Learning with Decoupled Normalization-Layer Aggregation for Non-IID Data".
 
-=========  ================================================================================================
-sent down  the whole state; then, per BN layer, the global mean and variance
-sent up    per BN layer the local ones; at the end the whole state
-kept       nothing
-cost       per round F + S floats down and up per client in 2L + 1 exchanges, or F + 1.5 S in L + 1
-=========  ================================================================================================
+## Problem
 
-Differs from the paper: as FedTAN; the gradients with respect to the statistics are not detached, but the client's own
-dF_i/dvar and dF_i/dmean take the place of the sums. Law: none; its first step is not the centralized one.
+It asks how much of FedTAN's gain comes from the global statistics alone. It saves the exchanges of the backward pass.
+
+## Algorithm
+
+In the first local step of each round the forward pass is FedTAN's: every BN layer normalises with
+
+$$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2]$$
+
+In the backward pass the client's own $\partial F_i / \partial \sigma^2$ and $\partial F_i / \partial \mu$ take the
+place of the sums over the clients. They are not detached:
+
+$$\frac{\partial F_i}{\partial y} = \frac{g}{s} + \frac{\partial F_i}{\partial \sigma^2} \frac{2 (y - \mu)}{n_i} +
+\frac{1}{n_i} \frac{\partial F_i}{\partial \mu}$$
+
+with $g = \partial F_i / \partial \hat{x}$, $s = \sqrt{\sigma^2 + \epsilon}$ and $n_i$ elements per channel, as in
+FedTAN.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state; then, per BN layer, the global mean and variance |
+| sent up | per BN layer the local ones; at the end the whole state |
+| kept | nothing |
+| cost | $F + S$ floats down and up per client in $2L + 1$ exchanges, or $F + 1.5S$ in $L + 1$ |
+
+$F$ = floats of the model, $S$ = of its running statistics, $L$ = BN layers. `fedtan_exchanges="2L+1"`, mean and
+variance together, gives $L + 1$.
+
+## Differs from the paper
+
+As FedTAN.
+
+## Law
+
+None. Its first step is not the centralized one.
 """
 
 from __future__ import annotations

@@ -1,22 +1,49 @@
-"""FedOpt: an optimizer on the server; its adaptive family FedAdagrad, FedYogi and FedAdam, safe for BatchNorm.
+r"""FedOpt: an adaptive optimizer on the server, safe for BatchNorm: FedAdagrad, FedYogi and FedAdam.
 
 Reddi et al. 2021, "Adaptive Federated Optimization", arXiv:2003.00295, Algorithms 1 and 2.
 
-=========  ======================================================================
-sent down  the whole state
-sent up    the whole state
-kept       nothing; the server keeps m and v, one number each per entry it steps
-cost       F floats down, F up per client, as FedAvg
-=========  ======================================================================
+## Problem
 
-Delta_t -> the average of the replies minus the state before; eta, beta_1, beta_2, tau -> the parameters so called.
-m = beta_1 m + (1 - beta_1) Delta; v by the member's rule from Delta^2; x += eta m / (sqrt(v) + tau), all in float64.
+Entries of the model need steps of different size, and the plain average gives all of them the same. An optimizer on
+the server adapts the step of each entry. If it also steps running variances, it drives them below zero and the model to
+NaN.
 
-Differs from the paper, which has no BatchNorm: gamma, beta and other floating entries are stepped, running statistics
-and counters are averaged as by FedAvg. An optimizer that steps a running variance drives it below zero, and the model
-to NaN (``benchmarks/server_optimizers.py`` shows it). As in Flower: Delta is weighted by the number of examples, v
-starts at 0 (the paper: at least tau^2), Adam's step is corrected for the start, with exponent t + 1. Law: on a model
-without BN the same numbers as Flower's own strategies, to rounding.
+## Algorithm
+
+$\Delta$ is the average of the replies minus the state before the round. The server keeps $m$ and $v$, which start at 0:
+
+$$m \leftarrow \beta_1 m + (1 - \beta_1) \Delta, \qquad x \leftarrow x + \eta \, \frac{m}{\sqrt{v} + \tau}$$
+
+The three methods differ in $v$:
+
+$$\text{FedAdagrad:} \quad v \leftarrow v + \Delta^2$$
+
+$$\text{FedYogi:} \quad v \leftarrow v - (1 - \beta_2) \, \Delta^2 \, \mathrm{sign}(v - \Delta^2)$$
+
+$$\text{FedAdam:} \quad v \leftarrow \beta_2 v + (1 - \beta_2) \, \Delta^2$$
+
+$\eta$ is `eta`, $\tau$ is `tau`, $\beta_1$ is `beta_1` (FedAdagrad: 0), $\beta_2$ is `beta_2`. All is computed in
+float64.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state |
+| sent up | the whole state |
+| kept | nothing; the server keeps $m$ and $v$, one number each per entry it steps |
+| cost | $F$ floats down, $F$ up per client, as FedAvg |
+
+## Differs from the paper
+
+The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped; running statistics and counters
+are averaged as by FedAvg. An optimizer that steps a running variance drives it below zero, and the model to NaN
+(`benchmarks/server_optimizers.py` shows it). As in Flower, $\Delta$ is weighted by the number of examples, $v$ starts
+at 0 (the paper: at least $\tau^2$), and Adam's step is corrected for the start, with exponent $t + 1$.
+
+## Law
+
+On a model without BN it gives the same numbers as Flower's own strategies, to rounding.
 """
 
 from __future__ import annotations
@@ -63,21 +90,21 @@ class FedOpt(FedAvg[P]):
 class FedAdagradParams(FedAvgParams):
     """Parameters of FedAdagrad."""
 
-    eta: float = setting(0.1, "the server's learning rate of fedadam, fedyogi and fedadagrad", gt=0)
-    tau: float = setting(1e-3, "adaptivity of fedadam, fedyogi and fedadagrad", gt=0)
+    eta: float = setting(0.1, "eta, the server's learning rate", gt=0)
+    tau: float = setting(1e-3, "tau, the degree of adaptivity", gt=0)
 
 
 class AdaptiveParams(FedAdagradParams):
     """Parameters of FedAdam."""
 
-    beta_1: float = setting(0.9, "decay of the first moment of fedadam and fedyogi", ge=0, lt=1)
-    beta_2: float = setting(0.99, "decay of the second moment of fedadam and fedyogi", ge=0, lt=1)
+    beta_1: float = setting(0.9, "beta_1, decay of the first moment", ge=0, lt=1)
+    beta_2: float = setting(0.99, "beta_2, decay of the second moment", ge=0, lt=1)
 
 
 class FedYogiParams(AdaptiveParams):
     """Parameters of FedYogi: FedAdam's, with Flower's own default of eta."""
 
-    eta: float = setting(0.01, "the server's learning rate of fedadam, fedyogi and fedadagrad", gt=0)
+    eta: float = setting(0.01, "eta, the server's learning rate", gt=0)
 
 
 A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)

@@ -1,17 +1,37 @@
-"""FedProx: FedAvg with a proximal term in the local loss.
+r"""FedProx: FedAvg with a proximal term in the local loss.
 
-Li et al. 2020, "Federated Optimization in Heterogeneous Networks", Algorithm 2.
+Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2.
 
-=========  ======================================================
-sent down  the whole state, mu
-sent up    the whole state
-kept       nothing
-cost       F floats down, F up per client, as FedAvg
-=========  ======================================================
+## Problem
 
-mu -> ``proximal_mu``; w^t -> the trainable parameters as received. Local loss F_k(w) + mu/2 ||w - w^t||^2, over
-trainable parameters only (BN statistics have no gradient). Differs from the paper: none known; a client does a fixed
-number of steps, so gamma-inexactness is what those steps reach. Law: mu = 0 is FedAvg, bit for bit.
+With different data and many local steps the clients drift away from the global model, each in its own direction. A
+penalty on the distance holds them together.
+
+## Algorithm
+
+In round $t$ client $k$ minimises
+
+$$F_k(w) + \frac{\mu}{2} \lVert w - w^t \rVert^2$$
+
+$\mu$ is `proximal_mu`. $w^t$ are the trainable parameters as received; running statistics have no gradient and no
+penalty. The server averages as FedAvg.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state, $\mu$ |
+| sent up | the whole state |
+| kept | nothing |
+| cost | $F$ floats down, $F$ up per client, as FedAvg |
+
+## Differs from the paper
+
+None known. A client does a fixed number of steps, so gamma-inexactness is what those steps reach.
+
+## Law
+
+$\mu = 0$ is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +56,7 @@ PROXIMAL_MU = Key("proximal-mu", "float: mu", "server", "client")
 class FedProxParams(FedAvgParams):
     """Parameters of FedProx."""
 
-    proximal_mu: float = setting(0.01, "mu of fedprox, and of fedbs in phase 2", ge=0)
+    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
 
 
 P = TypeVar("P", bound=FedProxParams, default=FedProxParams)

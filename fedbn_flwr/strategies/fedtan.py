@@ -1,23 +1,59 @@
-"""FedTAN: in the first local step of each round all clients act as one batch, layer by layer.
+r"""FedTAN: in the first local step of each round all clients act as one batch, layer by layer.
 
 Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", arXiv:2301.02982,
 Algorithms 1-3.
 
-=========  ================================================================================================
-sent down  the whole state; then, per BN layer, the global mean, variance, and the gradients w.r.t. both
-sent up    per BN layer the local ones; at the end the whole state
-kept       nothing (by messages: model and answers of the round, until its end)
-cost       per round F + 2 S floats down and up per client, S = running statistics, in 3L + 1 exchanges; or F + 2.5 S
-           in 2L + 1, mean and variance together (ResNet-20: F = 271,098, S = 1,376, L = 19)
-=========  ================================================================================================
+## Problem
 
-N clients, p_i, E local steps, L BN layers, ``union_batch_size`` = sum of the first batches b_i. Steps 2..E are
-ordinary local steps; then everything is averaged, eq. (7). The arithmetic of a synchronised layer is in
-``batchnorm.sync``, how the exchanges travel in ``transport`` and ``server.synchronised_step``.
+A BN layer makes the output for one sample depend on the whole batch. With different data in each client the local
+statistics differ, and so do the gradients that pass through them: their average is not the gradient on the union of the
+data. Synchronised statistics alone do not mend it; the gradients with respect to the statistics need it, too.
 
-Differs from the paper: running variances take torch's n/(n-1) correction with n of the union (the paper's (2b) and
-(6) are biased); one SGD optimizer for all E steps (the authors' code restarts it after the first). Law: with E = 1
-and plain SGD the averaged model equals one centralized step on sum p_i mean_i(loss).
+## Algorithm
+
+Client $i$ has $n_i$ elements per channel, $F_i$ is its loss, the mean over its batch, and $s = \sqrt{\sigma^2 +
+\epsilon}$. The first local step exchanges, forward at each BN layer with input $y$ and normalised output $\hat{x}$:
+
+$$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2], \qquad \hat{x} = \frac{y - \mu}{s}$$
+
+and backward, in reverse order, with $g = \partial F_i / \partial \hat{x}$ and sums over the client's elements:
+
+$$\frac{\partial F_i}{\partial \sigma^2} = -\frac{1}{2} \sum g \, (y - \mu) \, s^{-3}, \qquad
+\frac{\partial F_i}{\partial \mu} = -\frac{1}{s} \sum g$$
+
+The server forms $D_{\sigma} = \sum_i p_i \, \partial F_i / \partial \sigma^2$ and $D_{\mu} = \sum_i p_i \, \partial F_i
+/ \partial \mu$, and each client goes on with
+
+$$\frac{\partial F_i}{\partial y} = \frac{g}{s} + D_{\sigma} \frac{2 (y - \mu)}{n_i} + \frac{D_{\mu}}{n_i}$$
+
+Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local steps. Then everything is averaged, eq.
+(7).
+
+`fedtan_exchanges="2L+1"` sends mean and variance together: the same mathematics in fewer exchanges, $\sigma^2 =
+\sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$. `union_batch_size` is the sum of the first batches. The arithmetic of a
+synchronised layer is in `batchnorm/sync`; how the exchanges travel is in `transport` and
+`server/synchronised_step.py`.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state; then, per BN layer, the global mean, variance, and the gradients w.r.t. both |
+| sent up | per BN layer the local ones; at the end the whole state |
+| kept | nothing (by messages: model and answers of the round, until its end) |
+| cost | $F + 2S$ floats down and up per client in $3L + 1$ exchanges, or $F + 2.5S$ in $2L + 1$ |
+
+$F$ = floats of the model, $S$ = of its running statistics, $L$ = BN layers. ResNet-20: $F$ = 271,098, $S$ = 1,376,
+$L$ = 19.
+
+## Differs from the paper
+
+Running variances take torch's $n/(n-1)$ correction with $n$ of the union (the paper's (2b) and (6) are biased). One SGD
+optimizer does all $E$ steps (the authors' code restarts it after the first).
+
+## Law
+
+With $E = 1$ and plain SGD the averaged model equals one centralized step on $\sum_i p_i F_i$.
 """
 
 from __future__ import annotations
@@ -71,11 +107,11 @@ BACKWARD = Key("fedtan-backward", "str: global or own", "server", "client")
 class FedTANParams(FedAvgParams):
     """Parameters of FedTAN."""
 
-    fedtan_exchanges: Exchanges = setting("3L+1", "2L+1: mean and variance travel together")
+    fedtan_exchanges: Exchanges = setting("3L+1", "exchanges of a round; 2L+1: mean and variance travel together")
     fedtan_transport: Literal["messages", "channel"] = setting(
-        "messages", "how FedTAN's exchanges travel between processes; in process clients wait at a barrier"
+        "messages", "how exchanges travel between processes; in process clients wait at a barrier"
     )
-    fedtan_timeout: float = setting(120.0, "seconds an exchange of FedTAN waits for its last client", gt=0)
+    fedtan_timeout: float = setting(120.0, "seconds an exchange waits for its last client", gt=0)
     fedtan_bind: str = setting("127.0.0.1:0", "where the channel listens, host:port; port 0 = a free one")
     fedtan_address: str = setting("", "host:port that clients connect to; empty = where the channel listens")
     fedtan_tls_dir: str = setting("", "folder with ca.crt, server.crt, server.key; empty = loopback only")
@@ -196,6 +232,11 @@ class FedTAN(FedAvg[P]):
         if run.norm == "batch-renorm":
             found.append(f"strategy={cls.name} synchronises BatchNorm; norm=batch-renorm corrects it locally")
         return found
+
+    @classmethod
+    def needs_all_at_once(cls, params: P) -> bool:
+        """Return whether the exchanges go through the channel: every client waits for the others there."""
+        return params.fedtan_transport == "channel"
 
     @classmethod
     def exchange_cost(cls, params: P) -> tuple[int, int]:

@@ -1,17 +1,35 @@
-"""FedTAN-II: FedTAN for M rounds, then FedAvg with the BN statistics frozen.
+r"""FedTAN-II: FedTAN for M rounds, then FedAvg with the BN statistics frozen.
 
-Wang, Shi, Chang 2023, arXiv:2301.02982, 5.4.
+Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", arXiv:2301.02982, 5.4.
 
-=========  ================================================================================================
-sent down  as FedTAN in rounds 1..M; then the whole state, and the word to freeze
-sent up    as FedTAN in rounds 1..M; then the whole state, the frozen statistics unchanged
-kept       as FedTAN
-cost       M rounds of FedTAN's, the others FedAvg's: F floats down, F up per client, one exchange
-=========  ================================================================================================
+## Problem
 
-M -> ``fedtan_rounds``, a number of rounds, a fraction of all, or "auto" (ours: FixBN's window rule on W =
-``freeze_window`` rounds and tau = ``freeze_tau``). Differs from the paper: as FedTAN. Law: FedTAN's in rounds 1..M,
-FixBN's after T* = M.
+FedTAN needs many exchanges in every round. After some rounds the statistics are good, and frozen ones need no exchange.
+
+## Algorithm
+
+Rounds $1 \dots M$ are FedTAN's. From round $M + 1$ on, BN is in eval mode with the statistics after round $M$, and the
+round is FedAvg's, as in FixBN with $T^* = M$.
+
+$M$ is `fedtan_rounds`: a number of rounds, a fraction of all, or "auto", FixBN's window rule with $W$ =
+`freeze_window` and $\tau$ = `freeze_tau`.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | as FedTAN in rounds $1 \dots M$; then the whole state, and the word to freeze |
+| sent up | as FedTAN in rounds $1 \dots M$; then the whole state, the frozen statistics unchanged |
+| kept | as FedTAN |
+| cost | $M$ rounds cost as FedTAN's, the others as FedAvg's: $F$ floats down, $F$ up per client, one exchange |
+
+## Differs from the paper
+
+As FedTAN. The automatic $M$ is ours.
+
+## Law
+
+FedTAN's in rounds $1 \dots M$, FixBN's after $T^* = M$.
 """
 
 from __future__ import annotations
@@ -31,7 +49,7 @@ class FedTAN2Params(WindowParams, FedTANParams):
     """Parameters of FedTAN-II."""
 
     fedtan_rounds: Annotated[At, AfterValidator(check_at)] = setting(
-        0.1, "M of fedtan2: a round (int), a fraction of R or `auto`"
+        0.1, "M: a round (int), a fraction of R (float) or `auto`"
     )
 
 

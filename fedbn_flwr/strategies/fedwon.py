@@ -1,19 +1,45 @@
-"""FedWon: FedAvg of a network without normalisation, its convolutions with standardised weights, gradients clipped.
+r"""FedWon: FedAvg of a network without normalisation, its convolutions with standardised weights, gradients clipped.
 
 Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv:2306.11879; AGC of
 Brock et al. 2021, arXiv:2102.06171.
 
-=========  ==================================================================
-sent down  the whole state, lambda
-sent up    the whole state
-kept       nothing
-cost       F floats down, F up per client, as FedAvg; F has no BN entries
-=========  ==================================================================
+## Problem
 
-lambda -> ``agc``; the network is ``replace_norm(model, "wsconv")``. After backward and before weight decay and momentum
-every gradient that is longer than lambda times its weights (unit by unit) is scaled down to that, the classifier's
-last layer left out. Differs from the paper: the gain per channel of wsconv is Brock's (``wsconv-gain``). Law: agc = 0
-is FedAvg, bit for bit.
+BN statistics differ between domains, and with small batches they are noise. A network without BN has no statistics to
+average; standardised weights and clipped gradients keep its training stable.
+
+## Algorithm
+
+The network is `replace_norm(model, "wsconv")`. Each convolution uses, per output channel with mean $\mu_W$ and standard
+deviation $\sigma_W$ of its weights,
+
+$$\hat{W} = \text{gain} \cdot \gamma \, \frac{W - \mu_W}{\sigma_W \sqrt{\text{fan-in}}}, \qquad
+\gamma = \sqrt{\frac{2}{1 - 1/\pi}} \text{ for ReLU}$$
+
+After the backward pass, and before weight decay and momentum, each gradient $G$ is clipped against its weights $W$,
+unit by unit, the classifier's last layer left out:
+
+$$G \leftarrow \lambda \, \frac{\lVert W \rVert_+}{\lVert G \rVert} G \quad \text{if} \quad
+\lVert G \rVert > \lambda \lVert W \rVert_+, \qquad \lVert W \rVert_+ = \max(\lVert W \rVert, 10^{-3})$$
+
+$\lambda$ is `agc`. The server averages as FedAvg.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state, $\lambda$ |
+| sent up | the whole state |
+| kept | nothing |
+| cost | $F$ floats down, $F$ up per client, as FedAvg; $F$ has no BN entries |
+
+## Differs from the paper
+
+The gain per channel of wsconv is Brock's (`wsconv-gain`).
+
+## Law
+
+`agc=0` is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +64,7 @@ AGC = Key("agc", "float: lambda", "server", "client")
 class FedWonParams(FedAvgParams):
     """Parameters of FedWon."""
 
-    agc: float = setting(0.1, "lambda of fedwon's adaptive gradient clipping; 0 = off", ge=0)
+    agc: float = setting(0.1, "lambda of adaptive gradient clipping; 0 = off", ge=0)
 
 
 class ClipGradients(ClientHook):

@@ -1,26 +1,50 @@
-"""FixBN: FedAvg with BN until round T*, then with BN statistics frozen at their global values.
+r"""FixBN: FedAvg with BN until round T*, then with BN statistics frozen at their global values.
 
 Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning", arXiv:2303.06530, Algorithm 1, B.6.
 
-=========  ================================================================================================
-sent down  the whole state; from round T* + 1 the word to freeze
-sent up    the whole state (the frozen statistics unchanged); with an automatic T*, one number delta_m
-kept       nothing; the server keeps S(T*), the statistics after round T*
-cost       F floats down, F up per client, as FedAvg
-=========  ================================================================================================
+## Problem
 
-T* -> ``freeze_at``; W -> ``freeze_window``; tau -> ``freeze_tau``; Delta BN_m -> ``delta``, the L1 norm of (a client's
-statistics after the round - those received) over the number of entries. Rounds 1..T* are FedAvg's, weights p_i (eq.
-(6); Algorithm 1 prints 1/M, the case of equal sizes). From round T* + 1 BN is in eval mode in local training with
-S(T*), which stays bit-identical to the end and is used in testing; gamma and beta still learn, unless
-``freeze_affine``.
+In training a BN layer normalises with the statistics of a client's batch; in the test it uses the averaged ones. With
+different data in each client the two do not match, so the gradients are biased. After some rounds the averaged
+statistics are good enough to train with.
 
-Differs from the paper: the automatic T* is ours where B.6 is silent. The server takes the p-weighted mean of the
-clients' deltas per round and freezes for good after the first round in which W rounds are there and the population
-variance of the last W values is under tau. The paper asks for a large W and a small tau and gives neither: W = 100 and
-tau = 0.002 are calibrated on MNIST (``docs/results/README.md``); delta has the scale of the statistics, so another
-network may want another tau. Law: after T* with one step, full participation and batches proportional
-to |D_i|, a round is one centralized step with frozen BN.
+## Algorithm
+
+Rounds $1 \dots T^*$ are FedAvg's, with the weights $p_i$. $S(T^*)$ are the global statistics after round $T^*$. From
+round $T^* + 1$ on, BN is in eval mode in local training and normalises with $S(T^*)$:
+
+$$\hat{y} = \gamma \, \frac{y - \mu(T^*)}{\sqrt{\sigma^2(T^*) + \epsilon}} + \beta$$
+
+$S(T^*)$ stays bit-identical to the end and is used in tests. Gamma and beta still learn, unless `freeze_affine`.
+
+$T^*$ is `freeze_at`. With `freeze_at="auto"` client $m$ sends `delta`, how far its statistics moved in the round,
+
+$$\delta_m = \frac{\lVert S_m - S \rVert_1}{\text{number of entries}}$$
+
+and the server takes the mean $\sum_m p_m \delta_m$ of each round. It freezes for good after the first round in which
+$W$ rounds are there and the population variance of the last $W$ means is below $\tau$. $W$ is `freeze_window`, $\tau$
+is `freeze_tau`.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state; from round $T^* + 1$ the word to freeze |
+| sent up | the whole state (the frozen statistics unchanged); with an automatic $T^*$, one number $\delta_m$ |
+| kept | nothing; the server keeps $S(T^*)$, the statistics after round $T^*$ |
+| cost | $F$ floats down, $F$ up per client, as FedAvg |
+
+## Differs from the paper
+
+The weights are those of eq. (6); Algorithm 1 prints $1/M$, the case of equal sizes. The rule of the automatic $T^*$ is
+ours where B.6 is silent. The paper asks for a large $W$ and a small $\tau$ and gives neither: $W$ = 100 and $\tau$ =
+0.002 are calibrated on MNIST (`docs/results/README.md`). $\delta$ has the scale of the statistics, so another network
+may want another $\tau$.
+
+## Law
+
+After $T^*$, with one step, full participation and batches proportional to $|D_i|$, a round is one centralized step with
+frozen BN.
 """
 
 from __future__ import annotations
@@ -220,6 +244,10 @@ class Freezing(FedAvg[W]):
                 "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
+    def outcome(self) -> dict[str, Any]:
+        """Return the round after which BN was frozen, once it is known."""
+        return {} if self.frozen_after is None else {"frozen-after": self.frozen_after}
+
     def frozen(self, server_round: int) -> bool:
         """Tell whether this round trains with frozen BN."""
         return self.frozen_after is not None and server_round > self.frozen_after
@@ -241,7 +269,7 @@ class Freezing(FedAvg[W]):
         if self.frozen_after is None:
             if DELTA not in reply.metrics:
                 raise ReplyError(
-                    f"metric '{DELTA}' is missing: the client's training must apply the rule 'report-drift'"
+                    f"metric '{DELTA}' is missing: the client's training must apply the client hook 'report-drift'"
                 )
             if not 0 <= reply.metrics[DELTA] < math.inf:
                 raise ReplyError(f"metric '{DELTA}' is {reply.metrics[DELTA]}, which must be a finite number >= 0")

@@ -1,16 +1,38 @@
-"""MTFL: gamma and beta stay with the client, BN statistics are shared.
+r"""MTFL: gamma and beta stay with the client, BN statistics are shared.
 
-Mills et al. 2022, "Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge Computing" ("yb").
+Mills et al. 2022, "Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge Computing",
+arXiv:2007.09236, the variant "yb".
 
-=========  ====================================================================================
-sent down  the state without gamma and beta
-sent up    the same entries, after local training
-kept       gamma and beta, in ``Context.state``
-cost       the shared floats down, the same up per client; the whole state once, at the start
-=========  ====================================================================================
+## Problem
 
-The kept entries come from the common start, which is sent in a client's first round. Differs from the paper: none
-known. Law: a model without BN is trained as by FedAvg, bit for bit.
+Each client has a task of its own, and one model serves none of them well. Private gamma and beta make the shared
+network a personal one, at the price of few numbers.
+
+## Algorithm
+
+Client $i$ has the state $(w, a_i)$: $a_i$ holds gamma and beta of its BN layers, $w$ all other entries, running
+statistics included. It trains both, and the server averages only $w$:
+
+$$w = \sum_i p_i w_i, \qquad a_i \text{ stays with client } i$$
+
+The first $a_i$ comes from the common start, which is sent in a client's first round.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the state without gamma and beta |
+| sent up | the same entries, after local training |
+| kept | gamma and beta, in `Context.state` |
+| cost | the shared floats down, the same up per client; the whole state once, at the start |
+
+## Differs from the paper
+
+None known.
+
+## Law
+
+A model without BN is trained as by FedAvg, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,20 +1,47 @@
-"""SCAFFOLD: local steps corrected by control variates, aware of BatchNorm.
+r"""SCAFFOLD: local steps corrected by control variates, aware of BatchNorm.
 
 Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", arXiv:1910.06378,
 Algorithm 1, option II.
 
-=========  ================================================================================================
-sent down  the whole state x; the server's variate c
-sent up    the whole state y_i; dc_i = c_i+ - c_i
-kept       c_i, the client's variate
-cost       F + T floats down, F + T up per client, T = trainable parameters
-=========  ================================================================================================
+## Problem
 
-eta_l -> the round's learning rate; eta_g -> ``server_learning_rate``; K_i -> the client's steps; S of N clients take
-part. Local step y -= eta_l (grad - c_i + c); c_i+ = c_i - c + (x - y_i) / (K_i eta_l). Server, unweighted:
-x += eta_g mean(y_i - x), c += S/N mean(dc_i). Variates are over trainable parameters only and start at zero. Differs
-from the paper, which has no BatchNorm: running statistics (and buffers) are averaged with p_i, not corrected. Law: with
-variates at zero, equal clients and eta_g = 1 it is FedAvg. Momentum is refused.
+With different data each client's gradient points away from the common one, and local steps drift. Each client knows
+its own direction $c_i$ and the common one $c$, and corrects every step by the difference.
+
+## Algorithm
+
+Local step, with the gradient $g$ of the client's loss:
+
+$$y \leftarrow y - \eta_l (g - c_i + c)$$
+
+After $K_i$ steps from $x$ to $y_i$:
+
+$$c_i^+ = c_i - c + \frac{x - y_i}{K_i \eta_l}$$
+
+The server takes unweighted means over the $S$ of $N$ clients that took part:
+
+$$x \leftarrow x + \eta_g \, \mathrm{mean}(y_i - x), \qquad c \leftarrow c + \frac{S}{N} \, \mathrm{mean}(c_i^+ - c_i)$$
+
+$\eta_l$ is the round's learning rate, $\eta_g$ is `server_learning_rate`, $K_i$ the number of the client's steps. The
+variates $c$ and $c_i$ are over trainable parameters only and start at zero. The correction is for plain SGD: momentum
+is refused.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state $x$; the server's variate $c$ |
+| sent up | the whole state $y_i$; the change $c_i^+ - c_i$ |
+| kept | $c_i$, the client's variate |
+| cost | $F + T$ floats down, $F + T$ up per client, $T$ = trainable parameters |
+
+## Differs from the paper
+
+The paper has no BatchNorm. Running statistics and buffers are averaged with $p_i$ and not corrected.
+
+## Law
+
+With variates at zero, equal clients and $\eta_g = 1$ it is FedAvg.
 """
 
 from __future__ import annotations
@@ -43,7 +70,7 @@ VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "cl
 class ScaffoldParams(FedAvgParams):
     """Parameters of SCAFFOLD."""
 
-    server_learning_rate: float = setting(1.0, "eta_g of scaffold; the server's rate of fedavgm", gt=0)
+    server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
 
     @field_validator("momentum_scope")
     @classmethod
@@ -160,7 +187,9 @@ class Scaffold(FedAvg[ScaffoldParams]):
         super().check(server_round, reply, before)
         change = reply.extras.get(VARIATES, {})
         if not change:
-            raise ReplyError(f"record '{VARIATES}' is missing: the client's training must apply the rule 'variates'")
+            raise ReplyError(
+                f"record '{VARIATES}' is missing: the client's training must apply the client hook 'variates'"
+            )
         for name, array in change.items():
             if name not in before or array.shape != before[name].shape:
                 raise ReplyError(f"record '{VARIATES}': entry '{name}' of shape {array.shape} does not fit the model")

@@ -1,16 +1,37 @@
-"""SiloBN: BN statistics stay with the client, gamma and beta are shared.
+r"""SiloBN: BN statistics stay with the client, gamma and beta are shared.
 
-Andreux et al. 2020, "Siloed Federated Learning for Multi-Centric Histopathology Datasets", section 3.
+Andreux et al. 2020, "Siloed Federated Learning for Multi-Centric Histopathology Datasets", arXiv:2008.07424, section 3.
 
-=========  ====================================================================================
-sent down  the state without running statistics and counters
-sent up    the same entries, after local training
-kept       running statistics and counters, in ``Context.state``
-cost       the shared floats down, the same up per client; the whole state once, at the start
-=========  ====================================================================================
+## Problem
 
-The kept entries come from the common start, which is sent in a client's first round. Differs from the paper: none
-known. Law: a model without BN is trained as by FedAvg, bit for bit.
+Hospitals have different scanners, and so different statistics in the BN layers. The average of these statistics fits
+no hospital. They describe the data of one client, so they stay there; gamma and beta are learned, so they are shared.
+
+## Algorithm
+
+Client $i$ has the state $(w, s_i)$: $s_i$ holds running statistics and counters, $w$ all other entries, gamma and
+beta included. It trains both, and the server averages only $w$:
+
+$$w = \sum_i p_i w_i, \qquad s_i \text{ stays with client } i$$
+
+The first $s_i$ comes from the common start, which is sent in a client's first round.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the state without running statistics and counters |
+| sent up | the same entries, after local training |
+| kept | running statistics and counters, in `Context.state` |
+| cost | the shared floats down, the same up per client; the whole state once, at the start |
+
+## Differs from the paper
+
+None known.
+
+## Law
+
+A model without BN is trained as by FedAvg, bit for bit.
 """
 
 from __future__ import annotations

@@ -2,15 +2,31 @@
 
 The lower reference of FedWon (arXiv:2306.11879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
 
-=========  ====================================================================================
-sent down  nothing (the common start once)
-sent up    nothing
-kept       the whole state, in ``Context.state``
-cost       nothing; the whole state once, at the start
-=========  ====================================================================================
+## Problem
 
-The kept entries come from the common start, which is sent in a client's first round. Differs from the paper: none
-known. Law: a client ends where it would end without the others.
+A federation is useful only where it beats what each client reaches without it. This method measures that.
+
+## Algorithm
+
+Client $i$ keeps its whole state $x_i$ and trains it in every round. The server averages nothing. The first $x_i$ is
+the common start, which is sent in a client's first round.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | nothing (the common start once) |
+| sent up | nothing |
+| kept | the whole state, in `Context.state` |
+| cost | nothing; the whole state once, at the start |
+
+## Differs from the paper
+
+None known.
+
+## Law
+
+A client ends where it would end without the others.
 """
 
 from __future__ import annotations

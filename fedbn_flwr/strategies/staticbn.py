@@ -1,19 +1,47 @@
-"""StaticBN: clients train on batch statistics alone; running statistics are gathered from all of them before a test.
+r"""StaticBN: clients train on batch statistics alone; the running statistics are re-estimated before a test.
 
 Diao, Ding, Tarokh 2021, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
 Clients", arXiv:2010.01264, "static Batch Normalization" (sBN).
 
-=========  ================================================================================================
-sent down  the whole state; before a test again, with the new weights
-sent up    the whole state, its running statistics as received; before a test (count, mean, M2) per BN layer
-kept       nothing
-cost       F floats down, F up per client, as FedAvg; before each test F down and S up per client more
-=========  ================================================================================================
+## Problem
 
-Differs from the paper, which averages batch means and variances: (count, mean, M2) of all clients are merged exactly
-(``server.recalibration``), the variance with torch's n/(n-1). Inference on batch statistics, the paper's
-alternative, is ``eval-on=global-batch-statistics``. Training keeps the statistics of the start; the tested and the
-final model hold the gathered ones. Law: those of the first BN layer equal one pass over the union of the data.
+Running statistics are collected while the weights still change, and each client collects its own. Their average fits
+neither the final weights nor the union of the data. Here nobody tracks statistics in training; they are computed when
+a test needs them.
+
+## Algorithm
+
+Local training normalises with the batch's statistics and leaves the running ones as received. The server averages as
+FedAvg. Before a test every client with data passes it once through the new global model in train mode, and sends for
+each BN layer and channel the count $n_i$, the mean $m_i$ and the sum of squared deviations $M_i$. The server merges the
+clients $i = 1, 2, \dots$ one after the other into $(n, m, M)$, with $d = m_i - m$:
+
+$$M \leftarrow M + M_i + \frac{n \, n_i}{n + n_i} d^2, \qquad m \leftarrow m + \frac{n_i}{n + n_i} d, \qquad
+n \leftarrow n + n_i$$
+
+The running mean is $m$ and the running variance $M / (n - 1)$. Training keeps the statistics of the start; the tested
+and the final model hold the re-estimated ones.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state; before a test again, with the new weights |
+| sent up | the whole state, its running statistics as received; before a test $(n_i, m_i, M_i)$ per BN layer |
+| kept | nothing |
+| cost | $F$ floats down, $F$ up per client, as FedAvg; before each test $F$ down and $S$ up per client more |
+
+$S$ = floats of the running statistics.
+
+## Differs from the paper
+
+The paper averages batch means and variances. Here the moments of all clients are merged exactly
+(`server/recalibration.py`), the variance with torch's $n/(n-1)$. Inference on batch statistics, the paper's
+alternative, is `eval-on=global-batch-statistics`.
+
+## Law
+
+The statistics of the first BN layer equal one pass over the union of the data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one function that evaluates: always in eval mode, and the modes are restored."""
+"""The function that evaluates a model: always in eval mode, and afterwards every mode is restored."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["EvalResult", "evaluate"]
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What was found on ``num_examples`` examples.
+    """The result of one evaluation.
 
     Attributes:
         loss: mean loss of the targets that count.
-        accuracy: share of them that is classified right.
-        num_examples: images.
-        miou: mean intersection over union, see ``tasks.mean_iou``; None for a task that is not judged by it.
+        accuracy: share of these targets that is classified correctly.
+        num_examples: number of images.
+        miou: mean intersection over union, see ``tasks.mean_iou``; None for a task with another score.
     """
 
     loss: float
@@ -33,9 +33,9 @@ class EvalResult:
     miou: float | None = None
 
     def named(self, prefix: str = "") -> dict[str, float]:
-        """Return the metrics there are, by name behind ``prefix``."""
-        found = {"loss": self.loss, "accuracy": self.accuracy, "miou": self.miou}
-        return {prefix + name: value for name, value in found.items() if value is not None}
+        """Return the metrics that are not None, with ``prefix`` before each name."""
+        metrics = {"loss": self.loss, "accuracy": self.accuracy, "miou": self.miou}
+        return {prefix + name: value for name, value in metrics.items() if value is not None}
 
 
 def evaluate(
@@ -46,19 +46,19 @@ def evaluate(
     batch_size: int = 0,
     batch_statistics: bool = False,
 ) -> EvalResult:
-    """Evaluate ``model`` in eval mode on all of ``data``; every module's mode is restored afterwards.
+    """Return the metrics of ``model`` on all of ``data`` in eval mode; afterwards every module has its mode again.
 
     Args:
         model: the model.
-        data: the test data, in batches in their order.
+        data: the test data; batches follow their order.
         task: the loss, which targets count, and the score.
-        batch_size: examples per batch; 0 = the task's.
-        batch_statistics: BatchNorm normalises with the test batch's own statistics in place of the running ones, which
-            are neither used nor changed; everything else is in eval mode.
+        batch_size: examples per batch; 0 = the task's number.
+        batch_statistics: BatchNorm normalises with the test batch's own statistics. The running statistics are neither
+            used nor changed, and all other layers are in eval mode.
 
     Returns:
-        Mean loss (each target that counts does so once, also in a smaller last batch), accuracy in [0, 1], and the mean
-        IoU of a task judged by it; NaN where nothing counts.
+        Mean loss (every target has the same weight, also in a smaller last batch), accuracy in [0, 1], and mean IoU if
+        it is the task's score. NaN if no target counts.
     """
     if len(data) == 0:
         return EvalResult(float("nan"), float("nan"), 0)
@@ -85,7 +85,7 @@ def evaluate(
 
 @contextmanager
 def _without_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Take the running statistics away: a BatchNorm in eval mode without them uses its batch's own."""
+    """Remove the running statistics in the block: a BatchNorm without them uses its batch's own, also in eval mode."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
     try:

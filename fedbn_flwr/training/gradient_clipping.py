@@ -1,16 +1,16 @@
-"""Adaptive gradient clipping: a unit's gradient is no longer than a share of the unit's weight.
+"""Adaptive gradient clipping: the norm of a unit's gradient is at most a share of the norm of its weight.
 
-For each unit, |G| the Euclidean norm of its gradient and |W| that of its weight:
+For each unit, with |G| the Euclidean norm of its gradient and |W| that of its weight:
 
     if |G| > clipping * max(|W|, eps):  G <- G * clipping * max(|W|, eps) / |G|.
 
-A unit is one output (index 0) of a parameter of two and more dimensions, and the whole of a vector or scalar. To be
-called after the backward pass and before the optimizer's step, so before weight decay and momentum.
+A unit is one output (index 0) of a parameter with two or more dimensions, or a whole vector or scalar. Clip after the
+backward pass and before the optimizer's step, that is before weight decay and momentum.
 
-Source: Brock et al. 2021b, arXiv:2102.06171, section 4; equal to timm's ``adaptive_clip_grad`` (|G| is taken to be at
-least 1e-6 in the quotient). FedWon uses clipping 0.1 and leaves out the classifier's last layer, as Brock et al. do.
+Source: Brock et al. 2021b, arXiv:2102.06171, section 4. Equal to timm's ``adaptive_clip_grad`` (in the quotient |G| is
+at least 1e-6). FedWon uses clipping 0.1 and leaves out the classifier's last layer, as Brock et al. do.
 
-Differs from the paper: none known; a vector as one unit, such as a bias, is timm's reading.
+Differs from the paper: none known. A vector, such as a bias, is one unit as in timm.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SMALLEST_NORM = 1e-6
 def clip_gradients(
     parameters: Iterable[nn.Parameter], clipping: float, eps: float = 1e-3, *, exclude: Iterable[nn.Parameter] = ()
 ) -> None:
-    """Scale down the gradients that are too long for their weights, in place.
+    """Scale down, in place, the gradients that are too large for their weights.
 
     Args:
-        parameters: those whose ``grad`` is looked at; one without a gradient is passed over.
-        clipping: the paper's lambda; 0 = nothing is clipped.
-        eps: least |W|, so that weights that are zero can learn.
-        exclude: parameters to pass over, see ``exclude_head``.
+        parameters: the parameters to clip; those without a gradient are skipped.
+        clipping: the paper's lambda; 0 = no clipping.
+        eps: smallest |W| used, so that weights of zero can learn.
+        exclude: parameters to skip, see ``exclude_head``.
 
     Raises:
         ConfigError: ``clipping`` or ``eps`` is negative or not finite.
@@ -52,10 +52,10 @@ def clip_gradients(
             )
     if not clipping:
         return
-    left_out = {id(parameter) for parameter in exclude}
+    excluded = {id(parameter) for parameter in exclude}
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None or id(parameter) in left_out:
+        if gradient is None or id(parameter) in excluded:
             continue
         allowed = _unit_norms(parameter).clamp_(min=eps).mul_(clipping)
         norms = _unit_norms(gradient)
@@ -66,16 +66,16 @@ def clip_gradients(
 def clip_in_steps(
     optimizer: torch.optim.Optimizer, clipping: float, eps: float = 1e-3, *, exclude: Iterable[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """Let ``optimizer`` clip before each of its steps, as ``clip_gradients`` does; return it.
+    """Return ``optimizer``, which from now on calls ``clip_gradients`` before each step.
 
     Raises:
-        ConfigError: at the first step, as ``clip_gradients``.
+        ConfigError: as ``clip_gradients``, at the first step.
     """
-    left_out = tuple(exclude)
+    excluded = tuple(exclude)
 
     def clip() -> float:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        clip_gradients(parameters, clipping, eps, exclude=left_out)
+        clip_gradients(parameters, clipping, eps, exclude=excluded)
         return 0.0
 
     before_steps(optimizer, clip)
@@ -89,10 +89,10 @@ def _unit_norms(values: Tensor) -> Tensor:
 
 
 def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of the model's last layer, the classifier's, for ``clip_gradients(exclude=...)``.
+    """Return the parameters of the model's last layer, the classifier, for ``clip_gradients(exclude=...)``.
 
-    It is the linear or convolutional layer registered last, as in every model of the registry; () without such a
-    layer. timm leaves out the last two parameters, which is the same where that layer has a weight and a bias.
+    This is the linear or convolutional layer that is registered last, as in every model of the registry; () without
+    such a layer. timm leaves out the last two parameters: the same if that layer has a weight and a bias.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
     return tuple(layers[-1].parameters(recurse=False)) if layers else ()

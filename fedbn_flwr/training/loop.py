@@ -1,7 +1,7 @@
-"""Local training: the one loop that trains, with the hooks a method may use. Torch only.
+"""Local training: the only loop that trains, with the hooks that a method may use. Torch only.
 
-What it does to BatchNorm: layers are in train mode unless a hook puts them in eval mode; running statistics are
-updated once per step by the layers themselves.
+Its effect on BatchNorm: layers are in train mode unless a hook puts them in eval mode, and the layers themselves update
+their running statistics once per step.
 """
 
 from __future__ import annotations
@@ -45,74 +45,74 @@ Stream = Callable[[str], torch.Generator]
 
 
 class Batches(Protocol):
-    """What training and evaluation need of data: a length, and any batch of it by position."""
+    """The data interface of training and evaluation: a length, and batches by position."""
 
     def __len__(self) -> int:
         """Return the number of examples."""
 
     def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) of the positions (int64, any order); a generator asks for augmentation."""
+        """Return (inputs, targets) at the positions (int64, any order), augmented if a generator is given."""
 
 
 class ClientHook:
-    """A method's part inside local training. Every hook does nothing here; a method overrides what it needs."""
+    """The client part of a method in local training. Here every hook does nothing; a method overrides what it needs."""
 
     def begin(self, model: nn.Module) -> None:
-        """Act before the first step: the model holds the state it was sent and is in train mode."""
+        """Prepare the model before the first step; it has the state from the server and is in train mode."""
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take what the server sent beside the model, by record, and what this hook kept in the last round."""
+        """Take the server's extra records, and the entries that this hook kept in the last round."""
 
     def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
-        """Act once the optimizer is made, with the learning rate of the round."""
+        """Prepare the optimizer, which has the learning rate of the round."""
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return a term to add to the loss of a step (it does not count in the reported loss), or None."""
+        """Return a term to add to the loss of a step, or None; the reported loss does not include it."""
         return None
 
     def gradients(self, model: nn.Module) -> None:
         """Change the gradients of a step, before weight decay and momentum."""
 
     def synchronises(self, step: int) -> bool:
-        """Tell whether step ``step`` (from 0) sees the other clients' batches: their union decides what BN can take."""
+        """Return whether BN in step ``step`` (from 0) uses all clients' batches, so that a batch of one is enough."""
         return False
 
     def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
-        """Return ``compute()``, the forward and backward pass of a step; it may be called again for a fresh start.
+        """Return ``compute()``, the forward and backward pass of a step; a hook may call it again to repeat the step.
 
-        Every call of ``compute`` takes the same batch and the same random numbers; the model's state is the caller's
-        to restore. What is raised here ends the round's training.
+        Every call of ``compute`` uses the same batch and the same random numbers, but the hook must restore the model's
+        state first. An exception here ends the round's training.
         """
         return compute()
 
     def around(self, step: int, model: nn.Module, batch_size: int) -> AbstractContextManager[object]:
-        """Return what is entered around the forward and backward pass of a step in a loop that is not ours."""
+        """Return a context for the forward and backward pass of a step, for training loops of other projects."""
         return nullcontext()
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Undo what ``begin`` changed in the model's settings; return metrics for the reply."""
+        """Undo the changes of ``begin`` to the model's settings; return metrics for the reply."""
         return {}
 
     def reply(self) -> Extras:
-        """Return what goes back to the server beside the model, by record."""
+        """Return the extra records for the server, besides the model."""
         return {}
 
     def keep(self) -> Entries:
-        """Return what stays with the client until its next round."""
+        """Return the entries that the client keeps until its next round."""
         return {}
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one round of local training did.
+    """The result of one round of local training.
 
     Attributes:
-        loss: mean over the examples processed of the batch losses before each step, without penalties.
-        accuracy: share of the examples processed (of their pixels that count) classified right before each step.
-        num_processed: examples processed (an example counts in each step that uses it).
+        loss: mean of the batch losses before each step over the processed examples, without penalties.
+        accuracy: share of the processed examples (or of their pixels that count) classified correctly before each step.
+        num_processed: processed examples; an example counts in each step that uses it.
         num_steps: optimizer steps.
-        num_dropped: batches of one example left out because a BatchNorm would have seen one value per channel.
-        metrics: what the hooks report.
+        num_dropped: batches of one example that were left out because a BatchNorm would see one value per channel.
+        metrics: metrics of the hooks.
     """
 
     loss: float
@@ -137,24 +137,24 @@ def train(
     """Train ``model`` in place for one round.
 
     Args:
-        model: on the device it shall train on.
+        model: on the device to train on.
         data: the client's training data.
         settings: steps, batch size, optimizer.
         learning_rate: rate of this round.
-        stream: gives a CPU generator for a purpose ("batches", "augment", "dropout").
+        stream: returns a CPU generator for a purpose ("batches", "augment", "dropout").
         hooks: the method's hooks.
         task: the loss, and which targets count.
-        optimizer: one to go on with (the centralized reference keeps its momentum); None = a new one.
+        optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
 
     Raises:
-        DataError: there is no data, or nothing is left to train on after batches of one were dropped.
+        DataError: there is no data, or every batch has one example and was dropped.
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
     device = next(model.parameters()).device
     dtype = next(model.parameters()).dtype
     model.train()
-    bare = unwrap(model)  # hooks see the names that travel; the passes go through the wrapper
+    bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
     for hook in hooks:
         hook.begin(bare)
     optimizer = optimizer or sgd(model, settings)
@@ -163,7 +163,7 @@ def train(
     for hook in hooks:
         hook.start(bare, optimizer)
     augment = stream("augment")
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted; read once at the end
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums of loss, correct, counted; read only at the end
     processed = steps = dropped = 0
     singletons_fit: bool | None = None
     with private_randomness(stream("dropout").initial_seed(), device) as random:
@@ -207,7 +207,7 @@ def _step(
     amp: bool,
     random: torch.Generator,
 ) -> Compute:
-    """Return the function that does one forward and backward pass, from the same random state at every call."""
+    """Return the function that does one forward and backward pass; every call starts from the same random state."""
     state = random.get_state()
 
     def compute() -> LossAndOutputs:
@@ -227,14 +227,14 @@ def _step(
 
 
 def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:
-    """Return a fresh SGD optimizer over the trainable parameters (torch's weight decay: added to the gradient)."""
+    """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rate = settings.learning_rate.initial
     return torch.optim.SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
 
 
 def as_model_input(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Move a batch to the model's device and dtype; channels-last on CUDA, where convolutions are faster so."""
+    """Return a batch on the model's device and in its dtype; on CUDA channels-last, which makes convolutions faster."""
     inputs = inputs.to(device, dtype if inputs.is_floating_point() else None, non_blocking=True)
     if device.type == "cuda" and inputs.dim() == 4:
         return inputs.contiguous(memory_format=torch.channels_last)
@@ -243,7 +243,7 @@ def as_model_input(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> 
 
 @contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Give every module its train or eval mode back at the end of the block."""
+    """Restore every module's train or eval mode at the end of the block."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -253,9 +253,9 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 
 def takes_one_example(model: nn.Module, inputs: Tensor) -> bool:
-    """Tell whether a batch of one leaves every training BatchNorm more than one value per channel.
+    """Return whether every training BatchNorm sees more than one value per channel in a batch of one.
 
-    Found out by a forward pass in eval mode, which changes nothing: a BN2d late in a network may see 1x1 maps.
+    A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps.
     """
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
     counts: list[int] = []
@@ -267,7 +267,7 @@ def takes_one_example(model: nn.Module, inputs: Tensor) -> bool:
     try:
         with kept_modes(model), torch.no_grad():
             model.eval()(inputs)
-    except ValueError:  # torch's own refusal, from a BatchNorm without running statistics
+    except ValueError:  # torch raises it for a BatchNorm without running statistics
         return False
     finally:
         for handle in handles:

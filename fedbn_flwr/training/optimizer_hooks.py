@@ -1,4 +1,4 @@
-"""Acting on gradients right before an optimizer's step, also where a closure computes them inside it."""
+"""Change gradients right before an optimizer's step, also if a closure computes them inside the step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["before_steps"]
 
 
 def before_steps(optimizer: torch.optim.Optimizer, act: Callable[[], float]) -> RemovableHandle:
-    """Call ``act`` before every step of ``optimizer`` (a hook of torch's), once the gradients are there.
+    """Call ``act`` before every step of ``optimizer``, after the gradients are computed; uses a torch hook.
 
     Args:
-        optimizer: any; with a closure, as PyTorch Lightning has it, ``act`` follows every call of the closure.
-        act: changes gradients; returns what that adds to the loss, since a line search compares values.
+        optimizer: any. With a closure, as in PyTorch Lightning, ``act`` runs after every call of the closure.
+        act: changes the gradients. It returns what this adds to the loss, because a line search compares losses.
 
     Returns:
         The hook's handle.

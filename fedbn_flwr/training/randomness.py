@@ -1,8 +1,8 @@
-"""A private random stream for the layers that draw inside a forward pass (dropout, stochastic depth).
+"""A private random stream for layers that draw random numbers in a forward pass (dropout, stochastic depth).
 
-Torch's layers draw from the process's default generators. Clients that run in threads of one process share them, and
-a client's result would depend on who drew first. Inside ``private_randomness(seed, device)`` every random function
-called from this thread draws from a generator of its own, and the default generators are not touched.
+Torch's layers draw from the process's default generators. Clients in threads of one process share these generators, so
+a client's result would depend on which client draws first. Inside ``private_randomness(seed, device)`` every random
+function of this thread draws from a private generator, and the default generators do not change.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _RANDOM = frozenset(getattr(owner, name) for owner, names in _NAMES.items() for 
 
 
 class _DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
-    """Hand ``generator`` to every operator that draws."""
+    """Pass ``generator`` to every operator that draws random numbers."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ class _DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return func(*args, **given)
 
     def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-        """Dropout as CUDA's fused operator defines it, which takes no generator."""
+        """Return the result of CUDA's fused dropout operator, which takes no generator, and the mask."""
         if train is False or p == 0:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         mask = torch.empty_like(x).bernoulli_(1 - p, generator=self._generator).bool()
@@ -115,7 +115,7 @@ class _DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 class _PrivateStream(TorchFunctionMode):
-    """Run the random functions under ``_DrawFrom``; all others as they are, at almost no cost."""
+    """Run the random functions under ``_DrawFrom``, and all others unchanged, at almost no cost."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -136,13 +136,13 @@ class _PrivateStream(TorchFunctionMode):
 
 @contextmanager
 def private_randomness(seed: int, device: torch.device) -> Iterator[torch.Generator]:
-    """Draw every random number of this thread's forward passes on ``device`` from a stream seeded with ``seed``.
+    """Draw every random number of this thread's forward passes on ``device`` from a stream with this ``seed``.
 
-    The same seed gives the same numbers whether clients run in turn, in threads or in processes. What a model draws
-    through functions torch does not tag as random stays with the default generators.
+    The same seed gives the same numbers if clients run one by one, in threads or in processes. Functions that torch
+    does not tag as random still use the default generators.
 
     Yields:
-        The stream's generator, whose state may be read and set back.
+        The stream's generator; the caller may read its state and set it back.
     """
     generator = torch.Generator(device).manual_seed(seed)
     with _PrivateStream(generator):
@@ -150,7 +150,7 @@ def private_randomness(seed: int, device: torch.device) -> Iterator[torch.Genera
 
 
 def default_generators() -> dict[str, bytes | str]:
-    """Return the state of the process's default generators: torch's (CPU, and CUDA once in use), NumPy's, Python's."""
+    """Return the state of the process's default generators: torch's (CPU; CUDA if in use), NumPy's and Python's."""
     state: dict[str, bytes | str] = {"torch": torch.get_rng_state().numpy().tobytes()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
@@ -161,7 +161,7 @@ def default_generators() -> dict[str, bytes | str]:
 
 
 def set_default_generators(state: Mapping[str, Any]) -> None:
-    """Put the default generators where ``default_generators`` found them."""
+    """Restore the state of the default generators that ``default_generators`` returned."""
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
     if "cuda" in state:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))

@@ -16,17 +16,17 @@ __all__ = ["LearningRate", "LocalTraining", "share_of"]
 
 
 def share_of(fraction: float | str, count: int) -> int:
-    """Return floor(fraction * count), the fraction taken as the decimal it is written as: 0.29 of 100 is 29."""
+    """Return floor(fraction * count) for the fraction as a decimal number, as it is written: 0.29 of 100 is 29."""
     return math.floor(Fraction(str(fraction)) * count)
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate over server rounds: ``initial``, times each factor once its round has passed.
+    """The learning rate over server rounds: ``initial``, times the factor of every decay that has passed.
 
     Args:
         initial: the rate of round 1.
-        decay_after: round r means "from round r + 1"; the word "freeze" means "once the method has frozen BN".
+        decay_after: round r means "from round r + 1"; the word "freeze" means "after the method froze BN".
         factors: one factor for each entry of ``decay_after``.
     """
 
@@ -56,8 +56,8 @@ class LocalTraining:
 
     Args:
         learning_rate: rate over rounds.
-        local_steps: steps per round, each on a batch drawn with replacement (arXiv:2301.02982, 6.1); 0 = by epochs.
-        local_epochs: passes over the data per round in a fresh order, the last batch possibly smaller.
+        local_steps: steps per round, each on a batch drawn with replacement (arXiv:2301.02982, 6.1); 0 = use epochs.
+        local_epochs: passes over the data per round, each in a new order; the last batch may be smaller.
         batch_size: examples per step; 0 = the whole local data set in every step.
         sgd_momentum: momentum of SGD (not of BatchNorm); the optimizer is new in each round.
         weight_decay: L2 coefficient on every trainable parameter.
@@ -81,18 +81,18 @@ class LocalTraining:
             raise ConfigError("local_steps and local_epochs are both 0: nothing to train")
 
     def first_batch(self, num_examples: int) -> int:
-        """Return the examples in the first step's batch."""
+        """Return the number of examples in the first step's batch."""
         return min(self.batch_size or num_examples, num_examples)
 
     def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[Tensor]:
         """Yield the positions of each step's batch."""
         size = self.batch_size or num_examples
-        whole = size >= num_examples
-        if self.local_steps:
+        if size >= num_examples:
+            for _ in range(self.local_steps or self.local_epochs):
+                yield torch.arange(num_examples)
+        elif self.local_steps:
             for _ in range(self.local_steps):
-                drawn = torch.arange(num_examples) if whole else None
-                yield torch.randint(num_examples, (size,), generator=generator) if drawn is None else drawn
-            return
-        for _ in range(self.local_epochs):
-            order = torch.arange(num_examples) if whole else torch.randperm(num_examples, generator=generator)
-            yield from torch.split(order, size)
+                yield torch.randint(num_examples, (size,), generator=generator)
+        else:
+            for _ in range(self.local_epochs):
+                yield from torch.split(torch.randperm(num_examples, generator=generator), size)

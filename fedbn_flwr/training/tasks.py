@@ -1,4 +1,4 @@
-"""What is learned: a class for each image, or for each of its pixels. Torch only."""
+"""The learning tasks: a class for each image, or a class for each pixel. Torch only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IGNORED_PIXEL = 255
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the pixels that are not 255; 0 where all are (torch's own mean is NaN).
+    """Return the mean cross-entropy over the pixels that are not 255; 0 if all pixels are (torch's own mean is NaN).
 
     Args:
         outputs: logits (B, classes, H, W).
@@ -28,14 +28,14 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its loss, and what its tests count.
+    """A task: its loss, and the targets that its tests count.
 
     Attributes:
-        name: in messages.
+        name: the name in messages.
         loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)).
-        ignore: the target that neither trains nor counts.
-        score: the metric that a run is judged by, "accuracy" or "miou".
-        test_batch: examples tested at a time; it bounds the memory, and its sums decide the last bits.
+        ignore: targets with this value neither train nor count.
+        score: the main metric of a run, "accuracy" or "miou".
+        test_batch: examples per test batch. It limits the memory, and it changes the last bits of sums.
     """
 
     name: str = "classification"
@@ -54,12 +54,12 @@ SEGMENTATION = Task("segmentation", pixel_cross_entropy, _IGNORED_PIXEL, "miou",
 
 
 def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """Return how many targets of class i were taken for class j, int64 (classes, classes).
+    """Return how many targets of class i were classified as class j, int64 (classes, classes).
 
     Args:
         outputs: logits (B, classes, ...).
         targets: classes, int64 (B, ...).
-        ignore: targets equal to it are left out.
+        ignore: targets with this value are left out.
     """
     classes = outputs.shape[1]
     kept = targets != ignore
@@ -68,10 +68,10 @@ def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> float:
-    """Return the mean over classes of intersection / union, of a confusion matrix of a whole test set.
+    """Return the mean over classes of intersection / union, from the confusion matrix of a whole test set.
 
-    As Cityscapes' own evaluation: classes that are neither among the targets nor among the predictions are left out.
-    NaN where there is no class at all.
+    As in Cityscapes' own evaluation, classes that are neither in the targets nor in the predictions are left out. NaN
+    if no class is left.
     """
     counts = counts.double()
     intersection = counts.diagonal()

@@ -1,4 +1,4 @@
-"""Models inside wrappers that put a prefix before every name of the state: ``torch.compile``, DDP, averaged models."""
+"""Models in wrappers that add a prefix to every name of the state: ``torch.compile``, DDP, averaged models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSIDE = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, Dat
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model, what it wraps, what that wraps, ...: a wrapper's state is one module's, with a prefix."""
+    """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
     children = dict(model.named_children())
     if len(children) == 1 and (name := next(iter(children))) in _INSIDE and not list(model.parameters(recurse=False)):
@@ -24,27 +24,27 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile`` (``_orig_mod.``), DDP and the like (``module.``), at any depth.
 
-    Its parameters are the wrapper's: train the wrapper, send ``unwrap(model).state_dict()``.
+    Both share their parameters: train the wrapper, send ``unwrap(model).state_dict()``.
     """
     *_, innermost = _layers(model)
     return innermost
 
 
 def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return the module, among ``model`` and what it wraps, whose state dict has exactly these names.
+    """Return the module whose state dict has exactly these names: ``model`` or a module that it wraps.
 
     Raises:
-        StateError: none has; with the remedy where only a wrapper's prefix is between them.
+        StateError: no module has them. The message gives the remedy if only a wrapper's prefix differs.
     """
     wanted = frozenset(names)
-    for view in _layers(model):
-        own = frozenset(view.state_dict(keep_vars=True))
-        if own == wanted:
-            return view
+    for module in _layers(model):
+        found = frozenset(module.state_dict(keep_vars=True))
+        if found == wanted:
+            return module
     bare = {_without_prefixes(name) for name in wanted}
-    missing, extra = sorted(own - wanted), sorted(wanted - own)
+    missing, extra = sorted(found - wanted), sorted(wanted - found)
     message = f"the arrays do not fit the model: {len(missing)} entries are missing and {len(extra)} unknown"
-    if bare == own:
+    if bare == found:
         message += (
             f": they come from a wrapped model ('{extra[0]}'), and this one is not wrapped. Build the initial arrays "
             "from fedbn_flwr.unwrap(model).state_dict()"
@@ -54,10 +54,10 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
     raise StateError(message + ".")
 
 
-def wrapper_prefix(names: Collection[str], own: Collection[str]) -> str:
-    """Return what wrappers put before every one of ``names``, "" where they are among the model's ``own`` already."""
+def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
+    """Return the wrappers' prefix of ``names``, compared with ``model_names``; "" if they have none."""
     prefix = ""
-    while names and not all(name.removeprefix(prefix) in own for name in names):
+    while names and not all(name.removeprefix(prefix) in model_names for name in names):
         step = next(iter(names)).removeprefix(prefix).partition(".")[0]
         if step not in _INSIDE or not all(name.startswith(f"{prefix}{step}.") for name in names):
             return ""

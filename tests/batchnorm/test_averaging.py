@@ -34,7 +34,7 @@ def exact_mean(values: list[float], counts: list[int]) -> Fraction:
 
 
 def oracle(states: list[dict[str, np.ndarray]], counts: list[int], pooled: bool) -> dict[str, np.ndarray]:
-    """The definition, element by element, without rounding until the end."""
+    """The definition, element by element, rounded only at the end."""
     result = {}
     for name, first in states[0].items():
         out = np.empty(first.shape, dtype=first.dtype)
@@ -67,7 +67,7 @@ def test_against_exact_arithmetic(pooled: bool) -> None:
         np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=1e-14)
 
 
-def test_sums_are_in_float64_also_for_half_precision() -> None:
+def test_sums_of_half_precision_are_in_float64() -> None:
     states = [{"x": np.asarray([1.0], dtype=np.float16)}] + [{"x": np.asarray([2.0**-11], np.float16)}] * 2048
     got = average(states, [1.0] * 2049, split_state({"x": None}))["x"]
     assert got.dtype == np.float16
@@ -83,7 +83,7 @@ def test_counters_take_the_maximum_and_stay_int64() -> None:
 
 
 def test_ten_times_the_same_counter_is_that_counter() -> None:
-    """Flower's FedAvg makes 9.999999999999998 of it."""
+    """Flower's FedAvg returns 9.999999999999998."""
     states = [{"bn.num_batches_tracked": np.asarray(10)}] * 10
     assert average(states, [0.1] * 10, PARTS)["bn.num_batches_tracked"] == 10
 
@@ -106,7 +106,7 @@ counts_of = st.lists(st.integers(1, 500), min_size=2, max_size=6)
 
 @settings(max_examples=40, deadline=None)
 @given(counts=counts_of, seed=st.integers(0, 1000), data=st.data())
-def test_the_order_of_arrival_does_not_matter_once_sorted(counts: list[int], seed: int, data: st.DataObject) -> None:
+def test_sorted_replies_give_the_same_bits_in_any_order(counts: list[int], seed: int, data: st.DataObject) -> None:
     """Callers sort by partition id: any permutation of the replies then gives the same bits."""
     replies = [(i, client(seed + i), float(n)) for i, n in enumerate(counts)]
     arrived = data.draw(st.permutations(replies))
@@ -130,7 +130,7 @@ def test_pooled_variance_is_that_of_the_concatenated_data(counts: list[int], see
 
 
 def test_pooled_variance_does_not_cancel() -> None:
-    """The means' spread is 2.25; their squares differ in the digits that float64 has left."""
+    """The spread of the means is 2.25; their squares differ only in the last digits of float64."""
     states = [{"running_mean": np.asarray([1e9 + d]), "running_var": np.asarray([1e-3])} for d in (-1.5, 1.5)]
     got = average(states, [1.0, 1.0], split_state(states[0]), "pooled")["running_var"]
     assert got == pytest.approx([2.251], rel=1e-14)
@@ -167,7 +167,7 @@ def problem(change: dict[str, np.ndarray | None]) -> str:
     return str(error.value)
 
 
-def test_check_state_says_what_is_wrong_with_which_entry() -> None:
+def test_check_state_names_the_entry_and_the_problem() -> None:
     check_state(client(1), client(0), PARTS)
     assert problem({"w": None}) == "entry 'w' is missing"
     assert problem({"extra": np.zeros(1)}) == "entry 'extra' was not asked for"

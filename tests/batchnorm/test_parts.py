@@ -14,7 +14,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 
 
 class OwnNorm(nn.BatchNorm2d):
-    """A subclass with an entry of its own."""
+    """A subclass with one more entry."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -61,7 +61,7 @@ def test_downsample_layers_of_resnet_are_found() -> None:
     assert parts.part_of["layer2.0.downsample.0.weight"] is Part.REST
 
 
-def test_names_do_not_decide() -> None:
+def test_the_split_does_not_depend_on_names() -> None:
     model = nn.ModuleDict({"bn1": nn.Linear(2, 2), "conv": nn.BatchNorm1d(2), "running_mean": nn.Linear(2, 1)})
     parts = split_state(model)
     assert parts.rest == ("bn1.weight", "bn1.bias", "running_mean.weight", "running_mean.bias")
@@ -88,7 +88,7 @@ def test_every_kind_of_batch_norm(layer: nn.Module) -> None:
     assert sizes(split_state(nn.Sequential(nn.Conv2d(3, 3, 1), layer))) == (2, 2, 1, 2)
 
 
-def test_a_module_at_two_paths_stands_twice() -> None:
+def test_a_module_at_two_paths_is_listed_twice() -> None:
     norm = nn.BatchNorm1d(2)
     model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm)})
     parts = split_state(model)

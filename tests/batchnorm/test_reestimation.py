@@ -1,4 +1,4 @@
-"""Statistics gathered from zero: merging is exact, every layer is that of plain passes written out, nothing changes."""
+"""Re-estimated statistics: merging is exact, every layer has those of plain passes, and the model does not change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Many(nn.Module):
         return self.bare(self.twice(self.frozen(x)) + self.twice(self.a(input=x * x)))
 
 
-def test_layers_called_twice_never_frozen_or_at_two_paths(points) -> None:
+def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:
     model, data = Many().double(), points(9, 1)
     found = reestimate_statistics(model, data, batch_size=0)
     assert list(found) == ["twice", "a", "b"]
@@ -82,7 +82,7 @@ def test_layers_called_twice_never_frozen_or_at_two_paths(points) -> None:
     np.testing.assert_allclose(found["twice"].variance, both.var(0), rtol=1e-12)
 
 
-def test_the_model_is_left_as_it_was(points, mlp) -> None:
+def test_the_model_does_not_change(points, mlp) -> None:
     model = mlp(dropout=0.5)
     model.train()
     model[3].eval()
@@ -104,7 +104,7 @@ def named(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules())
 
 
-def test_batches_in_order_and_a_lone_last_example(points, mlp) -> None:
+def test_batches_are_in_order_and_a_single_last_example_joins_one(points, mlp) -> None:
     data = points(9)
     assert reestimate_statistics(mlp(), data, batch_size=4)["1"].count == 9
     assert data.asked[-2:] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]], "BatchNorm1d cannot take one example: it joins"
@@ -129,8 +129,8 @@ def test_dropout_draws_from_its_own_seed(points) -> None:
     offset=st.sampled_from([0.0, 1e4, 1e8]),
     seed=st.integers(0, 9),
 )
-def test_merging_is_one_pass_over_all_values(sizes: list[int], offset: float, seed: int) -> None:
-    """Without cancellation: at an offset of 1e8 the naive E[x^2] - E[x]^2 would have no digit left."""
+def test_merged_moments_are_those_of_all_values(sizes: list[int], offset: float, seed: int) -> None:
+    """Without cancellation: at an offset of 1e8 the naive E[x^2] - E[x]^2 would lose all digits."""
     values = np.random.default_rng(seed).normal(size=(sum(sizes), 3)) + offset
     parts = np.split(values, np.cumsum(sizes)[:-1])
     total = functools.reduce(merge, (moments_of(torch.from_numpy(part)) for part in parts))

@@ -55,7 +55,7 @@ def test_equals_the_oracle_for_any_shape(n: int, c: int, height: int, width: int
     assert torch.equal(got, oracle(inputs, crop, flip, torch.Generator().manual_seed(n)))
 
 
-def test_every_offset_and_both_flips_occur_and_the_input_stays() -> None:
+def test_every_offset_and_both_flips_occur_and_the_input_is_unchanged() -> None:
     inputs = images(1, 1, 4, 4).expand(4000, -1, -1, -1)
     before = inputs.clone()
     crops = Augment(crop=2)(inputs, torch.Generator().manual_seed(0))
@@ -69,7 +69,7 @@ def test_every_offset_and_both_flips_occur_and_the_input_stays() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  "])
-def test_no_text_no_augmentation(text: str) -> None:
+def test_an_empty_text_gives_no_augmentation(text: str) -> None:
     assert Augment.parse(text) is None
 
 
@@ -94,7 +94,7 @@ def test_unknown_entries_are_refused(text: str, entry: str) -> None:
 
 @pytest.mark.parametrize("text", ["flip,flip", "crop2,crop2", "crop2,crop4"])
 def test_repeated_entries_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="is there twice"):
         Augment.parse(text)
 
 

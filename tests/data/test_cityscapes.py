@@ -1,4 +1,4 @@
-"""Cityscapes: tiny images in its layout."""
+"""Cityscapes: small images in the published layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_client_per_city_and_no_split_by_class(root: Path) -> None:
             split_dataset(data, name, 2, seed=0)
 
 
-def test_what_is_wrong_is_named(root: Path) -> None:
+def test_a_wrong_folder_or_label_is_named(root: Path) -> None:
     with pytest.raises(DataError, match=r"7 images of 4x4x8 bytes.*up to 3 pixels high"):
         load_dataset("cityscapes", root, size=4, max_bytes=7 * 4 * 4 * 8 - 1)
     label = root / "cityscapes/gtFine/train/bremen/bremen_000001_000019_gtFine_labelIds.png"

@@ -61,7 +61,7 @@ def of_group(data: Dataset, name: str, split: str) -> tuple[torch.Tensor, torch.
     return samples.inputs[chosen], samples.targets[chosen]
 
 
-def test_the_real_office_caltech10() -> None:
+def test_real_office_caltech10_files() -> None:
     data = load_dataset("office-caltech10", real("office_caltech10"))
     assert data.group_names == ("amazon", "caltech", "dslr", "webcam")
     assert torch.bincount(data.train.groups).tolist() == [771, 902, 130, 239]
@@ -81,7 +81,7 @@ def test_the_real_office_caltech10() -> None:
     ("name", "folder", "known"),
     [("office-caltech10", "office_caltech10", OFFICE_CALTECH10), ("domainnet10", "domainnet", DOMAINNET10)],
 )
-def test_folders_give_each_fifth_file_of_a_class_to_the_test_set(
+def test_every_fifth_file_of_a_class_is_a_test_file(
     tmp_path: Path, name: str, folder: str, known: tuple[tuple[str, ...], tuple[str, ...]]
 ) -> None:
     domains, classes = known
@@ -99,7 +99,7 @@ def test_folders_give_each_fifth_file_of_a_class_to_the_test_set(
                 assert (inputs == inputs[:, :1, :1, :1]).all()
 
 
-def test_npz_and_folders_may_stand_side_by_side_in_grey(tmp_path: Path) -> None:
+def test_npz_files_and_folders_together_in_grey(tmp_path: Path) -> None:
     domains, classes = OFFICE_CALTECH10
     write_folders(tmp_path, domains[1:], classes, each=5)
     images = random_images(0, 4, 2, 2, 3)
@@ -128,7 +128,7 @@ def test_npz_and_folders_may_stand_side_by_side_in_grey(tmp_path: Path) -> None:
     ],
     ids=["image", "keys", "labels", "lengths", "floats", "axes", "channels", "npz", "domain", "class"],
 )  # fmt: skip
-def test_what_is_wrong_in_a_domain_is_named(tmp_path: Path, spoil, message: str) -> None:
+def test_a_wrong_domain_is_named(tmp_path: Path, spoil, message: str) -> None:
     write_folders(tmp_path, *OFFICE_CALTECH10, each=5)
     spoil(tmp_path)
     with pytest.raises(DataError, match=message) as caught:
@@ -175,7 +175,7 @@ def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
         load_dataset("digits-five", tmp_path)
 
 
-def test_the_real_digits() -> None:
+def test_real_digits_files() -> None:
     data = load_dataset("digits-five", real("mnist_m"))
     assert data.group_names == ("mnist", "usps", "mnist-m")
     assert torch.bincount(data.train.groups).tolist() == [60_000, 7_291, 8_000]
@@ -228,7 +228,7 @@ def test_the_embedded_transformations_by_hand() -> None:
     assert len(torch.unique(coloured.amax((2, 3)), dim=0)) > 300
 
 
-def test_the_embedded_domains_have_their_constants_and_are_the_same_every_time() -> None:
+def test_the_embedded_domains_have_fixed_constants_and_bytes() -> None:
     data = load_dataset("digits-domains")
     pixels = data.train.inputs.double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)

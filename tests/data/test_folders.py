@@ -31,7 +31,7 @@ def rows(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def test_images_are_decoded_in_order_whatever_their_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_every_mode_are_decoded_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "_CHUNK", 3)
     modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
     expected = [write(tmp_path / f"{at}.png", seed=at, mode=mode) for at, mode in enumerate(modes)]
@@ -41,7 +41,7 @@ def test_images_are_decoded_in_order_whatever_their_mode(tmp_path: Path, monkeyp
     assert samples.targets.tolist() == list(range(7))
 
 
-def test_jpegs_and_any_case_of_the_suffix(tmp_path: Path) -> None:
+def test_jpegs_and_suffixes_in_upper_case(tmp_path: Path) -> None:
     names = ["a.jpg", "b.JPEG", "c.PNG", "d.webp", "e.bmp"]
     for name in names:
         write(tmp_path / name)
@@ -51,7 +51,7 @@ def test_jpegs_and_any_case_of_the_suffix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("centre", [False, True])
-def test_images_are_squeezed_or_cut_to_the_central_square(tmp_path: Path, centre: bool) -> None:
+def test_images_are_resized_or_cut_to_the_central_square(tmp_path: Path, centre: bool) -> None:
     image = rows(write(tmp_path / "wide.png", size=(9, 4)))
     samples = decoded([(tmp_path / "wide.png", 0)], Shape(3, 3, 3, LIMIT), centre=centre)
     seen = image[:, :, 2:6] if centre else image
@@ -88,7 +88,7 @@ def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
     assert load_dataset("tiny-imagenet", tmp_path / "tiny-imagenet-200", channels=1).test.inputs.shape == (3, 1, 64, 64)
 
 
-def test_tiny_imagenet_names_what_is_absent(tmp_path: Path) -> None:
+def test_tiny_imagenet_names_absent_files(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path)
     (tmp_path / "val/images/val_1.JPEG").unlink()
     with pytest.raises(DataError, match=r"val_1.JPEG cannot be read: .*No such file"):

@@ -1,4 +1,4 @@
-"""Splits by group, and test examples of a client's own domain."""
+"""Splits by group: clients get training and test examples of one domain."""
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(share: flo
     assert [len(part) for part in parts] == sizes
     several = domain(groups, 6, share)
     for which in (0, 1):
-        dealt = several[which::2]
-        assert np.array_equal(np.sort(np.concatenate(dealt)), parts[which])  # the share is the domain's, not a client's
-        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+        shares = several[which::2]
+        assert np.array_equal(
+            np.sort(np.concatenate(shares)), parts[which]
+        )  # the share is the domain's, not a client's
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_which_examples_of_a_domain_are_used_is_drawn() -> None:
@@ -63,7 +65,7 @@ def test_shares_must_be_fractions_or_whole_numbers(share: float) -> None:
         domain(shuffled([5, 5]), 2, share)
 
 
-def test_domain_says_what_does_not_suffice() -> None:
+def test_domain_names_the_number_that_is_too_small() -> None:
     groups = shuffled([40, 5, 5])
     with pytest.raises(ConfigError, match=r"num-clients=2 is fewer than the 3 domains \(.+, .+, .+\). Use 3 or more"):
         domain(groups, 2)
@@ -90,7 +92,7 @@ def test_groups_are_needed_and_must_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, info in PARTITIONS.items() if not info.by_group])
-def test_other_splits_do_not_look_at_groups(name: str) -> None:
+def test_other_splits_ignore_groups(name: str) -> None:
     labels = shuffled([40] * 10)
     parts = [make_partition(name, labels, 4, seed=0, classes_per_client=5, groups=g) for g in (None, labels % 3)]
     assert all(np.array_equal(a, b) for a, b in zip(*parts, strict=True))
@@ -98,24 +100,24 @@ def test_other_splits_do_not_look_at_groups(name: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_dealing_by_cells_is_dealing_each_group_alone(clients: int, classes: int, many: int, seed: int) -> None:
-    """How many test examples of a class and group a client gets: what it would get were the group the data set."""
+def test_with_groups_each_group_is_split_as_one_data_set(clients: int, classes: int, many: int, seed: int) -> None:
+    """A client gets as many test examples of a class and group as if the group were the whole data set."""
     rng = np.random.default_rng(seed)
     labels, groups, owner = (rng.integers(0, n, 60) for n in (classes, many, clients))
     test_labels, test_groups = rng.integers(0, classes, 40), rng.integers(0, many + 1, 40)
     parts = [np.flatnonzero(owner == client) for client in range(clients)]
-    dealt = partition_test_set(parts, labels, test_labels, 1, groups, test_groups)
-    assert len(np.unique(np.concatenate(dealt))) == sum(map(len, dealt))
+    test_parts = partition_test_set(parts, labels, test_labels, 1, groups, test_groups)
+    assert len(np.unique(np.concatenate(test_parts))) == sum(map(len, test_parts))
     for group in range(many + 1):
-        own, tests = np.flatnonzero(groups == group), np.flatnonzero(test_groups == group)
-        places = [np.flatnonzero(np.isin(own, part)) for part in parts]
-        alone = partition_test_set(places, labels[own], test_labels[tests], 1)
+        members, tests = np.flatnonzero(groups == group), np.flatnonzero(test_groups == group)
+        places = [np.flatnonzero(np.isin(members, part)) for part in parts]
+        alone = partition_test_set(places, labels[members], test_labels[tests], 1)
         for client in range(clients):
-            found = Counter(test_labels[dealt[client]][test_groups[dealt[client]] == group].tolist())
+            found = Counter(test_labels[test_parts[client]][test_groups[test_parts[client]] == group].tolist())
             assert found == Counter(test_labels[tests][alone[client]].tolist())
 
 
-def test_one_group_is_no_groups_bit_for_bit() -> None:
+def test_one_group_gives_the_same_bits_as_no_groups() -> None:
     labels, test_labels = shuffled([40] * 5), shuffled([9] * 5, seed=1)
     parts = make_partition("dirichlet", labels, 3, seed=0)
     plain = partition_test_set(parts, labels, test_labels, 7)
@@ -123,7 +125,7 @@ def test_one_group_is_no_groups_bit_for_bit() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(plain, grouped, strict=True))
 
 
-def test_dealing_needs_both_groups_or_neither() -> None:
+def test_the_test_set_needs_both_groups_or_neither() -> None:
     with pytest.raises(DataError, match="needs the groups of training and test examples, or neither"):
         partition_test_set([np.arange(3)], np.zeros(3), np.zeros(3), 0, np.zeros(3, np.int64))
 
@@ -133,20 +135,20 @@ def test_clients_are_tested_on_their_own_domain(name: str, clients: int) -> None
     data = load_dataset("digits-domains")
     train, test = split_dataset(data, name, clients, seed=3)
     groups, test_groups = data.train.groups.numpy(), data.test.groups.numpy()
-    for own, dealt in zip(train, test, strict=True):
-        assert len(set(groups[own].tolist())) == 1
-        assert set(test_groups[dealt].tolist()) == set(groups[own].tolist())
+    for train_part, test_part in zip(train, test, strict=True):
+        assert len(set(groups[train_part].tolist())) == 1
+        assert set(test_groups[test_part].tolist()) == set(groups[train_part].tolist())
     assert np.array_equal(np.sort(np.concatenate(test)), np.arange(1795))
 
 
-def test_split_dataset_is_make_partition_and_deal_test() -> None:
+def test_split_dataset_is_make_partition_and_partition_test_set() -> None:
     data = load_dataset("digits")
     labels, test_labels = data.train.targets.numpy(), data.test.targets.numpy()
     train, test = split_dataset(data, "classes", 5, seed=2, classes_per_client=4)
     expected = make_partition("classes", labels, 5, seed=2, num_classes=10, classes_per_client=4)
     assert all(np.array_equal(a, b) for a, b in zip(train, expected, strict=True))
-    dealt = partition_test_set(expected, labels, test_labels, 2)
-    assert all(np.array_equal(a, b) for a, b in zip(test, dealt, strict=True))
+    test_parts = partition_test_set(expected, labels, test_labels, 2)
+    assert all(np.array_equal(a, b) for a, b in zip(test, test_parts, strict=True))
     with pytest.raises(ConfigError, match="unknown partition 'dirichlett'"):
         split_dataset(data, "dirichlett", 5, seed=2)
 

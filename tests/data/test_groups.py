@@ -1,4 +1,4 @@
-"""Samples with groups and with classes of pixels, and the views of them."""
+"""Samples with groups and with classes of pixels, and subsets of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def segmented(count: int = 2, height: int = 4, width: int = 6) -> Samples:
     return Samples(inputs, inputs[:, 0].clone())
 
 
-def test_groups_follow_the_samples_and_the_view() -> None:
+def test_groups_follow_the_samples_and_the_subset() -> None:
     samples = grouped([2, 0, 1, 0])
     assert torch.equal(samples.to("cpu").groups, samples.groups)
     assert torch.equal(reshaped(samples, Shape(3, 5, 5, 0)).groups, samples.groups)
@@ -93,8 +93,8 @@ def test_pixel_targets_need_the_size_of_their_images() -> None:
 def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:
     samples = segmented(count=50)
     augment = Augment(crop=2, flip=True)
-    view = Subset(samples, None, mean=(0.0,), std=(1.0,), augment=augment)
-    inputs, targets = view.batch(torch.arange(50), torch.Generator().manual_seed(1))
+    subset = Subset(samples, None, mean=(0.0,), std=(1.0,), augment=augment)
+    inputs, targets = subset.batch(torch.arange(50), torch.Generator().manual_seed(1))
     expected = augment(samples.inputs, torch.Generator().manual_seed(1))
     ones = augment(torch.ones_like(samples.inputs), torch.Generator().manual_seed(1))
     assert torch.equal(inputs, expected.float() / 255)

@@ -1,4 +1,4 @@
-"""Data sets: the embedded one, files read in place, and what is said where files are absent."""
+"""Data sets: the embedded one, files read in place, and the messages for absent files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def write_mnist(root: Path, suffix: str = ".gz") -> dict[str, np.ndarray]:
     return arrays
 
 
-def test_digits_are_sklearns_split_once_for_all_by_class() -> None:
+def test_digits_are_those_of_sklearn_with_one_fixed_split_by_class() -> None:
     from sklearn.datasets import load_digits
 
     data = load_dataset("digits")
@@ -103,7 +103,7 @@ def test_the_constants_of_digits_are_those_of_its_training_split() -> None:
     assert_constants_hold(load_dataset("digits"))
 
 
-def test_one_copy_per_process_however_the_arguments_are_spelled(tmp_path: Path) -> None:
+def test_one_copy_per_process_for_every_spelling_of_the_arguments(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     first = load_dataset("mnist", tmp_path)
     same = load_dataset(name="mnist", data_dir=f"{tmp_path}/../{tmp_path.name}", channels=1, size=28, device="cpu")
@@ -112,7 +112,7 @@ def test_one_copy_per_process_however_the_arguments_are_spelled(tmp_path: Path) 
     assert load_dataset("mnist", tmp_path, size=14) is not first
 
 
-def test_threads_that_come_at_once_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_load_at_the_same_time_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Dataset] = []
     barrier = threading.Barrier(4)
 
@@ -144,7 +144,7 @@ def test_idx_files_are_read_in_place_packed_or_not(tmp_path: Path, suffix: str) 
     ("name", "folder"),
     [("mnist", "MNIST"), pytest.param("fashion-mnist", "FashionMNIST", marks=pytest.mark.slow)],
 )
-def test_the_real_mnists(name: str, folder: str) -> None:
+def test_real_mnist_files(name: str, folder: str) -> None:
     root = real(folder)
     data = load_dataset(name, root)
     assert data.train.inputs.shape == (60_000, 1, 28, 28)
@@ -154,7 +154,7 @@ def test_the_real_mnists(name: str, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_cifar10(tmp_path: Path) -> None:
+def test_real_cifar10_files(tmp_path: Path) -> None:
     folder = real("cifar10_compact") / "cifar10_compact"
     spec = importlib.util.spec_from_file_location("unpack_cifar10", folder / "unpack_cifar10.py")
     assert spec is not None
@@ -188,7 +188,7 @@ def test_usps_and_its_constants(tmp_path: Path) -> None:
     assert_constants_hold(Dataset("usps", whole, whole, 10, data.mean, data.std))
 
 
-def test_svhn_in_its_own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_svhn_in_its_published_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import scipy.io
     from torchvision.datasets import SVHN
 
@@ -242,7 +242,7 @@ def test_chunks_do_not_change_the_result() -> None:
     assert torch.equal(reshaped(samples, shape, chunk=7).inputs, reshaped(samples, shape).inputs)
 
 
-def test_nothing_to_do_gives_the_same_samples() -> None:
+def test_samples_in_the_right_shape_are_returned_as_they_are() -> None:
     samples = load_dataset("digits").test
     assert reshaped(samples, Shape(1, 8, 8, 0)) is samples
 

@@ -1,4 +1,4 @@
-"""Splits: Appendix D of the FedTAN paper, flwr-datasets' partitioners, and the dealing of the test set."""
+"""Splits: Appendix D of the FedTAN paper, flwr-datasets' partitioners, and the split of the test set."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def test_more_clients_than_classes_share_them() -> None:
     assert (counts[counts > 0] == 15).all()
 
 
-def test_classes_that_no_window_covers_are_not_used() -> None:
+def test_classes_that_no_client_has_are_not_used() -> None:
     labels = labels_of([6] * 10)
     partition = make_partition("classes", labels, 3, seed=0, classes_per_client=2)
     counts = partition_counts(partition, labels, 10)
     assert np.array_equal(np.flatnonzero(counts.sum(0)), [0, 1, 3, 4, 6, 7])
-    dealt = partition_test_set(partition, labels, labels_of([2] * 10), seed=0)
-    assert sum(map(len, dealt)) == 12
+    test_parts = partition_test_set(partition, labels, labels_of([2] * 10), seed=0)
+    assert sum(map(len, test_parts)) == 12
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_a_split_depends_on_the_seed_alone_and_covers_everything(name: str) -> None:
+def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> None:
     labels = labels_of([40] * 10)
     groups = np.arange(400) % (4 if name == "natural" else 2)
     first, again, other = (
@@ -105,7 +105,7 @@ def test_a_split_depends_on_the_seed_alone_and_covers_everything(name: str) -> N
     assert_valid(first, np.arange(400))
 
 
-def test_splits_are_silent_and_write_no_file(tmp_path: Path) -> None:
+def test_splits_print_nothing_and_write_no_file(tmp_path: Path) -> None:
     code = (
         "import numpy as np; from fedbn_flwr.data.partitioning import make_partition; labels = np.arange(500) % 10;"
         "print(*(len(make_partition(name, labels, 20, seed=0, alpha=0.3)) for name in ('iid', 'dirichlet')))"
@@ -150,7 +150,7 @@ def test_dirichlet_is_flwr_datasets_partitioner() -> None:
     assert np.array_equal(partition_counts(partition, labels, 10), np.stack(expected))
 
 
-def test_dirichlet_alpha_means_what_it_says() -> None:
+def test_a_small_dirichlet_alpha_gives_uneven_classes() -> None:
     labels = labels_of([500] * 10)
     spread = {}
     for alpha in (0.1, 100.0):
@@ -160,7 +160,7 @@ def test_dirichlet_alpha_means_what_it_says() -> None:
     assert spread[100.0] < 0.15
 
 
-def test_dirichlet_is_redrawn_beyond_the_partitioners_own_draws() -> None:
+def test_dirichlet_draws_more_often_than_the_partitioner() -> None:
     labels = labels_of([100] * 10)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -169,7 +169,7 @@ def test_dirichlet_is_redrawn_beyond_the_partitioners_own_draws() -> None:
     assert_valid(partition, np.arange(1000))
 
 
-def test_dirichlet_gives_up_with_the_small_partitions_named() -> None:
+def test_dirichlet_gives_up_and_names_the_small_partitions() -> None:
     with pytest.raises(DataError, match=r"in each of 220 draws .* fewer than 10 examples \(in one: partition \d+: \d"):
         make_partition("dirichlet", labels_of([20] * 10), 15, seed=0, alpha=0.01)
 
@@ -209,7 +209,7 @@ def test_more_clients_than_examples() -> None:
         make_partition("iid", np.array([0, 1, 2]), 4, seed=0)
 
 
-def test_no_clients_and_unknown_kinds_and_stray_labels() -> None:
+def test_no_clients_unknown_kinds_and_wrong_labels_are_refused() -> None:
     with pytest.raises(ConfigError, match="num-clients=0: at least 1 needed"):
         make_partition("iid", np.array([0, 1]), 0, seed=0)
     with pytest.raises(ConfigError, match=r"unknown partition 'dirichlett'. Did you mean 'dirichlet'"):
@@ -218,11 +218,11 @@ def test_no_clients_and_unknown_kinds_and_stray_labels() -> None:
         make_partition("iid", np.array([0, 5]), 1, seed=0, num_classes=3)
 
 
-def slow_deal(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
+def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
     """Largest remainder in rational arithmetic, one client at a time."""
     from fractions import Fraction
 
-    dealt = np.zeros_like(counts)
+    result = np.zeros_like(counts)
     for label, available in enumerate(tests.tolist()):
         total = int(counts[:, label].sum())
         if not total:
@@ -232,41 +232,42 @@ def slow_deal(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
         order = sorted(range(len(quotas)), key=lambda client: (sizes[client] - quotas[client], client))
         for client in order[: available - sum(sizes)]:
             sizes[client] += 1
-        dealt[:, label] = sizes
-    return dealt
+        result[:, label] = sizes
+    return result
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_the_test_set_is_dealt_in_proportion_by_largest_remainder(clients: int, classes: int, seed: int) -> None:
+def test_the_test_set_is_split_in_proportion_by_largest_remainder(clients: int, classes: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, classes, 40)
-    owner = rng.integers(-1, clients, 40)  # -1: an example nobody holds
+    owner = rng.integers(-1, clients, 40)  # -1: an example that no client holds
     partition = [np.flatnonzero(owner == client) for client in range(clients)]
     test_labels = rng.integers(0, classes, int(rng.integers(0, 30)))
-    dealt = partition_test_set(partition, labels, test_labels, seed=1)
+    test_parts = partition_test_set(partition, labels, test_labels, seed=1)
     counts = partition_counts(partition, labels, classes)
-    expected = slow_deal(counts, np.bincount(test_labels, minlength=classes))
-    assert np.array_equal(partition_counts(dealt, test_labels, classes), expected)
-    assert_valid(dealt, np.flatnonzero((counts.sum(0) > 0)[test_labels]))
+    expected = slow_test_counts(counts, np.bincount(test_labels, minlength=classes))
+    assert np.array_equal(partition_counts(test_parts, test_labels, classes), expected)
+    assert_valid(test_parts, np.flatnonzero((counts.sum(0) > 0)[test_labels]))
     assert all(
-        np.array_equal(a, b) for a, b in zip(dealt, partition_test_set(partition, labels, test_labels, 1), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(test_parts, partition_test_set(partition, labels, test_labels, 1), strict=True)
     )
 
 
-def test_dealing_ties_go_to_the_lower_partition_id_and_the_draw_is_seeded() -> None:
+def test_ties_go_to_the_lower_partition_id_and_the_seed_draws_examples() -> None:
     labels = np.zeros(30, np.int64)
     partition = [np.arange(10), np.arange(10, 20), np.arange(20, 30)]
     test_labels = np.zeros(101, np.int64)
-    dealt = partition_test_set(partition, labels, test_labels, seed=0)
-    assert [len(part) for part in dealt] == [34, 34, 33]
+    test_parts = partition_test_set(partition, labels, test_labels, seed=0)
+    assert [len(part) for part in test_parts] == [34, 34, 33]
     assert any(
         not np.array_equal(a, b)
-        for a, b in zip(dealt, partition_test_set(partition, labels, test_labels, 1), strict=True)
+        for a, b in zip(test_parts, partition_test_set(partition, labels, test_labels, 1), strict=True)
     )
 
 
-def test_dealing_follows_appendix_d() -> None:
+def test_the_test_split_follows_appendix_d() -> None:
     labels, test_labels = labels_of([5000] * 10), labels_of([1000] * 10, seed=1)
     partition = make_partition("classes", labels, 5, seed=0, classes_per_client=4)
     train = partition_counts(partition, labels, 10)
@@ -275,7 +276,7 @@ def test_dealing_follows_appendix_d() -> None:
     )
 
 
-def test_the_registry_has_a_summary_and_a_source_each() -> None:
+def test_every_partition_has_a_summary_and_a_source() -> None:
     by_class = ["dirichlet", "dirichlet-equal", "classes", "shards", "unbalanced-shards"]
     assert list(PARTITIONS) == ["iid", *by_class, "domain", "natural"]
     assert [name for name, info in PARTITIONS.items() if info.by_class] == by_class

@@ -1,4 +1,4 @@
-"""The picture of a split and its table."""
+"""The picture and the table of a split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_table() -> None:
     assert partition_table(COUNTS, ["amazon", "b", "c"]).splitlines()[0] == "client  amazon   b  c  all"
 
 
-def test_the_table_of_many_classes_says_how_many_and_which_is_largest() -> None:
+def test_with_many_classes_the_table_shows_their_number_and_the_largest() -> None:
     counts = np.zeros((2, 100), np.int64)
     counts[0, [3, 7]] = 5, 6
     counts[1, 99] = 40
@@ -40,7 +40,7 @@ def test_the_table_of_many_classes_says_how_many_and_which_is_largest() -> None:
     ]
 
 
-def test_the_picture_is_a_png_that_depends_on_counts_and_title_alone() -> None:
+def test_the_picture_is_a_png_that_depends_only_on_counts_and_title() -> None:
     png = partition_picture(COUNTS, "classes, 2 clients")
     assert png.startswith(b"\x89PNG")
     assert png == partition_picture(COUNTS, "classes, 2 clients")
@@ -49,7 +49,7 @@ def test_the_picture_is_a_png_that_depends_on_counts_and_title_alone() -> None:
     assert png != partition_picture(COUNTS, "classes, 2 clients", ["a", "b", "c"])
 
 
-def test_clients_stand_from_left_to_right_and_classes_from_below() -> None:
+def test_clients_are_columns_and_class_0_is_at_the_bottom() -> None:
     """One client holds one class: the dark field lies where it should, empty fields are white."""
     counts = np.zeros((30, 30), np.int64)
     counts[25, 4] = 9  # 900 fields: no numbers are written
@@ -64,14 +64,14 @@ def test_clients_stand_from_left_to_right_and_classes_from_below() -> None:
 
 
 @pytest.mark.parametrize("shape", [(100, 10), (5, 1000), (1, 1)])
-def test_large_and_small_splits_stay_of_a_reasonable_size(shape: tuple[int, int]) -> None:
+def test_pictures_of_large_and_small_splits_have_a_reasonable_size(shape: tuple[int, int]) -> None:
     height, width = pixels(partition_picture(np.ones(shape, np.int64), "t")).shape[:2]
     assert 100 < height <= 1600
     assert 200 < width <= 1600
 
 
 @pytest.mark.parametrize("draw", [partition_picture, partition_table])
-def test_what_is_no_table_is_refused(draw) -> None:
+def test_counts_that_are_not_a_table_are_refused(draw) -> None:
     for counts, names in ((np.zeros(3, np.int64), ()), (np.zeros((0, 3), np.int64), ()), (COUNTS, ("a",))):
         with pytest.raises(DataError, match=r"counts of shape .* \(clients, classes\), a name each"):
             draw(counts, names=names)

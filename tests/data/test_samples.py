@@ -1,4 +1,4 @@
-"""Views: normalised batches of shared bytes."""
+"""Subsets: normalised batches of shared bytes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def samples() -> Samples:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(samples: Samples, device: str) -> None:
     indices = np.array([40, 3, 3, 17])
-    view = Subset(samples.to(device), indices, mean=MEAN, std=STD)
-    inputs, targets = view.batch(torch.tensor([3, 0, 1]))
+    subset = Subset(samples.to(device), indices, mean=MEAN, std=STD)
+    inputs, targets = subset.batch(torch.tensor([3, 0, 1]))
     chosen = samples.inputs[[17, 40, 3]]
     expected = functional.normalize(functional.to_dtype(chosen, torch.float32, scale=True), list(MEAN), list(STD))
-    assert len(view) == 4
+    assert len(subset) == 4
     assert inputs.dtype == torch.float32
     assert inputs.device.type == device
     torch.testing.assert_close(inputs.cpu(), expected, rtol=1e-6, atol=1e-6)
@@ -37,39 +37,39 @@ def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(samples: Sam
     torch.testing.assert_close(inputs.cpu().double(), exact, rtol=1e-6, atol=1e-6)
     assert targets.tolist() == [7, 0, 3]
     assert targets.dtype == torch.int64
-    assert view.targets.tolist() == [0, 3, 3, 7]
+    assert subset.targets.tolist() == [0, 3, 3, 7]
 
 
-def test_without_indices_the_view_is_all_samples_in_order(samples: Samples) -> None:
-    view = Subset(samples, None, mean=MEAN, std=STD)
+def test_without_indices_the_subset_is_all_samples_in_order(samples: Samples) -> None:
+    subset = Subset(samples, None, mean=MEAN, std=STD)
     everything = Subset(samples, torch.arange(50), mean=MEAN, std=STD)
     positions = torch.tensor([49, 0, 7])
-    assert len(view) == 50
-    assert view.targets is samples.targets
-    assert all(torch.equal(a, b) for a, b in zip(view.batch(positions), everything.batch(positions), strict=True))
+    assert len(subset) == 50
+    assert subset.targets is samples.targets
+    assert all(torch.equal(a, b) for a, b in zip(subset.batch(positions), everything.batch(positions), strict=True))
 
 
 def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) -> None:
     augment = Augment.parse("crop2,flip")
     plain = Subset(samples, None, mean=MEAN, std=STD)
-    view = Subset(samples, None, mean=MEAN, std=STD, augment=augment)
+    subset = Subset(samples, None, mean=MEAN, std=STD, augment=augment)
     positions = torch.arange(50)
     reference, targets = plain.batch(positions)
-    assert torch.equal(view.batch(positions)[0], reference)
+    assert torch.equal(subset.batch(positions)[0], reference)
     assert torch.equal(plain.batch(positions, torch.Generator().manual_seed(1))[0], reference)
-    inputs, augmented_targets = view.batch(positions, torch.Generator().manual_seed(1))
+    inputs, augmented_targets = subset.batch(positions, torch.Generator().manual_seed(1))
     assert not torch.equal(inputs, reference)
     assert torch.equal(augmented_targets, targets)
     padded = Samples(augment(samples.inputs, torch.Generator().manual_seed(1)), samples.targets)
     assert torch.equal(inputs, Subset(padded, None, mean=MEAN, std=STD).batch(positions)[0])
 
 
-def test_a_view_copies_no_image_and_batches_never_write_into_the_samples(samples: Samples) -> None:
+def test_a_subset_copies_no_image_and_batches_never_write_into_the_samples(samples: Samples) -> None:
     before = samples.inputs.clone()
-    view = Subset(samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True))
-    assert view.samples is samples
-    view.batch(torch.arange(50), torch.Generator())[0].zero_()
-    view.batch(torch.arange(50))[0].zero_()
+    subset = Subset(samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True))
+    assert subset.samples is samples
+    subset.batch(torch.arange(50), torch.Generator())[0].zero_()
+    subset.batch(torch.arange(50))[0].zero_()
     assert torch.equal(samples.inputs, before)
 
 
@@ -82,18 +82,18 @@ def test_repeated_grey_channels_give_contiguous_batches() -> None:
     assert inputs.shape == (2, 3, 4, 4)
 
 
-def test_an_empty_view_and_an_empty_batch(samples: Samples) -> None:
-    view = Subset(samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True))
-    inputs, targets = view.batch(torch.empty(0, dtype=torch.int64), torch.Generator())
-    assert len(view) == 0
+def test_an_empty_subset_and_an_empty_batch(samples: Samples) -> None:
+    subset = Subset(samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True))
+    inputs, targets = subset.batch(torch.empty(0, dtype=torch.int64), torch.Generator())
+    assert len(subset) == 0
     assert inputs.shape == (0, 3, 6, 6)
     assert len(targets) == 0
 
 
-def test_positions_outside_the_view_are_an_error(samples: Samples) -> None:
-    view = Subset(samples, np.arange(4), mean=MEAN, std=STD)
+def test_positions_outside_the_subset_are_an_error(samples: Samples) -> None:
+    subset = Subset(samples, np.arange(4), mean=MEAN, std=STD)
     with pytest.raises(IndexError):
-        view.batch(torch.tensor([4]))
+        subset.batch(torch.tensor([4]))
 
 
 @pytest.mark.parametrize("indices", [np.array([0, 50]), np.array([-1, 3])])

@@ -1,4 +1,4 @@
-"""Splits into shards, balanced and unbalanced, and the Dirichlet split into equal sizes."""
+"""Splits by shards, balanced and unbalanced, and the Dirichlet split into equal sizes."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ def test_the_papers_200_shards_give_each_client_two_classes_at_most(name: str) -
     assert all(np.array_equal(a, b) for a, b in zip(partition, defaults, strict=True))
 
 
-def test_which_examples_of_a_class_share_a_shard_is_drawn() -> None:
+def test_the_examples_of_a_shard_are_drawn_at_random() -> None:
     labels = np.zeros(1000, np.int64)
     parts = [make_partition("shards", labels, 10, seed=seed, shards_per_client=1)[0] for seed in (0, 1)]
     assert not np.array_equal(*parts)
     assert all(np.ptp(part) > 500 for part in parts)
 
 
-def test_shards_are_deals_of_the_sorted_examples() -> None:
-    """With as many shards as classes of one size, each client gets whole classes, whichever."""
+def test_shards_are_cut_from_the_examples_sorted_by_class() -> None:
+    """With as many shards as classes of one size, each client gets whole classes."""
     labels = labels_of([7] * 6)
     counts = partition_counts(make_partition("shards", labels, 3, seed=4, shards_per_client=2), labels, 6)
     assert sorted(np.flatnonzero(counts.sum(0) == 7)) == list(range(6))
     assert (np.sort(counts, 1) == [0, 0, 0, 0, 7, 7]).all()
-    hands = {
+    splits = {
         tuple(map(tuple, partition_counts(make_partition("shards", labels, 3, seed=s), labels, 6))) for s in range(9)
     }
-    assert len(hands) > 5
+    assert len(splits) > 5
 
 
-def test_uneven_shards_differ_by_one() -> None:
+def test_sizes_of_shards_differ_by_at_most_one() -> None:
     labels = labels_of([13, 9, 21])
     partition = make_partition("shards", labels, 4, seed=0, shards_per_client=1)
     assert sorted(map(len, partition)) == [10, 11, 11, 11]
@@ -102,7 +102,7 @@ def test_the_papers_unbalanced_shards_are_all_used_1_to_30_each(name: str) -> No
     assert all(np.array_equal(a, b) for a, b in zip(partition, defaults, strict=True))
 
 
-def test_every_way_to_share_the_shards_is_equally_likely() -> None:
+def test_all_numbers_of_shards_per_client_are_equally_likely() -> None:
     labels, clients, shards, most = np.zeros(7, np.int64), 3, 7, 4
     possible = [sizes for sizes in product(range(1, most + 1), repeat=clients) if sum(sizes) == shards]
     draws = 1200
@@ -133,8 +133,12 @@ def test_unbalanced_shards_within_any_bounds(clients: int, most: int, data: st.D
 @pytest.mark.parametrize(
     ("clients", "options", "message"),
     [
-        (3, {}, r"100 shards cannot be dealt to 3 clients, 1 to 30 each. Use num-shards=3 to 90, or 4 to 100 clients"),
-        (101, {}, r"100 shards cannot be dealt to 101 clients.* Use num-shards=101 to 3030, or 4 to 100 clients"),
+        (
+            3,
+            {},
+            r"100 shards cannot be split over 3 clients, 1 to 30 each. Use num-shards=3 to 90, or 4 to 100 clients",
+        ),
+        (101, {}, r"100 shards cannot be split over 101 clients.* Use num-shards=101 to 3030, or 4 to 100 clients"),
         (2, {"num_shards": 7, "shards_per_client": 3}, r"7 shards .* 1 to 3 each. Use num-shards=2 to 6, or 3 to 7 cl"),
         (300, {"num_shards": 5001}, r"num-shards=5001: 1 to 5000 allowed, the number of training examples"),
     ],
@@ -146,7 +150,7 @@ def test_impossible_unbalanced_shards_are_refused(clients: int, options: dict[st
 
 def test_a_data_set_smaller_than_a_shard() -> None:
     with pytest.raises(
-        ConfigError, match=r"0 shards cannot be dealt to 2 clients, 1 to 30 each. Use num-shards=2 to 60\.$"
+        ConfigError, match=r"0 shards cannot be split over 2 clients, 1 to 30 each. Use num-shards=2 to 60\.$"
     ):
         make_partition("unbalanced-shards", np.zeros(49, np.int64), 2, seed=0)
 

@@ -1,4 +1,4 @@
-"""Fixtures over a network: a federation of real processes for all runs of a module, and nothing left behind."""
+"""Fixtures over a network: one federation of real processes per module; all processes end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = {"num-server-rounds": 3, "local-steps": 3, "batch-size": 16, "num-cli
 
 @pytest.fixture(scope="module")
 def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
-    """A folder whose path is in the arguments or environment of all processes that use it; none is left at the end."""
+    """A folder; all processes with its path in their arguments or environment must have ended after the tests."""
     folder = Path(tempfile.mkdtemp(prefix="fedbn-net-", dir="/tmp"))
     home = Path(os.environ["FLWR_HOME"])
     before = sorted(home.rglob("*")) if home.is_dir() else []

@@ -1,4 +1,4 @@
-"""What ``make certs`` writes: who may read it, what it is good for, and that nothing is overwritten."""
+"""The files of ``make certs``: permissions, purpose, and no overwriting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_role_has_what_it_needs_and_no_more(certs: Path) -> None:
     assert {path.name: {file.name for file in path.iterdir()} for path in certs.iterdir()} == expected
 
 
-def test_what_is_secret_is_the_owners_alone(certs: Path) -> None:
+def test_only_the_owner_can_read_secrets(certs: Path) -> None:
     for path in certs.rglob("*"):
         mode = stat.S_IMODE(path.stat().st_mode)
         if path.is_dir():
@@ -48,7 +48,7 @@ def test_what_is_secret_is_the_owners_alone(certs: Path) -> None:
             assert mode == (0o600 if path.suffix in (".key", ".secret") else 0o644), path
 
 
-def test_certificates_hold_for_their_names_and_are_signed_by_the_ca(certs: Path) -> None:
+def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> None:
     authority = x509.load_pem_x509_certificate((certs / "ca/ca.crt").read_bytes())
     assert authority.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     own = {"superlink": "superlink", "channel": "superexec-serverapp", "node-2": "supernode-2"}
@@ -66,15 +66,15 @@ def test_certificates_hold_for_their_names_and_are_signed_by_the_ca(certs: Path)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
-def test_openssl_finds_them_in_order(certs: Path) -> None:
-    """Under its strict rules, which are those of Python 3.13."""
+def test_openssl_accepts_the_certificates(certs: Path) -> None:
+    """With its strict rules, which are those of Python 3.13."""
     files = [str(certs / role / "server.crt") for role in ("superlink", "channel", "node-1")]
     command = ["openssl", "verify", "-x509_strict", "-CAfile", str(certs / "ca/ca.crt"), *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_node_keys_are_p384_and_belong_to_the_public_ones(certs: Path) -> None:
+def test_node_keys_are_p384_and_match_the_public_keys(certs: Path) -> None:
     keys = []
     for n in (1, 2):
         private = load_ssh_private_key((certs / f"node-{n}/node.key").read_bytes(), None)

@@ -1,4 +1,4 @@
-"""What ``make federation-up``, ``federation-run`` and ``federation-down`` do."""
+"""The commands ``make federation-up``, ``federation-run`` and ``federation-down``."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_up_run_and_down(scratch: Path) -> None:
         os.kill(pids[0], 9)
         log = scratch / "federation/supervisor.log"
         deadline = time.monotonic() + 30
-        while "ended; it is started again" not in log.read_text():
+        while "ended and was restarted" not in log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.2)
     finally:
         down = command("down", *where)
     assert down.returncode == 0, down.stderr
-    assert "nothing of the federation is left running" in down.stdout
+    assert "no process of the federation is running" in down.stdout
     assert command("down", *where).returncode == 0, "and again"
 
     try:  # the folder's keys and state are used again; a supervisor that is killed leaves its services behind
@@ -65,7 +65,7 @@ def test_up_run_and_down(scratch: Path) -> None:
         down = command("down", *where)
         assert down.returncode == 0, down.stderr
         too_many = command("up", "--nodes", "3", *where)
-        assert (too_many.returncode, "has keys for 2 nodes, and 3 are asked for" in too_many.stderr) == (1, True)
+        assert (too_many.returncode, "has keys for 2 nodes, but 3 are asked for" in too_many.stderr) == (1, True)
         up = command("up", "--nodes", "2", *where)  # the killed node is refused for a while, and held for online
         assert up.returncode == 0, up.stderr
         assert log.read_text() == "", "nothing had to be started again after it was up"

@@ -21,7 +21,7 @@ NODES = (1, 2, 3)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads compose's own tags: what is reset is gone, what is overridden stands."""
+    """A reader for compose's own tags: ``!reset`` removes a value, ``!override`` replaces it."""
 
 
 def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
@@ -58,7 +58,7 @@ def test_there_are_overrides_for_three_machines() -> None:
         assert set(content(path)["services"]) <= services
 
 
-def test_a_node_on_a_machine_of_its_own_differs_in_what_it_must_be_told() -> None:
+def test_a_node_on_its_own_machine_has_only_the_needed_differences() -> None:
     for n in (1, 2):
         ours = content(ROOT / f"docker/machine-node-{n}.yml")["services"][f"supernode-{n}"]["command"]
         theirs = content(COMPOSE)["services"][f"supernode-{n}"]["command"]
@@ -66,7 +66,7 @@ def test_a_node_on_a_machine_of_its_own_differs_in_what_it_must_be_told() -> Non
 
 
 def test_nodes_differ_in_their_number_only() -> None:
-    """So that node 1 can stand for any number of nodes."""
+    """So node 1 can be copied to any number of nodes."""
     services = read_services(COMPOSE, {})
     for prefix, variant in (("supernode-", ""), ("superexec-clientapp-", ""), ("superexec-clientapp-", "-gpu")):
         first = repr(services[f"{prefix}1{variant}"]).replace("partition-id=0", "partition-id=N")
@@ -91,7 +91,7 @@ def test_every_service_is_confined() -> None:
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
-def test_ports_are_published_on_loopback_only_until_an_override_says_more() -> None:
+def test_ports_are_published_only_on_loopback_without_an_override() -> None:
     ports = {name: s["ports"] for name, s in content(COMPOSE)["services"].items() if "ports" in s}
     assert ports == {"superlink": ["127.0.0.1:8000:8000"], "superexec-serverapp": ["127.0.0.1:9200:9200"]}
 
@@ -129,7 +129,7 @@ def test_order_and_conditions() -> None:
 
 
 def test_the_image() -> None:
-    """What can be read off its definition without an engine."""
+    """The parts of its definition that need no docker engine."""
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     stages = dockerfile.split("\nFROM ")[1:]
     assert len(stages) == 2

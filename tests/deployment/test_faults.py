@@ -1,4 +1,4 @@
-"""Faults in mid-round, each by its own test: the run goes on and says what happened. ``make network`` runs them."""
+"""Faults during a round, one per test: the run continues and logs the fault. ``make network`` runs them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDS = 4
 
 
 class Run:
-    """A run under way in a thread."""
+    """A run in a thread."""
 
     def __init__(self, federation: Federation, out: Path, settings: dict[str, Any]) -> None:
         self.out = out
@@ -62,12 +62,12 @@ class Run:
         return read_metrics(self.out / "metrics.jsonl")
 
     def outcome(self) -> Outcome:
-        """Wait for the end, good or bad."""
+        """Wait for the end, with or without an error."""
         self._thread.join()
         return self._outcome[0]
 
     def end(self) -> dict[str, Any]:
-        """Wait for the end, which must be a good one; return the summary."""
+        """Wait for the end, which must be without error; return the summary."""
         self.outcome().check()
         assert len(self.lines()) == self.num_rounds
         summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
@@ -91,7 +91,7 @@ def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
 
 
 def bring_back(federation: Federation) -> None:
-    """Start again what was killed, until all nodes are online: for later tests."""
+    """Restart the killed services until all nodes are online, for later tests."""
     deadline = time.monotonic() + 300
     while federation.restart_dead() or nodes_online(federation.layout) < NODES:
         assert time.monotonic() < deadline, "the nodes do not come back"
@@ -130,8 +130,8 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_superlink_that_is_killed_and_back_within_ten_seconds(federation, begin, in_process) -> None:
-    """Nothing is lost: the bits are those of a run without the fault."""
+def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(federation, begin, in_process) -> None:
+    """Nothing is lost: the bits are the same as in a run without the fault."""
     run = begin(strategy="fixbn", freeze_at=2)
     run.wait_for_round(1)
     federation.kill("superlink")
@@ -143,7 +143,7 @@ def test_a_superlink_that_is_killed_and_back_within_ten_seconds(federation, begi
 
 
 def test_a_client_app_that_is_killed(federation, begin) -> None:
-    """Its node misses the round and is there again in the next."""
+    """Its node misses the round and takes part in the next one."""
     run = begin(strategy="fedavg")
     run.wait_for_round(1)
     os.kill(next_client_of(federation, 2), signal.SIGKILL)
@@ -173,8 +173,8 @@ def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["channel", "messages"])
-def test_a_node_that_is_killed_in_mid_round_and_never_back(exchange: str, federation, begin) -> None:
-    """Under FedTAN: the others redo the step without it."""
+def test_a_node_that_is_killed_during_a_round_and_does_not_return(exchange: str, federation, begin) -> None:
+    """With FedTAN the other clients repeat the step without it."""
     run = begin(strategy="fedtan", fedtan_transport=exchange, fedtan_timeout=60.0)
     run.wait_for_round(1)
     next_client_of(federation, 3)
@@ -189,8 +189,8 @@ def test_a_node_that_is_killed_in_mid_round_and_never_back(exchange: str, federa
     assert "(partition 2): " in run.lines()[1]["rejected"][0]
 
 
-def test_a_node_that_is_killed_and_comes_back_has_its_part(federation, begin) -> None:
-    """A new SuperNode process, with nothing in memory: its BN layers go on from the folder, as their counters tell."""
+def test_a_node_that_is_killed_and_restarted_still_has_its_part(federation, begin) -> None:
+    """The new SuperNode process has an empty memory; the counters show that its BN layers come from the folder."""
     run = begin(strategy="fedbn", num_server_rounds=6)
     run.wait_for_round(1)
     next_client_of(federation, 3)
@@ -213,7 +213,7 @@ def test_a_node_that_is_killed_and_comes_back_has_its_part(federation, begin) ->
 
 
 def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) -> None:
-    """The run fails; resumed from its last checkpoint it ends in the bits of one without the fault."""
+    """The run fails. Resumed from its last checkpoint, it ends with the bits of a run without the fault."""
     how = {"strategy": "fedbn", "checkpoint_every": 1}
     run = begin(**how)
     run.wait_for_round(2)
@@ -228,7 +228,7 @@ def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) 
 
 @contextmanager
 def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
-    """A file where the folder should be: nobody may write there, root neither. Yield what puts it right."""
+    """A file instead of the folder, so nobody, not even root, can write there. Yield the function that repairs it."""
     aside = folder.with_name("aside")
     folder.rename(aside)
     folder.write_text("in the way")
@@ -246,7 +246,7 @@ def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def full(folder: Path) -> Iterator[Callable[[], None]]:
-    """A file system of one full page; yield what makes room. Skips the test where mounting is not permitted."""
+    """A full file system of one page; yield the function that frees it. Skips the test if mounting is not permitted."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -266,7 +266,7 @@ def full(folder: Path) -> Iterator[Callable[[], None]]:
     ("fault", "reason"), [(not_a_folder, "Not a directory"), (full, "No space left on device")], ids=["file", "full"]
 )
 def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, begin) -> None:
-    """Its node is refused by name until there is room; the others go on, and so does the node afterwards."""
+    """Its node is refused by name until it can write; the others continue, and later the node does too."""
     folder = federation.layout.state("supernode-3") / "state/parts"
     folder.mkdir(parents=True, exist_ok=True)
     with fault(folder) as heal:

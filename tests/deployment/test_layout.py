@@ -1,4 +1,4 @@
-"""The compose reader, and services put in place on loopback."""
+"""The compose reader, and the layout of services on loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layout(tmp_path: Path) -> Layout:
     return Layout(ROOT / "docker-compose.yml", tmp_path, 5, loopback_addresses(5, 0))
 
 
-def test_a_folder_that_was_up_keeps_its_addresses_which_stand_in_its_certificates(tmp_path: Path) -> None:
+def test_a_used_folder_keeps_the_addresses_in_its_certificates(tmp_path: Path) -> None:
     first = Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path)
     assert first.layout.addresses != Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path).layout.addresses
     for k in (1, 2, 3):
@@ -34,7 +34,7 @@ def test_a_folder_that_was_up_keeps_its_addresses_which_stand_in_its_certificate
     again.layout.save()
     as_keyed = Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path)
     assert as_keyed.layout.addresses == first.layout.addresses, "as many as there are keys, not as were up last"
-    with pytest.raises(ConfigError, match="has keys for 3 nodes, and 4 are asked for"):
+    with pytest.raises(ConfigError, match="has keys for 3 nodes, but 4 are asked for"):
         Federation(ROOT / "docker-compose.yml", 4, folder=tmp_path)
 
 
@@ -67,23 +67,23 @@ def test_a_variable_that_must_be_set(text: str, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("services: {one: {command: flwr run}}", "command='flwr run' must be a list of words"),
-        ("services: [", "no compose file"),
-        ("volumes: {}", "no compose file"),
+        ("services: [", "cannot be read as a compose file"),
+        ("volumes: {}", "cannot be read as a compose file"),
     ],
 )
-def test_what_the_reader_does_not_know_is_an_error(text: str, said: str, tmp_path: Path) -> None:
+def test_unknown_forms_are_an_error(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         read_services(compose(tmp_path, text), {})
 
 
-def test_services_that_need_each_other(tmp_path: Path) -> None:
+def test_services_that_need_each_other_are_an_error(tmp_path: Path) -> None:
     needs = "depends_on: {%s: {condition: service_started}}"
     path = compose(tmp_path, f"services: {{a: {{{needs % 'b'}}}, b: {{{needs % 'a'}}}}}")
     with pytest.raises(ConfigError, match="services need each other: a -> b -> a"):
         start_order(read_services(path, {}))
 
 
-def test_hosts_and_paths_alone_are_put_in_place(layout: Layout, tmp_path: Path) -> None:
+def test_only_hosts_and_paths_are_replaced(layout: Layout, tmp_path: Path) -> None:
     original, placed = read_services(layout.definition, {}), layout.services()
     a, state = layout.addresses, tmp_path / "state"
     assert placed["superlink"].command == (
@@ -98,7 +98,7 @@ def test_hosts_and_paths_alone_are_put_in_place(layout: Layout, tmp_path: Path) 
     assert placed["superlink"].health == ("python", *health)
     channel = placed["cli"].command[-1]
     assert channel == (
-        f"fedtan-exchange='channel' fedtan-bind='{a['superexec-serverapp']}:9200' "
+        f"fedtan-transport='channel' fedtan-bind='{a['superexec-serverapp']}:9200' "
         f"fedtan-address='{a['superexec-serverapp']}:9200' fedtan-tls-dir='{tmp_path}/certs/channel'"
     )
     for name, service in placed.items():
@@ -110,7 +110,7 @@ def test_hosts_and_paths_alone_are_put_in_place(layout: Layout, tmp_path: Path) 
 CERTIFICATES = {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}
 
 
-def test_nodes_beyond_the_file_are_made_after_its_first(layout: Layout, tmp_path: Path) -> None:
+def test_nodes_that_are_not_in_the_file_are_copies_of_its_first(layout: Layout, tmp_path: Path) -> None:
     services = layout.services()
     nodes = [name for name in services if name.startswith("supernode-")]
     assert nodes == [f"supernode-{n}" for n in range(1, 6)]
@@ -126,7 +126,7 @@ def test_nodes_beyond_the_file_are_made_after_its_first(layout: Layout, tmp_path
     assert len(set(layout.addresses.values())) == len(layout.addresses)
 
 
-def test_node_configs_in_place_of_partitions(layout: Layout) -> None:
+def test_node_configs_instead_of_partitions(layout: Layout) -> None:
     own = replace(layout, num_nodes=2, node_configs=["partition-id=0 data-path='/x'", "partition-id=1"])
     assert [own.services()[f"supernode-{n}"].command[-1] for n in (1, 2)] == list(own.node_configs)
     with pytest.raises(ConfigError, match="1 node configs for 2 nodes"):
@@ -134,14 +134,14 @@ def test_node_configs_in_place_of_partitions(layout: Layout) -> None:
 
 
 def test_without_addresses_hosts_stay(layout: Layout) -> None:
-    """As in a container, or a network namespace with a hosts file."""
+    """As in a container or a network namespace with a hosts file."""
     services = replace(layout, addresses={}, prefixes={"superlink": ["ip", "netns", "exec", "x"]}).services()
     assert services["superlink"].command[:6] == ("ip", "netns", "exec", "x", "flower-superlink", "--host=0.0.0.0")
     assert services["superlink"].health[:4] == ("ip", "netns", "exec", "x")
     assert "--superlink=superlink:8000" in services["supernode-1"].command
 
 
-def test_files_mounted_into_a_folder_are_copied_with_their_text_in_place(layout: Layout) -> None:
+def test_files_mounted_into_a_folder_are_copied_with_replaced_hosts_and_paths(layout: Layout) -> None:
     layout.prepare()
     text = (layout.state("cli") / "flwr/config.toml").read_text()
     assert f'address = "{layout.addresses["superlink"]}:8000"' in text
@@ -149,7 +149,7 @@ def test_files_mounted_into_a_folder_are_copied_with_their_text_in_place(layout:
     assert (layout.state("superlink") / "state").is_dir()
 
 
-def test_a_layout_is_found_again(layout: Layout, tmp_path: Path) -> None:
+def test_a_saved_layout_is_loaded(layout: Layout, tmp_path: Path) -> None:
     layout.save()
     assert Layout.load(tmp_path) == replace(layout, node_configs=[], profiles=["cpu"])
     with pytest.raises(ConfigError, match=r"no federation in .* Start one with `make federation-up`"):
@@ -183,13 +183,13 @@ def test_a_process_ends_with_what_it_started(how: str, tmp_path: Path) -> None:
     assert not running(child)
 
 
-def test_a_process_that_ends_before_it_answers_is_an_error_with_its_words(tmp_path: Path) -> None:
+def test_a_process_that_ends_before_it_answers_is_an_error_with_its_log(tmp_path: Path) -> None:
     process = Process([sys.executable, "-c", "import sys; sys.exit('no such port')"], {}, tmp_path / "log")
     with pytest.raises(EngineError, match=r"ended with code 1 at http://127.0.0.1:1/health:\nno such port"):
         process.wait_healthy("http://127.0.0.1:1/health")
 
 
-def test_what_runs() -> None:
+def test_whether_a_process_is_running() -> None:
     assert running(1)
     assert not running(0)
     assert not running(2**22 + 1)

@@ -1,4 +1,4 @@
-"""Machines of their own: network namespaces with addresses and a hosts file, joined by a bridge.
+"""Separate machines: network namespaces with addresses and a hosts file, joined by a bridge.
 
 Nothing of ``docker-compose.yml`` is changed but the paths behind the mounts: services bind as they would in
 a container and find each other by name.
@@ -40,7 +40,7 @@ def ip(*words: str) -> str:
 
 @contextmanager
 def machines(names: Sequence[str], slow: Sequence[str] = ()) -> Iterator[dict[str, str]]:
-    """Make a namespace for each name; yield name -> address. Skips the test where that is not permitted.
+    """Make a namespace for each name; yield name -> address. Skips the test if this is not permitted.
 
     Args:
         names: of the machines.
@@ -80,7 +80,7 @@ def machines(names: Sequence[str], slow: Sequence[str] = ()) -> Iterator[dict[st
 
 @contextmanager
 def federation_on(spaces: Mapping[str, str], services_of: Mapping[str, Sequence[str]]) -> Iterator[Federation]:
-    """Run each machine's services there; ``services_of`` is by the end of the machine's name."""
+    """Run the services of each machine; ``services_of`` has them by the end of the machine's name."""
     where = {s: space for space in spaces for s in services_of[space.split("-", 1)[1]]}
     hosts = "".join(f"{spaces[space]} {service}\n" for service, space in where.items())
     for space in spaces:
@@ -92,15 +92,15 @@ def federation_on(spaces: Mapping[str, str], services_of: Mapping[str, Sequence[
 
 
 def run_over(federation: Federation, out: Path, **settings: Any) -> tuple[dict[str, Any], list[float]]:
-    """Return summary and seconds of the rounds."""
+    """Return the summary and the seconds of the rounds."""
     given = {**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}}
     federation.run({**given, "out": str(out)}).check()
     seconds = [line["seconds"] for line in read_metrics(out / "metrics.jsonl")]
     return json.loads((out / "summary.json").read_text()), seconds
 
 
-def test_every_service_rehearsed_as_a_machine_of_its_own(tmp_path: Path) -> None:
-    """Entry points, commands, order and health checks as compose would have them, with a host name each."""
+def test_every_service_on_its_own_machine(tmp_path: Path) -> None:
+    """Entry points, commands, order and health checks are those of compose; each service has a host name."""
     services = [*SERVER, *(f"{kind}-{n}" for n in range(1, NODES + 1) for kind in ("supernode", "superexec-clientapp"))]
     with machines(services) as spaces, federation_on(spaces, {name: [name] for name in services}) as federation:
         summary, _ = run_over(federation, tmp_path / "out", strategy="fedtan", fedtan_transport="channel")
@@ -109,7 +109,7 @@ def test_every_service_rehearsed_as_a_machine_of_its_own(tmp_path: Path) -> None
 
 
 def test_three_machines_with_delay_and_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """FedTAN by channel completes; the time of its rounds is told beside FedAvg's."""
+    """FedTAN by channel completes; the test prints the time of its rounds and of FedAvg's."""
     services_of: dict[str, Sequence[str]] = {"server": SERVER}
     services_of |= {f"node{n}": [f"supernode-{n}", f"superexec-clientapp-{n}"] for n in range(1, NODES + 1)}
     names = list(services_of)

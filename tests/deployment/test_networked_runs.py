@@ -1,4 +1,4 @@
-"""A SuperLink and three SuperNodes as processes, with TLS, node keys and secrets: the bits of the run in process."""
+"""A SuperLink and three SuperNodes as processes, with TLS, node keys and secrets: same bits as in process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_fedbn_keeps_its_part_over_the_network(networked, in_process, same_run) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fixbn", "fedtan"])
-def test_the_bits_of_the_run_in_process(strategy, networked, in_process, same_run) -> None:
-    """FedTAN here by messages."""
+def test_the_bits_are_those_of_the_run_in_process(strategy, networked, in_process, same_run) -> None:
+    """Here FedTAN uses messages."""
     ours, theirs = networked(strategy=strategy, fedtan_transport="messages"), in_process(strategy=strategy)
     same_run(ours, theirs)
     assert ours["rejected"] == 0
@@ -36,7 +36,7 @@ def test_the_bits_of_the_run_in_process(strategy, networked, in_process, same_ru
 def test_fedtan_by_channel_among_intruders(
     federation: Federation, networked, in_process, same_run, tmp_path: Path
 ) -> None:
-    """Each intruder is refused with the right message; the run ends in the bits of the one in process."""
+    """Each intruder is refused with the right message; the run has the same bits as in process."""
     with intruders(federation, tmp_path) as logs:
         ours = networked(strategy="fedtan", fedtan_transport="channel")
     theirs = in_process(strategy="fedtan")
@@ -61,7 +61,7 @@ REFUSED = {
 
 @contextmanager
 def intruders(federation: Federation, folder: Path) -> Iterator[dict[str, Path]]:
-    """Let them try while the body runs; yield each one's log."""
+    """Let the intruders try during the block; yield the log of each."""
     layout = federation.layout
     certs, services = layout.folder / "certs", layout.services()
     make_certificates(folder / "foreign", 1)
@@ -70,7 +70,7 @@ def intruders(federation: Federation, folder: Path) -> Iterator[dict[str, Path]]
     key = "--auth-supernode-private-key="
 
     def supernode(number: int, **changed: str) -> list[str]:
-        """Node 1's command at an address of its own, with options changed, or left out where the value is empty."""
+        """Node 1's command at another address with changed options; an empty value leaves an option out."""
         options = {f"--{option.replace('_', '-')}=": value for option, value in changed.items()}
         kept = [word for word in services["supernode-1"].command if not word.startswith(tuple(options))]
         kept[1:1] = [f"{option}{value}" for option, value in options.items() if value]
@@ -111,7 +111,7 @@ def intruders(federation: Federation, folder: Path) -> Iterator[dict[str, Path]]
 
 
 def send_garbage(host: str, port: int, over: threading.Event) -> None:
-    """Send random bytes to a port, bare and inside TLS, until told to end."""
+    """Send random bytes to a port, bare and inside TLS, until the event is set."""
     trust = ssl.create_default_context()
     trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
     wrap = False

@@ -1,4 +1,4 @@
-"""The in-process engine: Flower's Grid in all that a strategy can see."""
+"""The in-process engine: for a strategy it is the same as Flower's Grid."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def to(grid: InProcessGrid, *partitions: int, kind: str = MessageType.TRAIN, con
     return [Message(content or RecordDict(), nodes[i], kind) for i in partitions]
 
 
-def test_it_is_a_grid_with_the_same_calls() -> None:
+def test_the_grid_has_the_calls_of_flowers_grid() -> None:
     assert issubclass(InProcessGrid, Grid)
     for name in Grid.__abstractmethods__:
         ours, theirs = getattr(InProcessGrid, name), getattr(Grid, name)
@@ -64,7 +64,7 @@ def test_it_is_a_grid_with_the_same_calls() -> None:
             assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name
 
 
-def test_nodes_have_ids_and_contexts_as_flowers(open_grid) -> None:
+def test_nodes_have_the_same_ids_and_contexts_as_in_flower(open_grid) -> None:
     grid = open_grid(num_nodes=5, run_config={"x": 1}, node_configs=[{"city": c} for c in "abcde"])
     ids = list(grid.get_node_ids())
     assert len(set(ids)) == 5
@@ -126,7 +126,7 @@ def test_create_message_and_unknown_nodes(open_grid) -> None:
         grid.push_messages([message])
 
 
-def test_what_an_app_does_to_its_records_stays_there(open_grid) -> None:
+def test_changes_of_an_app_to_its_records_are_not_seen_outside(open_grid) -> None:
     def spoil(message: Message, context: Context) -> Message:
         message.content["config"]["round"] = -1
         message.content["arrays"].clear()
@@ -154,7 +154,7 @@ def test_context_state_is_kept_per_node_and_forgotten_on_error(open_grid) -> Non
     assert [grid.context(i).state["count"]["n"] for i in range(3)] == [3, 1, 3]
 
 
-def test_error_replies_are_flowers(open_grid) -> None:
+def test_error_replies_are_the_same_as_flowers(open_grid) -> None:
     """The text is built as Flower's simulation engine builds it (vce_api.worker, ray_actor)."""
 
     def fail(message: Message, context: Context) -> Message:
@@ -177,7 +177,7 @@ def test_an_app_without_a_handler_is_an_error_reply() -> None:
     assert reply.error.code == 2
 
 
-def test_at_the_timeout_what_is_there_comes_back_and_late_replies_are_ignored(open_grid) -> None:
+def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(open_grid) -> None:
     gate = threading.Event()
 
     def slow(message: Message, context: Context) -> Message:
@@ -216,7 +216,7 @@ def test_a_node_works_on_one_message_at_a_time(open_grid) -> None:
     assert overlaps == []
 
 
-def test_torch_threads_hold_in_client_threads_only(open_grid) -> None:
+def test_torch_threads_apply_only_to_client_threads(open_grid) -> None:
     seen: list[int] = []
 
     def note(message: Message, context: Context) -> Message:
@@ -230,7 +230,7 @@ def test_torch_threads_hold_in_client_threads_only(open_grid) -> None:
     assert torch.get_num_threads() == before
 
 
-def test_closing_drops_what_has_not_begun() -> None:
+def test_closing_drops_messages_that_have_not_started() -> None:
     done: list[int] = []
 
     def work(message: Message, context: Context) -> Message:

@@ -13,7 +13,6 @@ from flwr.common.config import parse_config_args
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import EVALUATIONS, Config
-from fedbn_flwr.experiment.doc_tables import config_table
 from fedbn_flwr.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +104,8 @@ def test_set_goes_over_the_file(tmp_path: Path) -> None:
     assert (config.learning_rate, config.seed, config.data_dir) == (0.5, 4, "")
 
 
-def test_the_page_of_keys_is_up_to_date() -> None:
+def test_the_page_of_keys_has_every_key() -> None:
     page = (ROOT / "docs/config.md").read_text()
-    assert page == config_table(), "run: python -m fedbn_flwr.experiment.doc_tables > docs/config.md"
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert sorted(rows) == sorted(Config.make({}).to_mapping())
 

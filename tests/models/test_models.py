@@ -33,7 +33,7 @@ def seeded() -> None:
 
 
 def floats(model: nn.Module, leaves: tuple[str, ...] = ("",)) -> int:
-    """Return how many floating-point entries the state dict has under names with these endings (all by default)."""
+    """Return the number of floats in the state dict under names with these endings (default: all)."""
     state = model.state_dict().items()
     return sum(value.numel() for name, value in state if value.is_floating_point() and name.endswith(leaves))
 
@@ -43,7 +43,7 @@ def build(name: str, **changes: object) -> nn.Module:
     return build_model(name, **settings)  # type: ignore[arg-type]
 
 
-def test_resnet20_has_the_floats_of_the_papers_ledger() -> None:
+def test_resnet20_has_the_floats_of_the_papers_table() -> None:
     model = build("resnet20")
     assert floats(model) == 271_098
     assert floats(model, ("running_mean", "running_var")) == 1_376
@@ -97,7 +97,7 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_seed_one_start(name: str) -> None:
+def test_one_seed_gives_one_start(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = build(name, seed=3).state_dict()
@@ -235,7 +235,7 @@ def test_numbers_below_one_are_refused(wrong: dict[str, object]) -> None:
         build("lenet", **wrong)
 
 
-def test_norm_groups_reach_the_layers_and_misfits_are_named() -> None:
+def test_norm_groups_reach_the_layers_and_wrong_numbers_are_named() -> None:
     assert build("resnet20", norm="group", norm_groups=8).norm.num_groups == 8  # type: ignore[union-attr]
     with pytest.raises(NormLayerError, match=r"norm1 \(6 channels\)"):
         build("lenet", norm="group", norm_groups=4)

@@ -127,7 +127,7 @@ def test_corrections_are_clipped_on_all_sides_and_have_no_gradient() -> None:
     assert int(layer.num_batches_tracked) == 0
 
 
-def test_far_in_it_trains_on_what_it_uses_in_evaluation() -> None:
+def test_with_wide_limits_training_equals_evaluation() -> None:
     layer, _ = replace_norm(strange(nn.BatchNorm2d(C).double()), "batch-renorm", rmax=1e6, dmax=1e6, warmup_steps=0)
     x = batches(nn.BatchNorm2d)[2]
     want = copy.deepcopy(layer).eval()(x)

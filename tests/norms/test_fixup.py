@@ -1,4 +1,4 @@
-"""Fixup: its start, its scalars, networks written out as the paper's, and refusals."""
+"""Fixup: initial weights, scalars, hand-written networks of the paper, and refused models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def noise(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_start(name: str) -> None:
+def test_the_initial_weights(name: str) -> None:
     make, num_branches, depth = NETWORKS[name]
     old = make().double()
     new, report = replace_norm(old, "fixup")
@@ -143,7 +143,7 @@ def test_at_the_start_blocks_are_their_shortcuts_and_logits_zero() -> None:
     assert not new(torch.randn(2, 3, 32, 32)).any()
 
 
-def test_report_and_what_is_kept() -> None:
+def test_the_report_and_the_unchanged_layers() -> None:
     model = small().to(torch.bfloat16)
     model.get_submodule("layer1.0.conv1").weight.requires_grad_(False)
     model.get_submodule("layer1.0.norm2").eval()
@@ -230,7 +230,7 @@ def test_other_networks_are_refused_with_the_reason(make: Callable[[], nn.Module
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2"])
-def test_torchvisions_residual_networks_are_taken(name: str) -> None:
+def test_torchvisions_residual_networks_are_accepted(name: str) -> None:
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
     new, _ = replace_norm(model, "fixup")

@@ -25,7 +25,7 @@ def seeded() -> None:
 
 
 def reference(weight: Tensor) -> Tensor:
-    """Return the standardised filters, one at a time, by sums."""
+    """Return the standardised filters, computed one by one with sums."""
     filters = []
     for one in weight:
         n = one.numel()
@@ -55,7 +55,7 @@ def test_forward_and_backward_equal_the_formula(dim: int, groups: int) -> None:
     torch.testing.assert_close(new.get_parameter("0.weight").grad, weight.grad, rtol=1e-9, atol=1e-11)
 
 
-def test_only_convolutions_in_front_of_a_norm() -> None:
+def test_only_convolutions_before_a_norm() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
     )
@@ -64,7 +64,7 @@ def test_only_convolutions_in_front_of_a_norm() -> None:
     assert [type(new[k]) is nn.Conv2d for k in (0, 2, 5)] == [False, True, True]
 
 
-def test_one_weight_per_filter_is_left() -> None:
+def test_one_weight_per_filter_is_not_standardised() -> None:
     """Its standardised filter would be 0 / 0."""
     model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4))
     new, report = replace_norm(model, "group+ws")
@@ -109,7 +109,7 @@ def test_unusual_convolutions_are_refused_by_name(kind: str) -> None:
             replace_norm(nn.Sequential(nn.Sequential(conv), nn.BatchNorm2d(4)), kind)
 
 
-def test_groups_that_do_not_fit_name_the_kind() -> None:
+def test_the_error_for_wrong_groups_names_the_kind() -> None:
     with pytest.raises(NormLayerError, match=r"norm 'group\+ws' with groups=4: .* 0 \(6 channels\)"):
         replace_norm(nn.Sequential(nn.BatchNorm2d(6)), "group+ws", groups=4)
     with pytest.raises(ConfigError, match=r"norm 'group\+ws': groups is 0"):
@@ -124,7 +124,7 @@ def test_groups_of_timm_are_the_same() -> None:
     torch.testing.assert_close(new(x), theirs(x), rtol=1e-12, atol=1e-12)
 
 
-def test_filters_are_those_of_timms_layer_but_for_the_place_of_eps_and_the_n() -> None:
+def test_filters_equal_timms_except_for_eps_and_the_unbiased_variance() -> None:
     """StdConv2d of timm has the biased variance and eps inside the root."""
     layers = pytest.importorskip("timm.layers")
     conv = nn.Conv2d(4, 6, 3, bias=False).double()

@@ -1,4 +1,4 @@
-"""Each kind of norm against its formula, forward and backward, in float64."""
+"""Each norm compared with its formula, forward and backward, in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = [(kind, dim, shape) for kind in KINDS for dim, shapes in SHAPES.items() 
 
 
 def formula(kind: str, x: Tensor, gamma: Tensor, beta: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
-    """Return y, dx, dgamma, dbeta written out: the set normalised together is the last axis of a reshaped x."""
+    """Return y, dx, dgamma, dbeta by the formula; each set that is normalised is the last axis of a reshaped x."""
     if kind == "none":
         return x, upstream, torch.zeros_like(gamma), torch.zeros_like(beta)
     per_channel = (1, -1) + (1,) * (x.dim() - 2)

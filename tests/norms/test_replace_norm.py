@@ -1,4 +1,4 @@
-"""What replace_norm keeps, shares, reports and refuses."""
+"""The state, sharing, report and errors of replace_norm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seeded() -> None:
 
 
 class Whitening(nn.BatchNorm2d):
-    """A BatchNorm that no name gives away."""
+    """A BatchNorm whose name does not say so."""
 
 
 class Fused(nn.BatchNorm2d):
@@ -56,7 +56,7 @@ def norm_rows(report: NormReport) -> list[Replacement]:
 
 
 @pytest.mark.parametrize("kind", REPLACING)
-def test_every_batchnorm_goes_and_the_report_names_it(kind: str) -> None:
+def test_every_batchnorm_is_replaced_and_in_the_report(kind: str) -> None:
     model = small()
     new, report = replace_norm(model, kind)
     assert [row.path for row in norm_rows(report)] == ["1", "3.0"]
@@ -67,7 +67,7 @@ def test_every_batchnorm_goes_and_the_report_names_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["batch", *REPLACING])
-def test_the_given_model_and_all_other_state_stay(kind: str) -> None:
+def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
     model = small()
     before = copy.deepcopy(model.state_dict())
     new, _ = replace_norm(model, kind)
@@ -176,7 +176,7 @@ def test_tied_parameters_stay_tied() -> None:
     assert new.get_parameter("2.weight") is new.get_parameter("3.weight")
 
 
-def test_other_norm_layers_are_left() -> None:
+def test_other_norm_layers_are_not_replaced() -> None:
     model = nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm(3))
     new, report = replace_norm(model, "none")
     assert [type(m) for m in new.children()] == [nn.InstanceNorm2d, nn.GroupNorm, nn.LayerNorm]
@@ -185,7 +185,7 @@ def test_other_norm_layers_are_left() -> None:
     assert str(report) == "norm 'none': no layer replaced"
 
 
-def test_report_is_frozen_and_reads_as_a_table() -> None:
+def test_report_is_frozen_and_prints_as_a_table() -> None:
     report = replace_norm(small(), "group")[1]
     assert isinstance(report, NormReport)
     assert (report.kind, len(report)) == ("group", 2)

@@ -1,4 +1,4 @@
-"""What goes where, found from the forward pass: traced, branching, shared, unreached."""
+"""The norm layers after each convolution, for traced, branching, shared and unreached layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedbn_flwr.norms.wiring import wiring
 
 
 class Net(nn.Module):
-    """A convolution and a norm whose order of registration says nothing."""
+    """A convolution and a norm that are registered in the wrong order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Skips(Net):
 
 
 class Asks(Net):
-    """Sizes are no use of the values; an Identity in between is none either."""
+    """Sizes do not use the values of a tensor; an Identity does not either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Asks(Net):
 
 
 class Branches(nn.Module):
-    """A forward that depends on values: its own wiring is unknown, that of its children is not."""
+    """A forward that depends on values: only the wiring of its children is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Branches(nn.Module):
 
 
 class Repeats(Net):
-    """The same convolution in front of a norm, then of something else."""
+    """The same convolution before a norm, then before another layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.late(self.other(self.conv(self.norm(self.conv(x)))))
@@ -80,7 +80,7 @@ def after(model: nn.Module) -> dict[str, list[str]]:
     return {paths[key]: [paths[id(norm)] for norm in norms] for key, norms in wiring(model).norms_after.items()}
 
 
-def test_the_forward_pass_decides_not_the_order_of_registration() -> None:
+def test_the_forward_pass_counts_not_the_order_of_registration() -> None:
     assert after(Net()) == {"conv": ["norm"], "other": []}
 
 
@@ -94,7 +94,7 @@ def test_sizes_and_identities_do_not_count() -> None:
     assert after(Asks()) == {"conv": ["norm"], "other": ["late"]}
 
 
-def test_where_values_decide_the_children_are_followed_and_neighbours_taken() -> None:
+def test_if_values_decide_children_are_traced_and_neighbours_count() -> None:
     assert after(Branches()) == {"inner.conv": ["inner.norm"], "inner.other": [], "conv": ["norm"]}
 
 
@@ -102,7 +102,7 @@ def test_every_use_of_a_convolution_counts() -> None:
     assert after(Repeats()) == after(RepeatsBackwards()) == {"conv": [], "other": ["late"]}
 
 
-def test_layers_that_are_not_reached_are_judged_by_their_neighbours() -> None:
+def test_neighbours_count_for_layers_that_are_not_reached() -> None:
     model = nn.Sequential(Net(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
     model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
     assert after(model) == {"0.conv": ["0.norm"], "0.other": [], "1.0": ["1.1"]}
@@ -113,7 +113,7 @@ def test_pooling_and_a_linear_layer_in_between() -> None:
     assert after(model) == {"0": []}
 
 
-def test_torchvisions_segmentation_network_is_followed_whole() -> None:
+def test_torchvisions_segmentation_network_is_traced_completely() -> None:
     with torch.device("meta"):
         model = torchvision.models.get_model("deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None)
     found = wiring(model).norms_after
@@ -123,7 +123,7 @@ def test_torchvisions_segmentation_network_is_followed_whole() -> None:
 
 
 class Notes(Net):
-    """A forward that leaves notes on the module and counts in a buffer."""
+    """A forward that sets an attribute of the module and counts in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Notes(Net):
         return self.last
 
 
-def test_the_model_is_left_as_it_is() -> None:
+def test_the_model_does_not_change() -> None:
     model = Notes()
     before = copy.deepcopy(model.state_dict())
     attributes = {path: set(vars(module)) for path, module in model.named_modules()}
@@ -144,7 +144,7 @@ def test_the_model_is_left_as_it_is() -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_other_threads_run_their_models_meanwhile() -> None:
+def test_other_threads_can_run_their_models() -> None:
     """``torch.fx.symbolic_trace`` fails here: it replaces ``nn.Module.__call__`` for all threads."""
     stop = threading.Event()
     failures: list[BaseException] = []
@@ -167,7 +167,7 @@ def test_other_threads_run_their_models_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("kind", ["group+ws", "wsconv"])
-def test_replacement_uses_it(kind: str) -> None:
+def test_replace_norm_uses_the_wiring(kind: str) -> None:
     new, report = replace_norm(Net(), kind)
     assert ("conv" in [row.path for row in report], "other" in [row.path for row in report]) == (True, kind == "wsconv")
     assert new(torch.zeros(2, 4, 3, 3)).shape == (2, 4, 3, 3)

@@ -27,7 +27,7 @@ def seeded() -> None:
 
 
 def reference(weight: Tensor, gain: Tensor, gamma: float) -> Tensor:
-    """Return the filters one at a time, by sums."""
+    """Return the filters, computed one by one with sums."""
     filters = []
     for one, factor in zip(weight, gain.flatten(), strict=True):
         n = one.numel()
@@ -104,7 +104,7 @@ def test_gamma_of_relu() -> None:
     assert GAMMAS["relu"] == RELU
 
 
-def test_every_convolution_and_norm_and_where_biases_go() -> None:
+def test_every_convolution_and_norm_and_the_new_biases() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1, bias=False),  # a norm behind it: a bias
         nn.BatchNorm2d(4),
@@ -140,7 +140,7 @@ def test_filters_of_equal_weights_are_zero_never_nan(value: float) -> None:
     assert bool(torch.isfinite(new.weight.grad).all())
 
 
-def test_one_weight_per_filter_and_transposed_convolutions_are_left() -> None:
+def test_one_weight_per_filter_and_transposed_convolutions_stay() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 1))
     new, report = replace_norm(model, "wsconv")
     assert [row.path for row in report] == ["2"]
@@ -160,7 +160,7 @@ def test_dtype_device_mode_and_requires_grad() -> None:
     assert on_meta[0].gain.is_meta
 
 
-def test_shared_and_tied_convolutions_stay_so() -> None:
+def test_shared_and_tied_convolutions_stay_shared_and_tied() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
     model[1].weight = model[0].weight
     model.append(model[0])

@@ -1,4 +1,4 @@
-"""Evaluation: exact means, eval mode, nothing left behind."""
+"""Evaluation: exact means, eval mode, and no change to the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedbn_flwr.training.tasks import Task
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 500])
-def test_every_example_counts_once_also_in_a_smaller_last_batch(points, mlp, batch_size: int) -> None:
+def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(points, mlp, batch_size: int) -> None:
     data, model = points(22, 2), mlp(dropout=0.5)
     result = evaluate(model, data, batch_size=batch_size)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_modes_are_restored_after_an_error(points, mlp) -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_without_examples_there_is_no_number(points, mlp) -> None:
+def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
     result = evaluate(mlp(), points(0))
     assert math.isnan(result.loss)
     assert math.isnan(result.accuracy)
@@ -67,7 +67,7 @@ def test_gradients_work_after_evaluation(points, mlp) -> None:
     assert model[0].weight.grad is not None
 
 
-def test_the_batches_own_statistics(points, mlp) -> None:
+def test_statistics_of_each_test_batch(points, mlp) -> None:
     """BatchNorm by hand on each batch; running statistics neither used nor changed, dropout off."""
     data, model = points(10), mlp(dropout=0.5)
     before = copy.deepcopy(model.state_dict())

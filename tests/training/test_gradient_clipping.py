@@ -72,7 +72,7 @@ def test_equals_timm(clipping: float, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
 
 
-def test_short_gradients_keep_their_bits_and_missing_ones_are_passed_over() -> None:
+def test_short_gradients_keep_their_bits_and_missing_ones_are_skipped() -> None:
     given = parameters()
     given[1].grad = None
     before = [None if p.grad is None else p.grad.clone() for p in given]
@@ -81,7 +81,7 @@ def test_short_gradients_keep_their_bits_and_missing_ones_are_passed_over() -> N
     assert all(b is None or torch.equal(p.grad, b) for p, b in zip(given, before, strict=True))
 
 
-def test_zero_switches_it_off_and_excluded_ones_are_passed_over() -> None:
+def test_zero_means_no_clipping_and_excluded_parameters_are_skipped() -> None:
     given, before = parameters(), parameters()
     clip_gradients(given, 0.0)
     assert all(torch.equal(p.grad, b.grad) for p, b in zip(given, before, strict=True))
@@ -90,7 +90,7 @@ def test_zero_switches_it_off_and_excluded_ones_are_passed_over() -> None:
     assert same == [True, True, False, False, False, False]
 
 
-def test_it_comes_before_weight_decay_and_momentum() -> None:
+def test_clipping_comes_before_weight_decay_and_momentum() -> None:
     weight = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5, weight_decay=0.1)
     weight.grad = torch.tensor([[60.0, 80.0]], dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_the_head_is_the_last_layer(make: object, head: list[str]) -> None:
 
 
 @pytest.mark.parametrize("closure", [False, True])
-def test_an_optimizer_that_clips_steps_as_one_whose_gradients_were_clipped(closure: bool) -> None:
+def test_clip_in_steps_equals_clip_gradients_before_each_step(closure: bool) -> None:
     """Weight decay and momentum come after the clipping; a closure computes the gradients inside the step."""
     ours, theirs = parameters(), parameters()
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}

@@ -55,7 +55,7 @@ def same(a: nn.Module, b: nn.Module, tolerance: float = 1e-11) -> None:
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
 @pytest.mark.parametrize("size", [4, 7, 30])
-def test_epochs_equal_sgd_by_hand(points, mlp, momentum: float, decay: float, size: int) -> None:
+def test_epochs_equal_a_hand_written_sgd(points, mlp, momentum: float, decay: float, size: int) -> None:
     data, model = points(18, 1), mlp()
     other = copy.deepcopy(model)
     result = run(model, data, 0.05, batch_size=size, local_epochs=3, sgd_momentum=momentum, weight_decay=decay)
@@ -89,13 +89,13 @@ def test_local_steps_draw_with_replacement(points, mlp) -> None:
 
 @pytest.mark.parametrize("changes", [{"local_steps": 3}, {"local_epochs": 3}])
 @pytest.mark.parametrize("size", [0, 6, 100])
-def test_a_batch_as_large_as_the_data_is_the_data_in_order(points, mlp, changes: dict, size: int) -> None:
+def test_a_batch_of_all_data_is_in_order(points, mlp, changes: dict, size: int) -> None:
     data = points(6)
     assert run(mlp(), data, batch_size=size, **changes).num_processed == 18
     assert data.asked == [list(range(6))] * 3
 
 
-def test_the_same_streams_give_the_same_bits_and_no_global_draw(points, mlp) -> None:
+def test_the_same_streams_give_the_same_bits_without_global_draws(points, mlp) -> None:
     first, second = mlp(dropout=0.5), mlp(dropout=0.5)
     before = torch.get_rng_state()
     run(first, points(12), batch_size=4)
@@ -116,14 +116,14 @@ def test_learning_rate_over_rounds() -> None:
             LearningRate(bad)
 
 
-def test_the_rate_of_the_round_is_used_not_the_initial_one(points, mlp) -> None:
+def test_the_rate_of_the_round_is_used(points, mlp) -> None:
     model, other, data = mlp(), mlp(), points(8)
     run(model, data, 0.03, batch_size=0)
     by_hand(other, iter([(data.inputs, data.targets)]), 0.03)
     same(model, other)
 
 
-def test_an_optimizer_to_go_on_with_keeps_its_momentum(points, mlp) -> None:
+def test_a_given_optimizer_keeps_its_momentum(points, mlp) -> None:
     data, model, other = points(8), mlp(), mlp()
     own = settings(batch_size=0, sgd_momentum=0.9)
     optimizer = sgd(model, own)
@@ -171,7 +171,7 @@ def test_a_batch_of_one_through_batchnorm2d_depends_on_the_map(points, size: int
 
 
 @pytest.mark.parametrize("change", ["no norm", "frozen norm", "norm without statistics", "frozen, without statistics"])
-def test_what_else_takes_a_batch_of_one(points, mlp, change: str) -> None:
+def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
     class Freeze(ClientHook):
         def begin(self, model: nn.Module) -> None:
             model[1].eval()
@@ -217,7 +217,7 @@ class Noted(ClientHook):
         return {"noted": 1.0}
 
 
-def test_rules_are_called_in_order_and_a_penalty_is_not_in_the_loss(points, mlp) -> None:
+def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(points, mlp) -> None:
     """The gradient of half the squared norm is the parameter itself: weight decay 1."""
     data, model, decayed = points(8), mlp(), mlp()
     hook = Noted(model)

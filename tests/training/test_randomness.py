@@ -1,4 +1,4 @@
-"""Layers that draw do so from a stream of their own."""
+"""Layers that draw random numbers use a private stream."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drawn(draw: Callable[[], Tensor], seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_draws_repeat_and_leave_the_global_generator_alone(name: str) -> None:
+def test_draws_repeat_and_do_not_change_the_global_generator(name: str) -> None:
     draw = DRAWS[name]
     torch.manual_seed(1)
     before = torch.get_rng_state()

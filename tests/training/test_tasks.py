@@ -1,4 +1,4 @@
-"""What is learned: the loss over pixels, and the mean IoU against slow counts."""
+"""The tasks: the loss over pixels, and the mean IoU compared with slow counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, confusion, m
 
 
 def pixels(count: int = 5, classes: int = 4) -> tuple[Tensor, Tensor]:
-    """Random logits and classes of 3 by 6 pixels; a third of them are to be ignored, one image whole."""
+    """Random logits and classes of 3 by 6 pixels; a third of them are ignored, and one image completely."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(count, classes, 3, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(classes, (count, 3, 6), generator=generator)
@@ -77,7 +77,7 @@ def test_a_batch_of_ignored_pixels_has_no_loss_and_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_evaluation_of_pixels_whatever_the_batches(batch_size: int) -> None:
+def test_evaluation_of_pixels_for_every_batch_size(batch_size: int) -> None:
     logits, targets = pixels()
     result = evaluate(scaling(), Scenes(logits, targets), task=SEGMENTATION, batch_size=batch_size)
     predicted, counted = logits.argmax(1), targets != 255
@@ -88,7 +88,7 @@ def test_evaluation_of_pixels_whatever_the_batches(batch_size: int) -> None:
     assert list(result.named("test-")) == ["test-loss", "test-accuracy", "test-miou"]
 
 
-def test_classes_that_nobody_has_or_tells_are_left_out() -> None:
+def test_classes_without_targets_and_predictions_are_left_out() -> None:
     counts = torch.tensor([[3, 1, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5]])
     assert mean_iou(counts) == pytest.approx((3 / 6 + 0 / 3 + 5 / 5) / 3)
     assert math.isnan(mean_iou(torch.zeros(3, 3)))

@@ -29,7 +29,7 @@ from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
 
 
 class Replicated(nn.Module):
-    """As DistributedDataParallel: the model under the name ``module``; no process group is needed."""
+    """Like DistributedDataParallel: the model has the name ``module``; no process group is needed."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
         view_with_names(model, through.names)
 
 
-def test_a_layer_of_ones_own_called_module_is_no_wrapper() -> None:
+def test_a_layer_named_module_is_not_a_wrapper() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -89,7 +89,7 @@ def test_a_layer_of_ones_own_called_module_is_no_wrapper() -> None:
     [FedBN, functools.partial(FixBN, freeze_at=1), FedProx, Scaffold, FedTAN, Standalone],
     ids=["fedbn", "fixbn", "fedprox", "scaffold", "fedtan", "standalone"],
 )
-def test_a_wrapped_model_at_the_client_changes_no_bit(federate, points, mlp, same_bits, kind: str, make: Any) -> None:
+def test_a_wrapped_model_on_the_client_changes_no_bit(federate, points, mlp, same_bits, kind: str, make: Any) -> None:
     datasets = [points(n, i) for i, n in enumerate((6, 8))]
     wrap, _ = WRAPPERS[kind]
     options = {"rounds": 2, "grid_options": {"max_workers": 1}}
@@ -106,7 +106,7 @@ def test_a_wrapped_model_at_the_client_changes_no_bit(federate, points, mlp, sam
 
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold], ids=["fedbn", "scaffold"])
-def test_a_wrapped_model_at_the_server_alone(federate, points, mlp, make: Any) -> None:
+def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) -> None:
     """The server's names come back as it sent them; what is kept has the names of the module inside."""
     datasets = [points(n, i) for i, n in enumerate((6, 8))]
     plain = federate(make(), mlp, datasets, rounds=2)
@@ -175,7 +175,7 @@ METHODS = {
 
 @pytest.fixture
 def theirs_is_ours(same_bits) -> Any:
-    """``theirs_is_ours(method, model, loop)``: a loop of another library's against our own client, bit for bit."""
+    """``theirs_is_ours(method, model, loop)``: compare another library's loop with our client, bit for bit."""
 
     def check(method: str, model: Callable[[], nn.Module], plain: Callable[[], nn.Module], loop: Any) -> None:
         def pictures(context: Any) -> Pictures:
@@ -292,6 +292,6 @@ def test_lightning(method: str, theirs_is_ours) -> None:
     theirs_is_ours(method, Module, Module, loop)
 
 
-def test_a_wrapped_copy_is_another_model(mlp) -> None:
+def test_a_wrapped_copy_is_a_different_model(mlp) -> None:
     model = mlp()
     assert unwrap(copy.deepcopy(Replicated(model))) is not model

@@ -1,7 +1,7 @@
-"""The arithmetic of one BatchNorm call whose statistics, and the gradients through them, come from outside.
+"""The arithmetic of one BatchNorm call that gets its statistics, and the gradients through them, from outside.
 
-Symbols: y the layer's input, n_i its elements per channel on this client, s = sqrt(var + eps), g = dF_i/dx_hat.
-Moments and gradients are computed in float32 for float16, bfloat16 and float32 inputs, in float64 for float64.
+Symbols: y is the layer's input, n_i its elements per channel on this client, s = sqrt(var + eps), g = dF_i/dx_hat.
+Moments and gradients are computed in float32 for float16, bfloat16 and float32 inputs, and in float64 for float64.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["Link", "Normalise", "elements_per_channel", "local_moments", "per_ch
 
 
 class Link(Protocol):
-    """How one BatchNorm call meets the same call of the other clients."""
+    """The connection of one BatchNorm call to the same call on the other clients."""
 
     def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return y - mean - rest (a fresh tensor), and mean, rest, biased var, (C,) each, over all clients.
+        """Return y - mean - rest (a new tensor), and mean, rest and biased var over all clients, each (C,).
 
-        ``rest`` is what rounding left of the mean that ``var`` is about; zero where ``var`` is about the rounded one.
+        ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if ``var`` is taken about mean.
         """
 
     def gradients(self, local: Tensor) -> Tensor:
-        """Return the gradients (2, C) with respect to var and mean to go on with, given this client's own."""
+        """Return the gradients (2, C) with respect to var and mean to continue with; ``local`` are this client's."""
 
 
 def elements_per_channel(y: Tensor) -> int:
-    """Return n_i, the number of elements that one channel (dimension 1) of ``y`` averages over."""
+    """Return n_i, the number of elements of one channel (dimension 1) of ``y``."""
     return y.numel() // y.shape[1] if y.numel() else 0
 
 
@@ -45,25 +45,25 @@ def _axes(y: Tensor) -> list[int]:
 def local_moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(centred, centre, moments)`` of this client: y - centre, centre (C,), and (mean, rest, var) (3, C).
 
-    ``centre`` is a first mean, off by the rounding of a long sum; what is left in ``centred`` corrects it to mean +
-    rest, ``mean`` being that rounded and ``rest`` what rounding left; ``var`` is biased and about mean + rest. This is
-    several times faster on a CPU than torch's Welford pass and loses nothing where the mean is far above the deviation.
+    ``centre`` is a first mean with the rounding error of a long sum. The mean of ``centred`` corrects it: ``mean`` is
+    the corrected mean after rounding, ``rest`` is what rounding removed. ``var`` is biased, about mean + rest. On a CPU
+    this is several times faster than torch's Welford pass, and as exact if the mean is far above the deviation.
     """
     centre = y.mean(_axes(y))
     centred = y - per_channel(centre, y)
-    left = centred.mean(_axes(y))
-    mean = centre + left
-    rest = left - (mean - centre)
-    return centred, centre, torch.stack([mean, rest, (mean_square(centred) - left.square()).clamp_min_(0)])
+    error = centred.mean(_axes(y))
+    mean = centre + error
+    rest = error - (mean - centre)
+    return centred, centre, torch.stack([mean, rest, (mean_square(centred) - error.square()).clamp_min_(0)])
 
 
 def mean_square(centred: Tensor) -> Tensor:
-    """Return the mean of squares of each channel, (C,)."""
+    """Return the mean of the squares of each channel, (C,)."""
     return centred.square().mean(_axes(centred))
 
 
 class Normalise(torch.autograd.Function):
-    """BatchNorm in training mode with the statistics and the statistics' gradients of a ``Link``."""
+    """BatchNorm in training mode; a ``Link`` gives the statistics and the gradients through them."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, link: Link) -> Tensor:
@@ -82,13 +82,13 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of y, weight and bias; weight's and bias's stay this client's own."""
+        """Return the gradients of y, weight and bias; those of weight and bias come from this client alone."""
         y, weight, mean, rest, var = ctx.saved_tensors
         grad = grad.to(mean.dtype)
         centred = y.to(mean.dtype) - per_channel(mean, y)
         scale = (var + ctx.eps).rsqrt_()
         d_bias = grad.sum(_axes(y))
-        # The rest of the mean is taken off per channel here and below: no pass over all elements for it.
+        # Here and below the rest of the mean is subtracted per channel, not in a pass over all elements.
         d_weight = ((grad * centred).sum(_axes(y)) - rest * d_bias) * scale
         sum_g, sum_g_x_hat = d_bias, d_weight
         factor = scale
@@ -96,8 +96,8 @@ class Normalise(torch.autograd.Function):
             sum_g, sum_g_x_hat, factor = d_bias * weight, d_weight * weight, scale * weight
         d_y = None
         if ctx.needs_input_grad[0]:
-            # sum g (y - mean) (-1/2) s^-3, and -sum g / s: without the path of the mean through this client's own
-            # variance, which is no zero on one client and vanishes only in the sum over all of them.
+            # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The path of the mean through this client's variance is left
+            # out: it is not zero on one client, but zero in the sum over all clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
             d_var, d_mean = ctx.link.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(per_channel(d_mean - 2 * d_var * rest, y))

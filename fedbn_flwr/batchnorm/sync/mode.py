@@ -1,4 +1,4 @@
-"""The function mode that meets every BatchNorm call of a synchronised step."""
+"""The torch function mode that replaces every BatchNorm call of a synchronised step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _Call(NamedTuple):
 
 
 class SynchronisedStep(TorchFunctionMode):
-    """The state of one synchronised step; made by ``synchronised``.
+    """The state of one synchronised step; ``synchronised`` makes it.
 
     Attributes:
-        num_layers: BatchNorm calls synchronised so far: L once the forward pass is over.
-        num_exchanges: Exchanges answered so far, without the model's. A layer whose input needs no gradient, as after
-            a frozen backbone or directly on the data, has no exchange backward.
+        num_layers: BatchNorm calls synchronised so far; L after the forward pass.
+        num_exchanges: Exchanges answered so far, without the model's. A layer whose input needs no gradient (directly
+            on the data, or after a frozen backbone) has no exchange in the backward pass.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class SynchronisedStep(TorchFunctionMode):
         self._reduce = reduce
         self._sizes = batch_size, union_batch_size
         self.fused = exchanges == "2L+1"
-        self.own = backward == "own"
+        self.keeps_gradients = backward == "own"
         self._layer: str | None = None  # the BatchNorm module being called
         self._seen = 0  # batch_norm calls of any kind
         self._closed = False
-        # A compiled model breaks its graph here: no exchange is traced, and none is run twice by a recompilation.
+        # A compiled model breaks its graph here, so exchanges are not traced, and a recompilation repeats none.
         self._batch_norm = torch.compiler.disable(self._synchronise)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class SynchronisedStep(TorchFunctionMode):
         self._closed = True
 
     def watch(self, path: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        """Name ``module`` in errors and refuse it if a call of it makes no call of batch_norm."""
+        """Name ``module`` in errors, and refuse it if it is called but does not call batch_norm."""
         before: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -71,8 +71,8 @@ class SynchronisedStep(TorchFunctionMode):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if before.pop() == self._seen:
                 raise NormLayerError(
-                    f"BatchNorm layer {path!r} ({type(module).__name__}) made no call of functional.batch_norm that "
-                    "could be synchronised: it has arithmetic of its own, or it is called again in the backward pass "
+                    f"BatchNorm layer {path!r} ({type(module).__name__}) cannot be synchronised, because it does not "
+                    "call functional.batch_norm: it has its own arithmetic, or it is called again in the backward pass "
                     "(activation checkpointing). Use plain BatchNorm without checkpointing."
                 )
             self._layer = None
@@ -82,7 +82,7 @@ class SynchronisedStep(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace the BatchNorm calls in training mode; let everything else through."""
+        """Replace the BatchNorm calls in training mode; do all other calls unchanged."""
         bind = _BINDERS.get(func)
         if bind is None:
             return func(*args, **(kwargs or {}))
@@ -109,7 +109,7 @@ class SynchronisedStep(TorchFunctionMode):
         return x
 
     def exchange(self, tag: str, local: Tensor) -> Tensor:
-        """Return the answer to ``local`` in its shape, dtype and device."""
+        """Return the server's answer to ``local``, in the same shape and dtype and on the same device."""
         if self._closed:
             raise NormLayerError(f"exchange {tag!r} comes after the synchronised block: loss.backward() belongs in it.")
         answer = self._reduce(tag, local)
@@ -122,7 +122,7 @@ class SynchronisedStep(TorchFunctionMode):
 
 
 class _Link:
-    """One BatchNorm call in its step; keeps the statistics for the running ones."""
+    """One BatchNorm call of a step; it keeps the batch's statistics, for the update of the running ones."""
 
     mean: Tensor
     var: Tensor
@@ -137,7 +137,7 @@ class _Link:
         centred, centre, local = local_moments(y)
         if self._step.fused:
             self.mean, rest, self.var = self._step.exchange(f"moments/{self._index}", local)
-            # In this order: centre and mean are near each other and cancel, the rest is far below either.
+            # The order matters: centre - mean is small and exact, and rest is far smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
             self.mean = self._step.exchange(f"mean/{self._index}", local[0])
@@ -147,7 +147,7 @@ class _Link:
         return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:
-        if self._step.own:
+        if self._step.keeps_gradients:
             return local
         if self._answered:
             raise NormLayerError(
@@ -164,7 +164,7 @@ def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
 
 
 def _refuse_checkpoint(layer: str) -> None:
-    """Raise if a caller up the stack is activation checkpointing: it would run the layer's exchanges twice."""
+    """Raise NormLayerError under activation checkpointing, which would do the layer's exchanges twice."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -186,7 +186,7 @@ def _from_builtin(
     eps: float,
     cudnn_enabled: bool,
 ) -> _Call:
-    """Order the arguments of ``torch.batch_norm``, which the functional form calls and some models call directly."""
+    """Return the arguments of ``torch.batch_norm``, which some models call directly."""
     return _Call(y, running_mean, running_var, weight, bias, training, momentum, eps)
 
 

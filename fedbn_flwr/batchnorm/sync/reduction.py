@@ -1,6 +1,6 @@
-"""What travels in one exchange of a synchronised step, and what the server makes of it.
+"""The tensors of one exchange of a synchronised step, and the server's answer to them.
 
-An exchange has a tag ``kind/k``, k counting the BatchNorm calls of the forward pass from 0. C is the layer's channels.
+An exchange has a tag ``kind/k``; k numbers the BatchNorm calls of the forward pass from 0. C = the layer's channels.
 
 | kind | sent by client i | shape | answer |
 |---|---|---|---|
@@ -9,8 +9,8 @@ An exchange has a tag ``kind/k``, k counting the BatchNorm calls of the forward 
 | ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C) | mean; rest; var = sum p_i (var_i + (m_i - m)^2) |
 | ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i of both |
 
-The tensors are float64 for a float64 layer input and float32 for any other. A rest is what rounding to that type left
-of a mean: m_i = mean_i + rest_i and m = mean + rest = sum p_i m_i.
+The tensors are float64 for a float64 layer input, else float32. A rest is the part of a mean that rounding to that type
+removed: m_i = mean_i + rest_i and m = mean + rest = sum p_i m_i.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from fedbn_flwr.errors import ReplyError, unknown_name
 __all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Exchanges", "Reduce", "combine", "num_exchanges"]
 
 Exchanges = Literal["3L+1", "2L+1"]
-"""``3L+1``: mean and variance one after the other, as in the paper; ``2L+1``: together, the same mathematics.
+"""``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both together, with the same mathematics.
 
-``2L+1`` moves C floats more per BatchNorm call and direction than ``3L+1`` does forward, 3 C for 2 C, for the rests of
-the means: the spread of the clients' means is taken on the server, and between means rounded to float32 it would cost a
-variance with mean 1e4 and deviation 1e-2 about 2%. With them float32 is exact to some roundings at any mean. ``3L+1``
-takes the spread about one mean on the clients; rounding that mean costs it about the digits that torch's layer loses.
+In the forward pass ``2L+1`` sends 3 C floats per BatchNorm call and direction, ``3L+1`` sends 2 C. The other C are the
+rests of the means: in ``2L+1`` the server computes the spread of the clients' means. With means rounded to float32 and
+no rests, a variance with mean 1e4 and deviation 1e-2 would be wrong by about 2%; with the rests the error is a few
+roundings at any mean. In ``3L+1`` the clients compute the spread about one rounded mean, and lose about the digits that
+torch's own layer loses.
 """
 
 Backward = Literal["global", "own"]
-"""``global``: FedTAN, gradients with respect to the statistics are exchanged; ``own``: FedDNA, each client's own."""
+"""``global`` (FedTAN): gradients with respect to the statistics are exchanged; ``own`` (FedDNA): they are not."""
 
 EXCHANGES: tuple[str, ...] = get_args(Exchanges)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 
 Reduce = Callable[[str, Tensor], Tensor]
-"""``reduce(tag, tensor)``: send ``tensor``, wait, return the server's answer (same shape, any device)."""
+"""``reduce(tag, tensor)`` sends ``tensor``, waits, and returns the server's answer (same shape, any device)."""
 
 _KINDS = ("mean", "variance", "moments", "gradients")
 
@@ -51,16 +52,16 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     """Return the server's answer to one exchange.
 
     Args:
-        tag: The exchange, ``kind/k``; see the module's table.
+        tag: The exchange, ``kind/k``; see the table above.
         tensors: One tensor per client, all of one shape and dtype, in an order that does not depend on arrival.
-        weights: p_i, or the sizes |D_i| they are made of: positive, in the same order; divided by their sum here.
+        weights: p_i or the sizes |D_i|, positive, in the same order; this function divides them by their sum.
 
     Returns:
-        A tensor of the shape, dtype and device of the first one, accumulated in float64 in the given order.
+        A tensor of the shape, dtype and device of the first tensor, accumulated in float64 in the given order.
 
     Raises:
         ConfigError: The kind is unknown.
-        ReplyError: No tensors, unequal or wrong shapes, unequal dtypes, or weights that do not fit.
+        ReplyError: There are no tensors, shapes or dtypes are wrong or differ, or the weights do not fit.
     """
     kind = tag.partition("/")[0]
     if kind not in _KINDS:
@@ -82,12 +83,12 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
 
 def _pooled(moments: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return mean, rest and var (3, C) in float64; the mean as it will be after rounding to ``dtype``."""
+    """Return mean, rest and var (3, C) in float64; the mean is rounded to ``dtype``."""
     mean = _weighted_sum([mean_i + rest_i for mean_i, rest_i, _ in moments], shares).to(dtype).to(torch.float64)
-    # From here on means count from the rounded one, so that a rest below float64's last digit of the mean survives too.
+    # Below, means are offsets from the rounded mean: a rest smaller than float64's last digit of the mean is not lost.
     offsets = [(mean_i - mean) + rest_i for mean_i, rest_i, _ in moments]
     rest = _weighted_sum(offsets, shares)
-    # The spread of the client means is added as squares of differences: no E[y^2] - E[y]^2, nothing cancels.
+    # The spread of the client means is a sum of squared differences, not E[y^2] - E[y]^2: no cancellation.
     spread = [var_i + (offset - rest).square() for (_, _, var_i), offset in zip(moments, offsets, strict=True)]
     return torch.stack([mean, rest, _weighted_sum(spread, shares)])
 
@@ -100,9 +101,9 @@ def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def num_exchanges(num_layers: int, exchanges: Exchanges = "3L+1", backward: Backward = "global") -> int:
-    """Return the exchanges of a round: per BatchNorm call one or two forward and one or none backward, and the model.
+    """Return the exchanges of a round: one or two forward and at most one backward per BatchNorm call, and the model's.
 
-    The count is the paper's: it takes every layer's input to need a gradient (see ``SynchronisedStep``).
+    This is the paper's count: every layer's input needs a gradient (see ``SynchronisedStep``).
 
     Raises:
         ConfigError: ``exchanges`` or ``backward`` is unknown.

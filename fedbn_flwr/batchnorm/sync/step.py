@@ -1,9 +1,9 @@
 """One forward and backward pass in which every BatchNorm of a model sees the batches of all clients as one.
 
-BatchNorm is met where every layer of every architecture ends up, in ``torch.nn.functional.batch_norm``: no layer is
-named, replaced or unrolled. Subclasses with a forward of their own, 1d, 2d and 3d, layers without affine parameters or
-running statistics, parallel branches and layers used more than once need nothing special; the order of the calls in
-the forward pass numbers the exchanges. A call with ``training=False`` is left alone.
+Every BatchNorm layer calls ``torch.nn.functional.batch_norm``. That call is replaced, not the layer, so these need
+nothing special: subclasses with their own forward, 1d, 2d and 3d, layers without affine parameters or running
+statistics, parallel branches, layers used more than once. The order of the calls in the forward pass numbers the
+exchanges. A call with ``training=False`` is unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def synchronised(
     exchanges: Exchanges = "3L+1",
     backward: Backward = "global",
 ) -> Iterator[SynchronisedStep]:
-    """Synchronise every BatchNorm call made in the block, forward and backward, with the other clients'.
+    """Synchronise every BatchNorm call in the block, forward and backward, with the same call on the other clients.
 
     ::
 
@@ -41,41 +41,41 @@ def synchronised(
             loss.backward()
         optimizer.step()
 
-    ``reduce(tag, tensor)`` is called once per exchange (``exchange`` has the tags and shapes), from the thread of the
-    forward pass or, backward on an accelerator, from autograd's. What it raises leaves the block unchanged. The model
-    is then half-way: running statistics and counters of the layers passed, ``.grad`` of the parameters done. Restore
-    the state dict, the gradients and the random state before the step is redone.
+    ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and shapes), in the thread of the
+    forward pass or, for a backward pass on an accelerator, in autograd's thread. Its exceptions pass through the block
+    and leave the model half done: some layers have new running statistics and counters, some parameters a new
+    ``.grad``. Restore the state dict, the gradients and the random state before you repeat the step.
 
-    Every client must run the same model from the same state, so that the k-th call of BatchNorm is the same layer on
-    all. Calls without gradient (``torch.no_grad``) are synchronised forward too, as a centralised step would see the
-    union in them. A loss scale, if any, must be the same on all clients: gradients are averaged as they come.
+    Every client must run the same model from the same state, so that the k-th BatchNorm call is the same layer on all.
+    Calls without gradient (``torch.no_grad``) are synchronised too: a centralised step would see the union there. A
+    loss scale must be the same on all clients, because gradients are averaged as they are.
 
     Args:
-        model: The model; its BatchNorm layers are watched and named in errors. Not changed otherwise.
-        reduce: Sends a tensor to the server and returns the answer of all clients of the round.
+        model: The model; its BatchNorm layers are named in errors. The block changes nothing else in it.
+        reduce: Sends a tensor to the server and returns the answer over all clients of the round.
         batch_size: b_i, the examples of this client's batch.
         union_batch_size: B, the examples of all clients' batches; layers see n_i * B / b_i elements per channel.
-        exchanges: Mean and variance one after the other or together.
+        exchanges: Mean and variance one after the other, or together.
         backward: ``global`` for FedTAN, ``own`` for FedDNA.
 
     Yields:
-        The step, with the numbers of layers and exchanges met so far.
+        The step, with its numbers of layers and exchanges so far.
 
     Raises:
         ConfigError: An argument is out of range.
-        NormLayerError: A layer cannot be synchronised; at once for TorchScript and DataParallel, otherwise when the
-            layer is called: one value per channel in the union, activation checkpointing, arithmetic of its own.
+        NormLayerError: A layer cannot be synchronised. TorchScript and DataParallel are refused immediately; one value
+            per channel in the union, activation checkpointing and a layer's own arithmetic when the layer is called.
     """
     if not 1 <= batch_size <= union_batch_size:
         raise ConfigError(
             f"batch_size {batch_size} must be at least 1, and union_batch_size {union_batch_size} no less."
         )
-    num_exchanges(0, exchanges, backward)  # refuses unknown names
+    num_exchanges(0, exchanges, backward)  # raises for unknown names
     for path, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
-                f"module {path or 'model'!r} is a {type(module).__name__}: its BatchNorm calls are out of reach and "
-                "would not be synchronised. Use the plain module."
+                f"module {path or 'model'!r} is a {type(module).__name__}: its BatchNorm calls cannot be synchronised. "
+                "Use the plain module."
             )
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:

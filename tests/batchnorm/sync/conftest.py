@@ -1,4 +1,4 @@
-"""Clients as threads that meet at a barrier, and the centralised steps they are held against."""
+"""Clients as threads that wait at a barrier, and the centralised steps to compare them with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Barrier:
-    """The server: the last client to arrive combines, all leave with the answer."""
+    """The server: the last client combines the tensors, and all clients get the answer."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
@@ -59,7 +59,7 @@ def federated(
     autocast: bool = False,
     **options: str,
 ) -> State:
-    """One round of one step: the average of the clients' models. ``forge`` alters what a client sends."""
+    """Return the average of the clients' models after one step. ``forge`` changes what a client sends."""
     barrier = barrier or Barrier(weights)
     union = sum(len(x) for x, _ in batches)
     models = [copy.deepcopy(model) for _ in batches]
@@ -104,7 +104,7 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
 def centralised(
     model: nn.Module, batches: Sequence[Batch], *, loss: Loss = functional.cross_entropy, autocast: bool = False
 ) -> State:
-    """One plain torch step on the union of the batches."""
+    """Return the model after one plain torch step on the union of the batches."""
     model = copy.deepcopy(model)
     x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -141,7 +141,7 @@ class WeightedBatchNorm(nn.Module):
 
 
 def weighted_centralised(model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]) -> State:
-    """One step on the loss sum p_i mean_i(loss): examples of client i weigh p_i / b_i, in BatchNorm too."""
+    """One step on the loss sum p_i mean_i(loss): examples of client i have weight p_i / b_i, also in BatchNorm."""
     q = torch.cat(
         [x.new_full((len(x),), w / sum(weights) / len(x)) for w, (x, _) in zip(weights, batches, strict=True)]
     )

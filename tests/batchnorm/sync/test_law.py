@@ -1,4 +1,4 @@
-"""Law: one synchronised step of all clients, averaged, is one centralised step; float64, models by others."""
+"""Law: the average of one synchronised step of all clients is one centralised step; float64, public models."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_federated_step_equals_centralised_step(lab, name):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
-def test_clients_may_weigh_other_than_their_batches(lab, name):
+def test_weights_of_clients_may_differ_from_their_batch_sizes(lab, name):
     model = vision_model(name)
     batches, weights = lab.client_batches((3, 40, 40), (2, 3, 1)), (0.3, 0.1, 0.6)
     check(lab, model, batches, weights, lab.weighted_centralised(model, batches, weights))
@@ -146,7 +146,7 @@ def test_a_frozen_backbone_exchanges_nothing_backward(lab):
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-def test_own_gradients_do_not_obey_the_law(lab, exchanges):
+def test_the_law_does_not_hold_for_own_gradients(lab, exchanges):
     model, batches = mlp(), lab.client_batches((6,), (4, 4))
     found = lab.federated(model, batches, (1, 1), exchanges=exchanges, backward="own")
     oracle = lab.centralised(model, batches)
@@ -156,7 +156,7 @@ def test_own_gradients_do_not_obey_the_law(lab, exchanges):
         torch.testing.assert_close(found[name], oracle[name], rtol=1e-12, atol=1e-12)
 
 
-def test_own_gradients_are_each_client_s_derivative(lab):
+def test_own_gradients_are_the_derivatives_on_each_client(lab):
     """FedDNA in plain autograd: mean and variance have the union's values and the client's derivatives."""
     model, batches = mlp()[:2], lab.client_batches((6,), (3, 5))
     sums = [float(len(x)) for x, _ in batches]
@@ -184,7 +184,7 @@ def test_own_gradients_are_each_client_s_derivative(lab):
 
 
 def test_the_path_through_the_local_variance_must_be_left_out(lab):
-    """With d var_i / d mean = -2 (mean_i - mean) added to what a client sends, the step is off."""
+    """With d var_i / d mean = -2 (mean_i - mean) added to what a client sends, the step is wrong."""
     model, batches = mlp(), lab.client_batches((6,), (4, 4))
     oracle, start, barrier = lab.centralised(model, batches), model.state_dict(), lab.Barrier((1, 1))
     own: dict[tuple[int, str], Tensor] = {}

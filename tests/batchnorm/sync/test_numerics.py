@@ -1,4 +1,4 @@
-"""Float32 and bfloat16: as good as torch's own BatchNorm, also where the mean is far above the deviation."""
+"""Float32 and bfloat16: as exact as torch's own BatchNorm, also with a mean far above the deviation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = ("running_mean", "running_var", "weight")
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
-def test_float32_is_as_near_to_float64_as_torch_is(lab, name, exchanges):
+def test_float32_is_as_close_to_float64_as_torch(lab, name, exchanges):
     torch.manual_seed(1)
     options = {"dropout": 0.0} if name == "mobilenet_v2" else {}
     model = torchvision.models.get_model(name, num_classes=3, **options)
@@ -124,7 +124,7 @@ def test_a_low_precision_model_keeps_its_types(dtype):
 
 @pytest.mark.parametrize(("dtype", "ulp"), [(torch.float32, 8.0), (torch.float64, 2.0**-26)])
 def test_fused_moments_do_not_cancel(dtype, ulp):
-    """Against fractions: means some ulps apart, each with a rest of its own, and variances of an ulp squared."""
+    """Against fractions: means differ by some ulps, each has its own rest, variances are about one ulp squared."""
     rows = [(0, 0.25, 0.125), (1, -0.375, 0.25), (-2, 0.125, 0.5)]
     tensors = [torch.tensor([[1e8 + m * ulp], [rest * ulp], [var * ulp**2]], dtype=dtype) for m, rest, var in rows]
     p = [Fraction(2, 10), Fraction(5, 10), Fraction(3, 10)]

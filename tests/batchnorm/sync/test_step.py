@@ -1,4 +1,4 @@
-"""The interface: what is exchanged, what is refused, what an error leaves behind."""
+"""The interface: the exchanges, the refused models, and the state after an error."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_wrong_arguments_are_refused(options, message):
 
 
 class Pending(BaseException):
-    """Not even an Exception."""
+    """A BaseException that is not an Exception."""
 
 
 @pytest.mark.parametrize("error", [ReplyError, Pending])
 @pytest.mark.parametrize("stop", ["mean/0", "variance/1", "gradients/1", "gradients/0"])
-def test_what_reduce_raises_comes_out_unchanged_and_leaves_no_trace(stop, error):
+def test_errors_of_reduce_pass_through_and_all_hooks_are_removed(stop, error):
     model, raised = small(), error("dropped")
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def test_backward_may_run_in_another_thread():
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_evaluation_mode_is_left_alone_and_no_grad_is_not():
+def test_eval_mode_is_not_synchronised_but_no_grad_is():
     tags = []
     model = small().eval()
     with synchronised(model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4):
@@ -153,7 +153,7 @@ def test_evaluation_mode_is_left_alone_and_no_grad_is_not():
     assert tags == ["mean/0", "variance/0", "mean/1", "variance/1"]
 
 
-def test_the_union_not_the_client_needs_more_than_one_value():
+def test_one_value_per_client_is_enough_if_the_union_has_more():
     step(small(), n=1, union=2)
     with pytest.raises(NormLayerError, match=r"layer '1' has 1 values per channel in the union.*\(1, 5\)"):
         step(small(), n=1, union=1)
@@ -190,7 +190,7 @@ def test_checkpointed_layers_are_refused_by_name_before_any_exchange(reentrant):
 
 
 class Recompute(torch.autograd.Function):
-    """Somebody else's activation checkpointing."""
+    """Activation checkpointing of another library."""
 
     @staticmethod
     def forward(ctx, body, x):
@@ -223,8 +223,8 @@ class DataParallelLike(nn.DataParallel):
         self.module = module
 
 
-def test_layers_out_of_reach_are_refused_by_name():
-    with pytest.raises(NormLayerError, match=r"layer '1' \(Arithmetic\) made no call"):
+def test_layers_that_cannot_be_synchronised_are_refused_by_name():
+    with pytest.raises(NormLayerError, match=r"layer '1' \(Arithmetic\) cannot be synchronised, because"):
         step(nn.Sequential(nn.Linear(4, 3), Arithmetic(3)).double())
     with pytest.raises(NormLayerError, match="module '0' is a DataParallelLike"):
         step(nn.Sequential(DataParallelLike(small())))
@@ -245,7 +245,7 @@ def test_a_second_backward_pass_is_refused():
             loss.backward()
 
 
-def test_backward_belongs_in_the_block():
+def test_backward_outside_the_block_is_refused():
     model = small()
     with synchronised(model, alone, batch_size=4, union_batch_size=8):
         loss = model(inputs()).square().sum()
@@ -305,6 +305,6 @@ def test_combine_weighs_in_the_given_order_and_keeps_the_type():
         ("mean/0", [2, 2], [1, float("nan")], ReplyError),
     ],
 )
-def test_combine_refuses_what_does_not_fit(tag, shapes, weights, error):
+def test_combine_refuses_wrong_tensors_and_weights(tag, shapes, weights, error):
     with pytest.raises(error, match=tag.partition("/")[0]):
         combine(tag, [torch.zeros(n) for n in shapes], weights)

@@ -1,0 +1,97 @@
+"""The page of all config keys, made from the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from fedbn_flwr.data import DATASETS, PARTITIONS
+from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, GROUPS, Config
+from fedbn_flwr.experiment.method_settings import methods_with, own_default
+from fedbn_flwr.models import MODELS
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.strategies import STRATEGIES
+
+__all__ = ["config_page", "field_cells"]
+
+_NAMES: Mapping[str, Iterable[str]] = {
+    "strategy": [*STRATEGIES, CENTRALIZED],
+    "norm": NORMS,
+    "model": MODELS,
+    "dataset": DATASETS,
+    "partition": PARTITIONS,
+    "eval-on": EVALUATIONS,
+}
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
+_HEAD = """<!-- Made by `make generate` from the schema. Do not edit. -->
+
+# Config keys
+
+The same keys stand in a YAML file (`fedbn-flwr run FILE`), in `--set key=value`, in `flwr run --run-config` and, each
+with its default, in `[tool.flwr.app.config]` of `pyproject.toml`. Values are scalars: a list is a comma string
+(`lr-decay-at = "0.5,0.75"`), "not set" is `""` for text and `0` for numbers. Setting one of `local-steps` and
+`local-epochs` above 0 takes the place of the other's default; setting both is an error.
+"""
+
+
+def config_page() -> str:
+    """Return ``docs/config.md``: the keys of each group with type, default, allowed values, meaning and users."""
+    fields = {field.alias or name: (name, field) for name, field in Config.model_fields.items()}
+    lines = [_HEAD]
+    for group in GROUPS:
+        lines += [f"## {group[0].upper()}{group[1:]}", ""]
+        methods = group == "methods"
+        lines += ["| key | type | default | allowed | meaning |" + " used by |" * methods, "|---" * (5 + methods) + "|"]
+        for key in Config.keys(group):
+            name, field = fields[key]
+            cells = [f"`{key}`", *_cells(key, name, field)]
+            lines.append("| " + " | ".join([*cells, _users(name)] if methods else cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def field_cells(key: str, field: FieldInfo) -> list[str]:
+    """Return type, default, allowed values and meaning of a setting, as cells of a Markdown table."""
+    meaning = (field.description or "").replace("|", "\\|")
+    return [_type(field.annotation), _default(field.default), _allowed(key, field), meaning]
+
+
+def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
+    """Return the cells of a config key; where 0 means "the method's own", the default and limits of each method."""
+    kind, default, allowed, meaning = field_cells(key, field)
+    if name not in own_default(STRATEGIES.values()):
+        return [kind, default, allowed, meaning]
+    methods = methods_with(STRATEGIES.values(), name)
+    declared = {method.name: method.Params.model_fields[name] for method in methods}
+    own = ", ".join(f"{method} {_default(field.default)}" for method, field in declared.items())
+    return [kind, f"{default}: {own}", _allowed(key, next(iter(declared.values()))) + ", or 0", meaning]
+
+
+def _users(name: str) -> str:
+    methods = [method.name for method in methods_with(STRATEGIES.values(), name)]
+    return ", ".join(f"[{method}](methods/{method}.md)" for method in methods) or "every method"
+
+
+def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "text"
+    return ", ".join(_TYPES[kind] for kind in get_args(annotation) or (annotation,))
+
+
+def _default(value: Any) -> str:
+    shown = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+    return f"`{shown}`"
+
+
+def _allowed(key: str, field: FieldInfo) -> str:
+    """Return the names, or the bounds; where there are none the meaning says it all."""
+    names = get_args(field.annotation) if get_origin(field.annotation) is Literal else _NAMES.get(key, ())
+    if names:
+        return ", ".join(f"`{name}`" for name in names)
+    if field.annotation is bool:
+        return "`true`, `false`"
+    found = ((sign, getattr(limit, name, None)) for limit in field.metadata for name, sign in _BOUNDS.items())
+    return ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None) or "see meaning"

@@ -1,0 +1,143 @@
+"""The page of each method, made from its module's docstring, its ``Params``, its recipe and the recorded results."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.experiment.doc_config import field_cells
+from fedbn_flwr.server import momentum, recalibration, shared_bn
+from fedbn_flwr.server.method import Params
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
+
+__all__ = ["method_pages"]
+
+_OPTIONS = {momentum: "momentum-scope", recalibration: "recalibrate", shared_bn: "eval-on=averaged-bn"}
+_OPTIONS_HEAD = """# Options of every method
+
+These parts are not methods. Any method may use them; a method that cannot refuses them with a message that says why.
+"""
+_REACHED = re.compile(r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU")
+_UP = "../../"  # from docs/methods to the root
+Method = type[FedAvg[Any]]
+
+
+def method_pages(root: Path) -> dict[Path, str]:
+    """Return the text of ``docs/methods/NAME.md`` for every method, and of the page of the options, by path.
+
+    Args:
+        root: the checkout, which has the recipes and ``docs/results/methods.yaml``.
+    """
+    results = yaml.safe_load((root / "docs/results/methods.yaml").read_text(encoding="utf-8"))
+    folder = Path("docs/methods")
+    pages = {folder / f"{name}.md": _page(method, root, results) for name, method in STRATEGIES.items()}
+    return pages | {folder / "options.md": _options_page()}
+
+
+def _page(method: Method, root: Path, results: Mapping[str, Any]) -> str:
+    file = method.__module__.replace(".", "/") + ".py"
+    first, body = _docstring(sys.modules[method.__module__])
+    lead = first.partition(": ")[2]
+    kept = ", ".join(part.value for part in Part if part in method.local) or "nothing"
+    return "\n".join(
+        [
+            f"<!-- Made by `make generate` from {file}. Do not edit. -->",
+            "",
+            f"# {method.__name__}",
+            "",
+            f"{lead[0].upper()}{lead[1:]}",
+            "",
+            "| name | class | stays with the client | file |",
+            "|---|---|---|---|",
+            f"| `{method.name}` | `{method.__name__}` | {kept} | [{file}]({_UP}{file}) |",
+            "",
+            body,
+            "",
+            "## Settings",
+            "",
+            *_settings(method),
+            "",
+            "## How to run it",
+            "",
+            *_how_to_run(method),
+            "",
+            "## What it reached",
+            "",
+            *_reached(method, root, results),
+            "",
+        ]
+    )
+
+
+def _docstring(module: Any) -> tuple[str, str]:
+    """Return the first line and the rest; code quotes are Markdown's."""
+    first, _, body = inspect.cleandoc(module.__doc__).partition("\n")
+    return first, body.replace("``", "`").strip()
+
+
+def _settings(method: Method) -> Iterator[str]:
+    own = {name: field for name, field in method.Params.model_fields.items() if name not in Params.model_fields}
+    if own:
+        yield "| argument | config key | type | default | allowed | meaning |"
+        yield "|---|---|---|---|---|---|"
+    for name, field in own.items():
+        key = name.replace("_", "-")
+        yield "| " + " | ".join([f"`{name}`", f"`{key}`", *field_cells(key, field)]) + " |"
+    shared = ", ".join(f"`{name.replace('_', '-')}`" for name in Params.model_fields)
+    yield ""
+    yield "These are the method's own." if own else "The method has no settings of its own."
+    yield f"Every method has {shared}, too: [config keys](../config.md) explains them."
+
+
+def _how_to_run(method: Method) -> Iterator[str]:
+    recipe = f"apps/main/recipes/{method.name}.yaml"
+    yield f"The recipe [{recipe}]({_UP}{recipe}) runs on embedded data, in seconds:"
+    yield ""
+    yield "```sh no-run: tests/apps/test_recipes.py runs every recipe"
+    yield f"fedbn-flwr run {recipe} --out runs/{method.name}"
+    yield "```"
+    yield ""
+    yield "In a Flower `ServerApp` it takes Flower's arguments and the settings above; `arrays` is the initial model:"
+    yield ""
+    yield "```python no-run: needs the grid and the arrays of a ServerApp"
+    yield f"from fedbn_flwr.strategies import {method.__name__}"
+    yield ""
+    yield f"strategy = {method.__name__}()"
+    yield "result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=20)"
+    yield "```"
+    yield ""
+    yield "[Flower projects](../flower-projects.md) shows what the client adds."
+
+
+def _reached(method: Method, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
+    recipe = f"apps/main/recipes/{method.name}.yaml"
+    yield "Test accuracy in per cent. [Results](../results/README.md) has the tables, the curves and what differs from"
+    yield "the papers."
+    yield ""
+    yield "| setting | here | paper | how |"
+    yield "|---|---|---|---|"
+    found = _REACHED.search((root / recipe).read_text(encoding="utf-8"))
+    if found:
+        yield f"| {found[1]}, on {found[3]} | {found[2]} | - | its recipe, {found[4]} |"
+    for row in results["methods"].get(method.name, ()):
+        study = results["studies"][row["study"]]
+        how = f"[{study['name']}](../results/README.md#{study['section']}), {study['how']}" if "how" in study else "-"
+        title = f"{study['title']}, {row['case']}" if "case" in row else study["title"]
+        yield f"| {title} | {row.get('here', 'not run')} | {row.get('paper', '-')} | {how} |"
+
+
+def _options_page() -> str:
+    lines = [f"<!-- Made by `make generate` from fedbn_flwr/server. Do not edit. -->\n\n{_OPTIONS_HEAD}"]
+    for module, key in _OPTIONS.items():
+        first, body = _docstring(module)
+        title, _, lead = first.partition(": ")
+        lines += [f"## {title}", "", f"{lead[0].upper()}{lead[1:]} Config: `{key}`.", ""]
+        lines += [re.sub(r"^## ", "### ", body, flags=re.MULTILINE), ""]
+    return "\n".join(lines)
