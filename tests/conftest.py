@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import copy
+import dataclasses
+import functools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +25,21 @@ if "FLWR_HOME" not in os.environ:
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import Context
 from flwr.clientapp import ClientApp
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models.shufflenetv2 import ShuffleNetV2
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support import federation
+from tests.support.federation import Outcome
+from tests.support.points import Points
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -70,22 +73,6 @@ def await_end() -> Callable[[Path], list[str]]:
         return left
 
     return do
-
-
-@dataclass
-class Points:
-    """Labelled points in memory; ``asked`` collects the positions of every batch."""
-
-    inputs: Tensor
-    targets: Tensor
-    asked: list[list[int]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        self.asked.append(positions.tolist())
-        return self.inputs[positions], self.targets[positions]
 
 
 MakePoints = Callable[..., Points]
@@ -160,95 +147,61 @@ def torchvision_net() -> MakeModel:
     return make
 
 
-class Recorder(PollingGrid):
-    """Keeps every message sent, by type and node, and every reply."""
-
-    def __init__(self, grid: InProcessGrid, backwards: bool = False) -> None:
-        super().__init__(grid)
-        self.inner = grid
-        self.backwards = backwards
-        self.sent: list[Message] = []
-        self.received: list[Message] = []
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        batch = list(messages)
-        replies = list(self.inner.send_and_receive(batch, timeout=timeout))
-        self.sent += batch
-        self.received += replies
-        return replies[::-1] if self.backwards else replies
-
-    def config(self, message_type: str = "train") -> list[ConfigRecord]:
-        """Return the configs of the messages of a type, in the order sent."""
-        sent = [m for m in self.sent if m.metadata.message_type == message_type]
-        return [record for m in sent for record in m.content.config_records.values()]
-
-    def partition(self, node_id: int) -> int:
-        """Return a node's partition id."""
-        return list(self.inner.get_node_ids()).index(node_id)
-
-
-@dataclass
-class Outcome:
-    """A finished run."""
-
-    state: dict[str, Array]
-    strategy: FedAvg
-    grid: Recorder
-    result: Any
-    history: list[dict[str, Array]]
-    """The global state before round 1 and after each round."""
-
-
-Federate = Callable[..., Outcome]
+RunStrategy = Callable[..., Outcome]
+TRAINING_SETTINGS = {field.name for field in dataclasses.fields(LocalTraining)}
 
 
 @pytest.fixture
-def federate() -> Iterator[Federate]:
-    """``federate(strategy, model, datasets, ...)``: run a strategy over TorchClients in process.
+def run_strategy() -> Iterator[RunStrategy]:
+    """``run_strategy(strategy, app, start, num_nodes, ...)``: see ``federation.run_strategy``."""
+    with ExitStack() as grids:
+        yield functools.partial(federation.run_strategy, grids)
 
-    ``backwards``: replies arrive in reverse order.
+
+@pytest.fixture
+def federate(run_strategy: RunStrategy) -> RunStrategy:
+    """``federate(strategy, model, datasets, ...)``: run a strategy over TorchClients, one client at a time.
+
+    Settings of ``LocalTraining`` go by name; the options of ``federation.run_strategy`` too.
     """
-    grids: list[InProcessGrid] = []
 
     def run(
         strategy: FedAvg,
         model: Callable[[], nn.Module],
         datasets: Sequence[Any],
         *,
-        rounds: int = 3,
-        rate: float = 0.1,
+        rate: LearningRate | float = 0.1,
         wrap: Callable[[Callable[[Context], Any]], ClientApp] = client_app,
         client: type[TorchClient] = TorchClient,
-        grid_options: Mapping[str, Any] | None = None,
-        timeout: float = 60,
-        backwards: bool = False,
-        **settings: Any,
+        seed: int = federation.SEED,
+        **options: Any,
     ) -> Outcome:
-        training = LocalTraining(learning_rate=LearningRate(rate), **{"batch_size": 4, **settings})
-
-        def client_fn(context: Context) -> TorchClient:
-            data = datasets[int(context.node_config["partition-id"])]
-            return client(model(), data, data, training, context=context, seed=7)
-
-        options = {"max_workers": 1, **(grid_options or {})}
-        inner = InProcessGrid(wrap(client_fn), len(datasets), **options)
-        grids.append(inner)
-        grid = Recorder(inner, backwards)
-        history: list[dict[str, Array]] = []
+        settings = {name: options.pop(name) for name in list(options) if name in TRAINING_SETTINGS}
+        rate = rate if isinstance(rate, LearningRate) else LearningRate(rate)
+        training = LocalTraining(learning_rate=rate, **{"batch_size": 4, **settings})
+        app = federation.torch_app(model, datasets, training, client=client, wrap=wrap, seed=seed)
         if strategy.parts is None:
             strategy.parts = split_state(model())
-        result = strategy.start(
-            grid=grid,
-            initial_arrays=to_record(model().state_dict()),
-            num_rounds=rounds,
-            timeout=timeout,
-            evaluate_fn=lambda _, arrays: history.append(from_record(arrays)),
-        )
-        return Outcome(from_record(result.arrays), strategy, grid, result, history)
+        return run_strategy(strategy, app, model().state_dict(), len(datasets), **options)
 
-    yield run
-    for grid in grids:
-        grid.close()
+    return run
+
+
+@pytest.fixture
+def run_step(federate: RunStrategy) -> RunStrategy:
+    """``run_step(strategy, model, datasets, transport="barrier", ...)``: one round of one step on all data.
+
+    All clients run at once, as a synchronised step needs it. Options are those of ``federate``: more rounds, say.
+    """
+
+    def run(
+        strategy: FedAvg, model: nn.Module, datasets: Sequence[Any], *, transport: str = "barrier", **options: Any
+    ) -> Outcome:
+        one_step = {"rounds": 1, "local_steps": 1, "batch_size": 0, "timeout": 30}
+        together = {"barrier": transport == "barrier", "grid_options": {"max_workers": len(datasets)}}
+        return federate(strategy, lambda: copy.deepcopy(model), datasets, **{**one_step, **together, **options})
+
+    return run
 
 
 SameRun = Callable[[Mapping[str, Any], Mapping[str, Any]], None]

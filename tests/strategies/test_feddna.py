@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from fedbn_flwr.strategies import FedDNA, FedTAN
+from tests.support.synchronised import LEARNING_RATE, TRANSPORTS, client_data, synchronised
 
-OPTIONS = {"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "min_train_nodes": 1, "min_available_nodes": 1}
+ONE_CLIENT = {"min_train_nodes": 1, "min_available_nodes": 1}
 
 
 @pytest.fixture
@@ -19,20 +20,22 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
-@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
-def test_alone_its_gradients_are_everybodys(tan, lab, model, same_bits, transport: str, exchanges: str) -> None:
-    data = lab.client_data((5,), (9,))
-    how = {**OPTIONS, "fedtan_transport": transport.replace("barrier", "messages"), "fedtan_exchanges": exchanges}
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_alone_its_gradients_are_everybodys(run_step, model, same_bits, transport: str, exchanges: str) -> None:
+    data = client_data((5,), (9,))
     settings = {"transport": transport, "rounds": 2, "local_steps": 2, "batch_size": 4}
-    own, shared = (tan(strategy(**how), model, data, **settings) for strategy in (FedDNA, FedTAN))
+    own, shared = (
+        run_step(synchronised(strategy, transport, fedtan_exchanges=exchanges, **ONE_CLIENT), model, data, **settings)
+        for strategy in (FedDNA, FedTAN)
+    )
     same_bits(own.state, shared.state)
     assert [r.train.exchanges for r in own.strategy.reports] == [{"3L+1": 3, "2L+1": 2}[exchanges]] * 2
 
 
-def test_its_first_step_is_the_clients_own_with_the_unions_statistics(tan, lab, model) -> None:
+def test_its_first_step_is_the_clients_own_with_the_unions_statistics(run_step, model) -> None:
     """In plain autograd: mean and variance have the union's values and each client's derivatives."""
-    data = lab.client_data((5,), (4, 6))
-    run = tan(FedDNA(**OPTIONS), model, data)
+    data = client_data((5,), (4, 6))
+    run = run_step(synchronised(FedDNA), model, data)
     start, want = model.state_dict(), {name: 0 for name, _ in model.named_parameters()}
     with torch.no_grad():
         union = torch.cat([model[0](d.inputs) for d in data])
@@ -47,7 +50,7 @@ def test_its_first_step_is_the_clients_own_with_the_unions_statistics(tan, lab, 
         for (name, value), gradient in zip(
             model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
         ):
-            want[name] = want[name] + p * (value - lab.RATE * gradient).detach()
+            want[name] = want[name] + p * (value - LEARNING_RATE * gradient).detach()
     for name, value in want.items():
         torch.testing.assert_close(run.tensors[name], value, rtol=1e-12, atol=1e-13, msg=name)
     torch.testing.assert_close(run.tensors["1.running_mean"], 0.9 * start["1.running_mean"] + 0.1 * mean)

@@ -19,27 +19,21 @@ from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
-
-TRANSPORTS = ("barrier", "messages", "channel")
-
-
-def made(strategy=FedTAN, *, transport: str = "barrier", **settings):
-    how = transport if transport == "channel" else "messages"
-    return strategy(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_transport": how, **settings})
+from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
 
 
-def branches(lab) -> nn.Module:
+def branches() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return lab.trained(lab.Branches())
+        return trained(Branches())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_ledger_of_resnet20_is_table_3(tan, lab, transport: str) -> None:
+def test_the_ledger_of_resnet20_is_table_3(run_step, transport: str) -> None:
     """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart; measured, and as ``inspect`` foretells it."""
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
-    data = lab.client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    report = tan(made(transport=transport), model, data, transport=transport).strategy.reports[0].train
+    data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
+    report = run_step(synchronised(FedTAN, transport), model, data, transport=transport).strategy.reports[0].train
     assert round(report.megabytes, 4) == 6.2679
     assert report.exchanges == 3 * 19 + 1 == 58
     assert (report.down, report.up) == (4 * (271098 + 2 * 1376), 5 * 4 * (271098 + 2 * 1376))
@@ -48,10 +42,10 @@ def test_the_ledger_of_resnet20_is_table_3(tan, lab, transport: str) -> None:
     assert report == inspect_model(model, "fedtan", 5, config).first
 
 
-def test_the_ledger_of_fedavg_is_table_3(tan, lab) -> None:
+def test_the_ledger_of_fedavg_is_table_3(run_step) -> None:
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
-    data = lab.client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    plain = tan(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
+    data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
+    plain = run_step(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
     assert round(plain.megabytes, 4) == 6.2049
     assert (plain.exchanges, plain.down) == (1, 4 * 271098)
     assert (plain.counters_down, plain.counters_up) == (19 * 8, 5 * 19 * 8)
@@ -61,14 +55,14 @@ def test_the_ledger_of_fedavg_is_table_3(tan, lab) -> None:
     ("strategy", "exchanges", "rows", "count"),
     [(FedTAN, "3L+1", 4, 16), (FedTAN, "2L+1", 5, 11), (FedDNA, "3L+1", 2, 11), (FedDNA, "2L+1", 3, 6)],
 )
-def test_all_carriers_move_the_same_bytes(tan, lab, strategy, exchanges: str, rows: int, count: int) -> None:
+def test_all_carriers_move_the_same_bytes(run_step, strategy, exchanges: str, rows: int, count: int) -> None:
     """Five calls of BatchNorm with four channels: mean, variance and two gradients; fused, a rest of the mean."""
-    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
+    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     state = sum(value.nbytes for value in model.state_dict().values() if value.is_floating_point())
     counters = sum(value.nbytes for value in model.state_dict().values() if not value.is_floating_point())
     for transport in TRANSPORTS:
-        run = tan(
-            made(strategy, transport=transport, fedtan_exchanges=exchanges), model, data, transport=transport, rounds=2
+        run = run_step(
+            synchronised(strategy, transport, fedtan_exchanges=exchanges), model, data, transport=transport, rounds=2
         )
         for report in run.strategy.reports:
             moved = report.train
@@ -77,30 +71,30 @@ def test_all_carriers_move_the_same_bytes(tan, lab, strategy, exchanges: str, ro
             assert (moved.counters_down, moved.counters_up) == (counters, 3 * counters), transport
 
 
-def test_the_carriers_give_the_same_bits(tan, lab, same_bits) -> None:
-    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
+def test_the_carriers_give_the_same_bits(run_step, same_bits) -> None:
+    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     for strategy in (FedTAN, FedDNA):
-        one, *others = (tan(made(strategy, transport=c), model, data, transport=c, rounds=2) for c in TRANSPORTS)
+        one, *others = (run_step(synchronised(strategy, c), model, data, transport=c, rounds=2) for c in TRANSPORTS)
         for other in others:
             same_bits(one.state, other.state)
 
 
-def test_without_batchnorm_it_is_fedavg(tan, lab, same_bits) -> None:
+def test_without_batchnorm_it_is_fedavg(run_step, same_bits) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(1, 4), nn.Linear(4, 3)).double()
-    data = lab.client_data((5,), (2, 3, 1))
-    plain = tan(FedAvg(fraction_evaluate=0.0), model, data, rounds=2, local_steps=2)
+    data = client_data((5,), (2, 3, 1))
+    plain = run_step(FedAvg(fraction_evaluate=0.0), model, data, rounds=2, local_steps=2)
     for transport in TRANSPORTS:
-        run = tan(made(transport=transport), model, data, transport=transport, rounds=2, local_steps=2)
+        run = run_step(synchronised(FedTAN, transport), model, data, transport=transport, rounds=2, local_steps=2)
         same_bits(run.state, plain.state)
         assert run.strategy.reports[1].train.exchanges == 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_client_with_one_example_takes_part(tan, lab, transport: str) -> None:
+def test_a_client_with_one_example_takes_part(run_step, transport: str) -> None:
     """Its first step sees the union; the local ones, which would see one value per channel, are left out."""
     model = build_model("mlp", num_classes=3, channels=1, size=28).double()
-    data = lab.client_data((1, 28, 28), (1, 3))
-    run = tan(made(transport=transport), model, data, transport=transport, local_steps=3)
+    data = client_data((1, 28, 28), (1, 3))
+    run = run_step(synchronised(FedTAN, transport), model, data, transport=transport, local_steps=3)
     clients = run.strategy.reports[0].clients
     assert [clients[i]["steps"] for i in "01"] == [1, 3]
     assert [clients[i]["dropped-batches"] for i in "01"] == [2, 0]
@@ -121,57 +115,57 @@ def test_settings_are_checked(settings: dict, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_a_channel_in_plaintext_beyond_loopback_is_refused(tan, lab) -> None:
-    strategy = made(transport="channel", fedtan_bind="0.0.0.0:0")
+def test_a_channel_in_plaintext_beyond_loopback_is_refused(run_step) -> None:
+    strategy = synchronised(FedTAN, "channel", fedtan_bind="0.0.0.0:0")
     with pytest.raises(ConfigError, match="plaintext is allowed on loopback only"):
-        tan(strategy, branches(lab), lab.client_data((3, 6, 6), (2, 3)), transport="channel")
+        run_step(strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel")
 
 
-def test_clients_that_do_not_tell_their_size_are_named(tan, lab) -> None:
+def test_clients_that_do_not_tell_their_size_are_named(run_step) -> None:
     class Silent(TorchClient):
         def get_properties(self, config):
             return {"partition-id": self.partition_id}
 
     with pytest.raises(ConfigError, match=r"strategy 'fedtan' needs to know .* of node \d+ \(partition 0\)"):
-        tan(made(), branches(lab), lab.client_data((3, 6, 6), (2, 3)), client=Silent)
+        run_step(synchronised(FedTAN), branches(), client_data((3, 6, 6), (2, 3)), client=Silent)
 
 
-def test_one_that_does_not_tell_its_size_is_refused_and_the_others_go_on(tan, lab) -> None:
+def test_one_that_does_not_tell_its_size_is_refused_and_the_others_go_on(run_step) -> None:
     class Silent(TorchClient):
         def get_properties(self, config):
             return {} if self.partition_id == 1 else super().get_properties(config)
 
-    run = tan(made(), branches(lab), lab.client_data((3, 6, 6), (2, 3, 4)), client=Silent)
+    run = run_step(synchronised(FedTAN), branches(), client_data((3, 6, 6), (2, 3, 4)), client=Silent)
     (report,) = run.strategy.reports
     assert report.participants == [0, 2]
     (reason,) = report.rejected.values()
     assert "needs to know the training examples and the first batch's size of node" in reason
 
 
-def test_the_port_is_closed_at_the_end_also_of_a_run_that_failed(tan, lab) -> None:
+def test_the_port_is_closed_at_the_end_also_of_a_run_that_failed(run_step) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         bind = f"127.0.0.1:{probe.getsockname()[1]}"
-    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3))
+    model, data = branches(), client_data((3, 6, 6), (2, 3))
 
     def fail(_, __):
         raise ValueError("no")
 
     for aggregate in (None, fail):
-        strategy = made(
-            transport="channel", fedtan_bind=bind, **({"train_metrics_aggr_fn": aggregate} if aggregate else {})
+        strategy = synchronised(
+            FedTAN, "channel", fedtan_bind=bind, **({"train_metrics_aggr_fn": aggregate} if aggregate else {})
         )
         if aggregate:
             with pytest.raises(ValueError, match="no"):
-                tan(strategy, model, data, transport="channel")
+                run_step(strategy, model, data, transport="channel")
         else:
-            assert tan(strategy, model, data, transport="channel").strategy.reports[0].rejected == {}
+            assert run_step(strategy, model, data, transport="channel").strategy.reports[0].rejected == {}
         host, _, port = bind.partition(":")
         with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=2):
             pass
 
 
-def test_intruders_do_not_disturb_a_run(tan, lab, same_bits) -> None:
+def test_intruders_do_not_disturb_a_run(run_step, same_bits) -> None:
     """Each client's process calls on the port as a stranger would, and with the tokens of the round before."""
     said: list[str] = []
     lock = threading.Lock()
@@ -199,26 +193,26 @@ def test_intruders_do_not_disturb_a_run(tan, lab, same_bits) -> None:
             tokens[self.partition_id] = str(config["fedtan-token"])
             return super().fit(parameters, config)
 
-    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
-    run = tan(made(transport="channel"), model, data, transport="channel", rounds=2, client=Besieged)
+    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
+    run = run_step(synchronised(FedTAN, "channel"), model, data, transport="channel", rounds=2, client=Besieged)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert said.count("replayed") == 3
     assert said.count("UNAUTHENTICATED") + said.count("RESOURCE_EXHAUSTED") == len(said) - 3 == 18
-    same_bits(run.state, tan(made(), model, data, rounds=2).state)
+    same_bits(run.state, run_step(synchronised(FedTAN), model, data, rounds=2).state)
 
 
-def test_two_runs_of_one_strategy_are_independent(tan, lab, same_bits) -> None:
-    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
-    strategy = made(transport="channel")
-    first = tan(strategy, model, data, transport="channel", rounds=2)
-    again = tan(strategy, copy.deepcopy(model), data, transport="channel", rounds=2)
+def test_two_runs_of_one_strategy_are_independent(run_step, same_bits) -> None:
+    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
+    strategy = synchronised(FedTAN, "channel")
+    first = run_step(strategy, model, data, transport="channel", rounds=2)
+    again = run_step(strategy, copy.deepcopy(model), data, transport="channel", rounds=2)
     same_bits(first.state, again.state)
     assert len(strategy.reports) == 2
 
 
-def test_the_global_model_moves(tan, lab) -> None:
-    model, data = branches(lab), lab.client_data((3, 6, 6), (2, 3, 1))
-    run = tan(made(), model, data, rounds=2)
+def test_the_global_model_moves(run_step) -> None:
+    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
+    run = run_step(synchronised(FedTAN), model, data, rounds=2)
     assert [r.phase for r in run.strategy.reports] == ["synchronised"] * 2
     assert not np.array_equal(run.history[2]["head.weight"], run.history[1]["head.weight"])
     assert run.state["twice.num_batches_tracked"] == 4

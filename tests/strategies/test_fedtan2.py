@@ -11,10 +11,10 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import FedTAN, FedTAN2, FixBN
 from fedbn_flwr.training import LearningRate
+from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
-OPTIONS = {"fraction_evaluate": 0.0, "fedtan_timeout": 20.0}
 
 
 @pytest.fixture
@@ -25,17 +25,16 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def data(lab):
-    return lab.client_data((5,), SIZES)
+def data():
+    return client_data((5,), SIZES)
 
 
-@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("at", "m"), [(2, 2), (0.5, 2), (0, 0)])
-def test_fedtan_up_to_m_then_frozen(tan, model, data, same_bits, transport: str, at: int | float, m: int) -> None:
-    how = {**OPTIONS, "fedtan_transport": "messages" if transport == "barrier" else transport}
+def test_fedtan_up_to_m_then_frozen(run_step, model, data, same_bits, transport: str, at: int | float, m: int) -> None:
     settings = {"rounds": 5, "local_steps": 2, "batch_size": 4, "transport": transport}
-    run = tan(FedTAN2(fedtan_rounds=at, **how), model, data, **settings)
-    full = tan(FedTAN(**how), model, data, **settings)
+    run = run_step(synchronised(FedTAN2, transport, fedtan_rounds=at), model, data, **settings)
+    full = run_step(synchronised(FedTAN, transport), model, data, **settings)
     assert run.strategy.frozen_after == m
     for server_round in range(m + 1):
         same_bits(run.history[server_round], full.history[server_round])
@@ -52,18 +51,18 @@ def test_fedtan_up_to_m_then_frozen(tan, model, data, same_bits, transport: str,
     assert len({r.train.down for r in reports[m:]}) == 1
 
 
-def test_after_m_it_is_fixbn(tan, model, data, same_bits) -> None:
+def test_after_m_it_is_fixbn(run_step, model, data, same_bits) -> None:
     """With M = 0 both have frozen BN from the start."""
     settings = {"rounds": 3, "local_steps": 2, "batch_size": 4}
-    tan2 = tan(FedTAN2(fedtan_rounds=0, **OPTIONS), model, data, **settings)
-    same_bits(tan2.state, tan(FixBN(freeze_at=0, fraction_evaluate=0.0), model, data, **settings).state)
+    tan2 = run_step(synchronised(FedTAN2, fedtan_rounds=0), model, data, **settings)
+    same_bits(tan2.state, run_step(FixBN(freeze_at=0, fraction_evaluate=0.0), model, data, **settings).state)
 
 
-def test_the_learning_rate_may_decay_with_m(tan, model, data) -> None:
+def test_the_learning_rate_may_decay_with_m(run_step, model, data) -> None:
     """After M the decay named "freeze" counts: the step of round 3 is a tenth of what it is without."""
     steps = []
     for decay in (LearningRate(0.1, ("freeze",), (0.1,)), LearningRate(0.1)):
-        run = tan(FedTAN2(fedtan_rounds=2, **OPTIONS), model, data, rounds=3, rate=decay)
+        run = run_step(synchronised(FedTAN2, fedtan_rounds=2), model, data, rounds=3, rate=decay)
         steps.append([run.history[r + 1]["3.weight"] - run.history[r]["3.weight"] for r in range(3)])
     for server_round, factor in ((0, 1), (1, 1), (2, 0.1)):
         np.testing.assert_allclose(steps[0][server_round], factor * steps[1][server_round], rtol=1e-9)
@@ -91,13 +90,13 @@ def test_settings_are_checked(settings: dict, message: str) -> None:
         assert str(error.value).startswith("fedtan_rounds=")
 
 
-def test_a_window_as_long_as_the_run_is_refused(tan, model, data) -> None:
+def test_a_window_as_long_as_the_run_is_refused(run_step, model, data) -> None:
     with pytest.raises(ConfigError, match="freeze_window=3 must be below the number of rounds, 3"):
-        tan(FedTAN2(fedtan_rounds="auto", freeze_window=3, **OPTIONS), model, data, rounds=3)
+        run_step(synchronised(FedTAN2, fedtan_rounds="auto", freeze_window=3), model, data, rounds=3)
 
 
-@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
-def test_the_automatic_m_fires_by_the_window_rule(tan, model, data, same_bits, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_automatic_m_fires_by_the_window_rule(run_step, model, data, same_bits, transport: str) -> None:
     """Deltas 1, .5, .3, .25, .24: the variance of three falls under 0.012 after round 4 (0.0116...), not 3 (0.087)."""
     deltas = [1.0, 0.5, 0.3, 0.25, 0.24, 9.0]
     window = [float(np.var(deltas[i - 3 : i])) for i in (3, 4)]
@@ -110,24 +109,29 @@ def test_the_automatic_m_fires_by_the_window_rule(tan, model, data, same_bits, t
                 metrics["statistics-delta"] = deltas[config["server-round"] - 1]
             return arrays, count, metrics
 
-    how = {**OPTIONS, "fedtan_transport": "messages" if transport == "barrier" else transport}
-    strategy = FedTAN2(fedtan_rounds="auto", freeze_window=3, freeze_tau=0.012, **how)
-    run = tan(strategy, model, data, transport=transport, rounds=6, client=Scripted, local_steps=2, batch_size=4)
+    strategy = synchronised(FedTAN2, transport, fedtan_rounds="auto", freeze_window=3, freeze_tau=0.012)
+    run = run_step(strategy, model, data, transport=transport, rounds=6, client=Scripted, local_steps=2, batch_size=4)
     assert strategy.frozen_after == 4
     assert strategy.deltas == pytest.approx(deltas[:4])
     assert [r.phase for r in strategy.reports] == ["synchronised"] * 4 + ["frozen"] * 2
     for name in STATISTICS:
         assert run.history[6][name].tobytes() == run.history[4][name].tobytes()
-    fixed = tan(
-        FedTAN2(fedtan_rounds=4, **how), model, data, transport=transport, rounds=6, local_steps=2, batch_size=4
+    fixed = run_step(
+        synchronised(FedTAN2, transport, fedtan_rounds=4),
+        model,
+        data,
+        transport=transport,
+        rounds=6,
+        local_steps=2,
+        batch_size=4,
     )
     same_bits(run.state, fixed.state)
 
 
-def test_delta_is_measured_after_the_synchronised_step(tan, model, data) -> None:
+def test_delta_is_measured_after_the_synchronised_step(run_step, model, data) -> None:
     """With one step and momentum m every client's statistics move alike: m (union's - received), by hand."""
-    strategy = FedTAN2(fedtan_rounds="auto", freeze_window=2, freeze_tau=1e-30, **OPTIONS)
-    run = tan(strategy, model, data, rounds=3)
+    strategy = synchronised(FedTAN2, fedtan_rounds="auto", freeze_window=2, freeze_tau=1e-30)
+    run = run_step(strategy, model, data, rounds=3)
     before, after = run.history[1], run.history[2]
     moved = sum(np.abs(after[name] - before[name]).sum() for name in STATISTICS[:2]) / 8
     assert strategy.deltas[1] == pytest.approx(moved, rel=1e-9)

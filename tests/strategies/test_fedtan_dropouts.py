@@ -17,8 +17,8 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.server import synchronised_step
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 
-TRANSPORTS = ("barrier", "messages", "channel")
 SIZES = (6, 5, 9, 7)
 BAD = 1
 Fault = Callable[[Tensor], Tensor]
@@ -77,20 +77,17 @@ def broken(fault: Fault | None, *, fit: Callable[..., Any] | None = None) -> typ
     return Broken
 
 
-def strategy(transport: str, **settings: Any) -> FedTAN:
-    how = transport if transport == "channel" else "messages"
-    return FedTAN(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_transport": how, **settings})
+@pytest.fixture
+def data():
+    return client_data((5,), SIZES)
 
 
 @pytest.fixture
-def data(lab):
-    return lab.client_data((5,), SIZES)
-
-
-@pytest.fixture
-def without(tan, model, data):
+def without(run_step, model, data):
     """The run in which the broken client is not there in round 1."""
-    return tan(strategy("barrier"), model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4)
+    return run_step(
+        synchronised(FedTAN, "barrier"), model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4
+    )
 
 
 FAULTS = {
@@ -106,7 +103,7 @@ FAULTS = {
 @pytest.mark.parametrize(("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_the_round_is_as_without_the_lost_client(
-    tan, model, data, without, same_bits, monkeypatch, transport: str, kind: str, simulated: bool
+    run_step, model, data, without, same_bits, monkeypatch, transport: str, kind: str, simulated: bool
 ) -> None:
     """In Flower's simulation, too, where by channel a client that is only late ends the run."""
     if simulated:
@@ -114,8 +111,8 @@ def test_the_round_is_as_without_the_lost_client(
     fault, fit, said = FAULTS[kind]
     if kind == "does not synchronise" and transport == "messages":
         fit = answers_with_a_model
-    made = strategy(transport)
-    done = tan(
+    made = synchronised(FedTAN, transport)
+    done = run_step(
         made, model, data, transport=transport, rounds=2, client=broken(fault, fit=fit), local_steps=3, batch_size=4
     )
     assert done.seconds < 10, "nobody waited for a timeout"
@@ -139,7 +136,7 @@ def answers_with_a_model(self: TorchClient, parameters: Any, config: Any) -> Any
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
-    tan, model, data, without, same_bits, transport: str, begins: bool
+    run_step, model, data, without, same_bits, transport: str, begins: bool
 ) -> None:
     release = threading.Event()
 
@@ -157,9 +154,9 @@ def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
         stall(None)
         return TorchClient.fit(self, parameters, config)
 
-    made = strategy(transport, fedtan_timeout=1.0)
+    made = synchronised(FedTAN, transport, fedtan_timeout=1.0)
     try:
-        done = tan(made, model, data, transport=transport, rounds=2, client=Stalling, local_steps=3, batch_size=4)
+        done = run_step(made, model, data, transport=transport, rounds=2, client=Stalling, local_steps=3, batch_size=4)
     finally:
         release.set()
     assert 1 <= done.seconds < 8
@@ -169,58 +166,58 @@ def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
         ("messages", True): "did not answer an exchange within 1 s of the first",
         ("messages", False): "did not answer an exchange within 1 s of the first",
     }.get((transport, begins), "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'")
-    assert late in done.why(BAD)
+    assert late in done.reason(BAD)
     assert made.reports[0].participants == [0, 2, 3]
     for server_round in (1, 2):
         same_bits(done.history[server_round], without.history[server_round])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_lost_clients_are_two_redone_steps(tan, model, data, same_bits, transport: str) -> None:
+def test_two_lost_clients_are_two_redone_steps(run_step, model, data, same_bits, transport: str) -> None:
     class Broken(TorchClient):
         def fit(self, parameters, config):
             self.model[4].fault = {0: cut, 2: cut_backward}.get(self.partition_id)
             return super().fit(parameters, config)
 
-    made = strategy(transport)
-    done = tan(made, model, data, transport=transport, client=Broken, local_steps=2)
-    without = tan(strategy("barrier"), model, data, hide={1: {0, 2}}, local_steps=2)
+    made = synchronised(FedTAN, transport)
+    done = run_step(made, model, data, transport=transport, client=Broken, local_steps=2)
+    without = run_step(synchronised(FedTAN, "barrier"), model, data, hide={1: {0, 2}}, local_steps=2)
     assert made.reports[0].participants == [1, 3]
     assert len(made.reports[0].rejected) == 2
     same_bits(done.state, without.state)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_below_the_minimum_the_previous_model_is_kept(tan, model, data, same_bits, transport: str) -> None:
-    made = strategy(transport, min_replies=4)
-    done = tan(made, model, data, transport=transport, rounds=2, client=broken(cut))
+def test_below_the_minimum_the_previous_model_is_kept(run_step, model, data, same_bits, transport: str) -> None:
+    made = synchronised(FedTAN, transport, min_replies=4)
+    done = run_step(made, model, data, transport=transport, rounds=2, client=broken(cut))
     assert done.seconds < 10
     first, second = made.reports
     assert first.kept_previous
     assert first.participants == []
     # The round is over once the others have given up; the failed client's own words may come a moment later.
-    assert any(words in done.why(BAD) for words in ("lights out", "ended its work"))
+    assert any(words in done.reason(BAD) for words in ("lights out", "ended its work"))
     same_bits(done.history[1], done.history[0])
     assert second.participants == [0, 1, 2, 3]
     assert not second.kept_previous
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_when_all_are_lost_the_round_ends(tan, model, data, same_bits, transport: str) -> None:
+def test_when_all_are_lost_the_round_ends(run_step, model, data, same_bits, transport: str) -> None:
     class Broken(TorchClient):
         def fit(self, parameters, config):
             self.model[4].fault = cut
             return super().fit(parameters, config)
 
-    made = strategy(transport)
-    done = tan(made, model, data, transport=transport, client=Broken)
+    made = synchronised(FedTAN, transport)
+    done = run_step(made, model, data, transport=transport, client=Broken)
     assert made.reports[0].kept_previous
     assert len(made.reports[0].rejected) == 4
     assert done.seconds < 10
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(tan, model, data, transport: str) -> None:
+def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(run_step, model, data, transport: str) -> None:
     """The step it took part in stands; only its model is missing from the average."""
 
     def fit(self: TorchClient, parameters: Any, config: Any) -> Any:
@@ -233,15 +230,15 @@ def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(tan, model, 
         self.model[4].fault = late
         return TorchClient.fit(self, parameters, config)
 
-    made = strategy(transport)
-    done = tan(made, model, data, transport=transport, client=broken(None, fit=fit), local_steps=2)
-    assert "lights out" in done.why(BAD)
+    made = synchronised(FedTAN, transport)
+    done = run_step(made, model, data, transport=transport, client=broken(None, fit=fit), local_steps=2)
+    assert "lights out" in done.reason(BAD)
     assert made.reports[0].participants == [0, 2, 3]
     assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was redone"
 
 
-def test_an_array_that_cannot_be_read_drops_its_sender(tan, model, data, without, same_bits, monkeypatch) -> None:
-    made = strategy("messages")
+def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, without, same_bits, monkeypatch) -> None:
+    made = synchronised(FedTAN, "messages")
     plain = PollingGrid.pull_messages
 
     def spoiled(self: PollingGrid, message_ids: Any) -> list[Message]:
@@ -254,23 +251,25 @@ def test_an_array_that_cannot_be_read_drops_its_sender(tan, model, data, without
         return replies
 
     monkeypatch.setattr(PollingGrid, "pull_messages", spoiled)
-    done = tan(made, model, data, transport="messages", rounds=2, local_steps=3, batch_size=4)
-    assert "sent a tensor that cannot be read: " in done.why(BAD)
+    done = run_step(made, model, data, transport="messages", rounds=2, local_steps=3, batch_size=4)
+    assert "sent a tensor that cannot be read: " in done.reason(BAD)
     same_bits(done.state, without.state)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_replayed_steps_give_the_bits_of_uninterrupted_ones(tan, model, data, same_bits, steps: int) -> None:
+def test_replayed_steps_give_the_bits_of_uninterrupted_ones(run_step, model, data, same_bits, steps: int) -> None:
     """With dropout on: batch, random state and running statistics are those of the first pass in every replay."""
     settings = {"rounds": 2, "local_steps": steps, "batch_size": 4, "sgd_momentum": 0.9}
-    met, replayed, called = (tan(strategy(c), model, data, transport=c, **settings) for c in TRANSPORTS)
+    met, replayed, called = (
+        run_step(synchronised(FedTAN, c), model, data, transport=c, **settings) for c in TRANSPORTS
+    )
     same_bits(met.state, replayed.state)
     same_bits(met.state, called.state)
-    other = tan(strategy("barrier"), model, data, **settings, seed=8)
+    other = run_step(synchronised(FedTAN, "barrier"), model, data, **settings, seed=8)
     assert not np.array_equal(met.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"
 
 
-def test_a_client_that_hangs_for_rounds_takes_nobody_elses_place(tan, model, data, release) -> None:
+def test_a_client_that_hangs_for_rounds_takes_nobody_elses_place(run_step, model, data, release) -> None:
     """In process: it is dropped in each round, and its waiting messages do not keep a healthy client from starting."""
 
     class Hanging(TorchClient):
@@ -279,7 +278,7 @@ def test_a_client_that_hangs_for_rounds_takes_nobody_elses_place(tan, model, dat
                 release.wait(15)
             return super().fit(parameters, config)
 
-    done = tan(FedTAN(fraction_evaluate=0.0, fedtan_timeout=1.0), model, data, rounds=3, client=Hanging)
+    done = run_step(synchronised(FedTAN, fedtan_timeout=1.0), model, data, rounds=3, client=Hanging)
     assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 3
 
 

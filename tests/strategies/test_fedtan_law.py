@@ -14,6 +14,17 @@ from torch.nn import functional as F
 
 from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import FedDNA, FedTAN
+from tests.support.synchronised import (
+    LEARNING_RATE,
+    TRANSPORTS,
+    WEIGHT_DECAY,
+    Branches,
+    centralised,
+    client_data,
+    distances,
+    synchronised,
+    trained,
+)
 
 MODES = ("3L+1", "2L+1")
 SIZES = (2, 3, 1)
@@ -28,56 +39,55 @@ MODELS = ("mlp", "lenet", "resnet20", *VISION, "branches", "1d", "3d")
 SMOOTH = {"mobilenet_v2": 2, "googlenet": 4}
 
 
-def make(lab, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+def make(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """A model in float64 and the shape of its inputs."""
     if name in ("mlp", "lenet", "resnet20"):
         shape = {"mlp": (1, 28, 28), "lenet": (3, 28, 28), "resnet20": (3, 16, 16)}[name]
-        return lab.trained(build_model(name, num_classes=3, channels=shape[0], size=shape[1])), shape
+        return trained(build_model(name, num_classes=3, channels=shape[0], size=shape[1])), shape
     with torch.random.fork_rng():
         torch.manual_seed(1)
         if name in VISION:
             options, size = VISION[name]
-            return lab.trained(torchvision.models.get_model(name, num_classes=3, **options)), (3, size, size)
+            return trained(torchvision.models.get_model(name, num_classes=3, **options)), (3, size, size)
         if name == "branches":
-            return lab.trained(lab.Branches()), (3, 6, 6)
+            return trained(Branches()), (3, 6, 6)
         if name == "1d":
             layers = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5), nn.Tanh(), nn.Flatten(), nn.Linear(30, 4)]
-            return lab.trained(nn.Sequential(*layers, nn.BatchNorm1d(4), nn.Linear(4, 3))), (2, 8)
+            return trained(nn.Sequential(*layers, nn.BatchNorm1d(4), nn.Linear(4, 3))), (2, 8)
         layers = [nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 2), nn.BatchNorm3d(3)]
-        return lab.trained(nn.Sequential(*layers, nn.Flatten(), nn.Linear(24, 3))), (2, 4, 4, 4)
+        return trained(nn.Sequential(*layers, nn.Flatten(), nn.Linear(24, 3))), (2, 4, 4, 4)
 
 
-def one_round(tan, lab, model, data, strategy=FedTAN, **options):
+def one_round(run_step, model, data, strategy=FedTAN, **options):
+    alone = {"min_train_nodes": 1, "min_available_nodes": 1}
     own = {key: options.pop(key) for key in list(options) if key.startswith("fedtan_")}
-    made = strategy(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, fedtan_timeout=20, **own)
-    done = tan(made, model, data, weight_decay=lab.DECAY, **options)
+    made = synchronised(strategy, options.get("transport", "barrier"), **alone, **own)
+    done = run_step(made, model, data, weight_decay=WEIGHT_DECAY, **options)
     assert done.strategy.reports[0].rejected == {}
     assert done.strategy.reports[0].participants == list(range(len(data)))
     return done
 
 
-def off(tan, lab, model, data, **options) -> float:
-    oracle, start = lab.centralised(model, data), model.state_dict()
-    return max(lab.distances(one_round(tan, lab, model, data, **options).tensors, oracle, start))
+def off(run_step, model, data, **options) -> float:
+    oracle, start = centralised(model, data), model.state_dict()
+    return max(distances(one_round(run_step, model, data, **options).tensors, oracle, start))
 
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_in_process_a_round_is_a_centralised_step(tan, lab, name: str, exchanges: str) -> None:
-    model, shape = make(lab, name)
-    data = lab.client_data(shape, (3, 2) if name in VISION else SIZES)
-    assert off(tan, lab, model, data, fedtan_exchanges=exchanges) < 1e-10
+def test_in_process_a_round_is_a_centralised_step(run_step, name: str, exchanges: str) -> None:
+    model, shape = make(name)
+    data = client_data(shape, (3, 2) if name in VISION else SIZES)
+    assert off(run_step, model, data, fedtan_exchanges=exchanges) < 1e-10
 
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("transport", ["messages", "channel"])
 @pytest.mark.parametrize(("name", "sizes"), [("mlp", SIZES), ("resnet20", (2, 1)), ("branches", SIZES)])
-def test_the_other_carriers_obey_the_law(tan, lab, name: str, sizes: tuple[int, ...], transport: str, exchanges: str):
-    model, shape = make(lab, name)
-    data = lab.client_data(shape, sizes)
-    assert (
-        off(tan, lab, model, data, transport=transport, fedtan_transport=transport, fedtan_exchanges=exchanges) < 1e-10
-    )
+def test_the_other_transports_obey_the_law(run_step, name: str, sizes: tuple[int, ...], transport: str, exchanges: str):
+    model, shape = make(name)
+    data = client_data(shape, sizes)
+    assert off(run_step, model, data, transport=transport, fedtan_exchanges=exchanges) < 1e-10
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -86,39 +96,39 @@ def test_the_other_carriers_obey_the_law(tan, lab, name: str, sizes: tuple[int, 
     exchanges=st.sampled_from(MODES),
     seed=st.integers(0, 99),
 )
-def test_any_number_and_size_of_clients(tan, lab, sizes: list[int], exchanges: str, seed: int) -> None:
-    model, shape = make(lab, "mlp")
-    data = lab.client_data(shape, sizes, seed=seed)
-    assert off(tan, lab, model, data, fedtan_exchanges=exchanges) < 1e-10
+def test_any_number_and_size_of_clients(run_step, sizes: list[int], exchanges: str, seed: int) -> None:
+    model, shape = make("mlp")
+    data = client_data(shape, sizes, seed=seed)
+    assert off(run_step, model, data, fedtan_exchanges=exchanges) < 1e-10
 
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_is_no_farther_from_the_oracle_than_torch(tan, lab, name: str, exchanges: str) -> None:
+def test_float32_is_no_farther_from_the_oracle_than_torch(run_step, name: str, exchanges: str) -> None:
     """Three times torch's own distance is allowed: the order of sums is another one.
 
     A unit whose input is within rounding of a kink (ReLU, max pooling) may fall on its other side, in torch's step or
     in ours, and then sets that one back a thousandfold: in the deep models each about as often as the other (googlenet:
     4 and 5 of 10 seeds, mobilenet_v2: 3 and 1 of 6). Their data is from seeds where neither happens.
     """
-    model, shape = make(lab, name)
-    data = lab.client_data(shape, (4, 6, 3), dtype=torch.float32, seed=SMOOTH.get(name, 0))
+    model, shape = make(name)
+    data = client_data(shape, (4, 6, 3), dtype=torch.float32, seed=SMOOTH.get(name, 0))
     start = model.float().state_dict()
-    oracle = lab.centralised(model, data)
-    torchs = lab.distances(lab.centralised(model, data, torch.float32), oracle, start)
-    ours = lab.distances(one_round(tan, lab, model, data, fedtan_exchanges=exchanges).tensors, oracle, start)
+    oracle = centralised(model, data)
+    torchs = distances(centralised(model, data, torch.float32), oracle, start)
+    ours = distances(one_round(run_step, model, data, fedtan_exchanges=exchanges).tensors, oracle, start)
     for own, plain in zip(ours, torchs, strict=True):
         assert own < 3 * plain, (ours, torchs)
 
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("name", ["mlp", "resnet20", "branches"])
-def test_without_the_backward_half_the_law_fails(tan, lab, name: str, exchanges: str) -> None:
-    model, shape = make(lab, name)
-    data = lab.client_data(shape, SIZES)
-    oracle, start = lab.centralised(model, data), model.state_dict()
-    done = one_round(tan, lab, model, data, strategy=FedDNA, fedtan_exchanges=exchanges)
-    parameters, statistics = lab.distances(done.tensors, oracle, start)
+def test_without_the_backward_half_the_law_fails(run_step, name: str, exchanges: str) -> None:
+    model, shape = make(name)
+    data = client_data(shape, SIZES)
+    oracle, start = centralised(model, data), model.state_dict()
+    done = one_round(run_step, model, data, strategy=FedDNA, fedtan_exchanges=exchanges)
+    parameters, statistics = distances(done.tensors, oracle, start)
     assert parameters > 1e-3
     assert statistics < 1e-10, "the forward half is exact"
 
@@ -144,17 +154,17 @@ class WeightedBatchNorm(nn.Module):
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-def test_equal_batches_of_unequal_clients_weigh_samples_by_p_over_b(tan, lab, exchanges: str) -> None:
+def test_equal_batches_of_unequal_clients_weigh_samples_by_p_over_b(run_step, exchanges: str) -> None:
     """|D_i| 4, 12 and 8, batches of 4: the oracle weighs an example of client i by p_i / b_i."""
-    model, shape = make(lab, "mlp")
-    data = lab.client_data(shape, (4, 12, 8))
+    model, shape = make("mlp")
+    data = client_data(shape, (4, 12, 8))
     seen: dict[int, Tensor] = {}
     for i, own in enumerate(data):
         own.batch = lambda positions, generator=None, i=i, own=own: (  # type: ignore[method-assign]
             seen.setdefault(i, positions) is None or own.inputs[positions],
             own.targets[positions],
         )
-    done = one_round(tan, lab, model, data, fedtan_exchanges=exchanges, batch_size=4, local_steps=1)
+    done = one_round(run_step, model, data, fedtan_exchanges=exchanges, batch_size=4, local_steps=1)
     assert {len(positions) for positions in seen.values()} == {4}
     q = torch.cat([torch.full((4,), len(own) / 24 / 4, dtype=torch.float64) for own in data])
     start, oracle = model.state_dict(), copy.deepcopy(model)
@@ -162,22 +172,19 @@ def test_equal_batches_of_unequal_clients_weigh_samples_by_p_over_b(tan, lab, ex
     inputs = torch.cat([own.inputs[seen[i]] for i, own in enumerate(data)])
     targets = torch.cat([own.targets[seen[i]] for i, own in enumerate(data)])
     (q * F.cross_entropy(oracle(inputs), targets, reduction="none")).sum().backward()
-    torch.optim.SGD(oracle.parameters(), lab.RATE, weight_decay=lab.DECAY).step()
+    torch.optim.SGD(oracle.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY).step()
     want = oracle.state_dict()
-    assert max(lab.distances(done.tensors, want, start)) < 1e-10
-    plain = lab.centralised(model, [type(data[0])(inputs, targets)])
-    assert min(lab.distances(done.tensors, plain, start)) > 1e-3, "the plain union is another step"
+    assert max(distances(done.tensors, want, start)) < 1e-10
+    plain = centralised(model, [type(data[0])(inputs, targets)])
+    assert min(distances(done.tensors, plain, start)) > 1e-3, "the plain union is another step"
 
 
-@pytest.mark.parametrize("transport", ["barrier", "messages", "channel"])
-def test_later_steps_are_local_and_share_one_optimizer(tan, lab, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_later_steps_are_local_and_share_one_optimizer(run_step, transport: str) -> None:
     """Three steps with momentum: the first by hand on the union, two local ones, then the average; slow and plain."""
-    model, shape = make(lab, "mlp")
-    data = lab.client_data(shape, (4, 6, 5))
-    done = one_round(
-        tan, lab, model, data, transport=transport, fedtan_transport=transport.replace("barrier", "messages"),
-        local_steps=3, sgd_momentum=0.9,
-    )  # fmt: skip
+    model, shape = make("mlp")
+    data = client_data(shape, (4, 6, 5))
+    done = one_round(run_step, model, data, transport=transport, local_steps=3, sgd_momentum=0.9)
     start, weights = model.state_dict(), [len(d) / 15 for d in data]
     local = [copy.deepcopy(model) for _ in data]
     # The first step: every client's gradient of its own loss, with BN's statistics those of the union, as functions
@@ -191,7 +198,7 @@ def test_later_steps_are_local_and_share_one_optimizer(tan, lab, transport: str)
         loss = loss + p * F.cross_entropy(own.fc(x.relu()), d.targets)
     loss.backward()
     for own, d, p in zip(local, data, weights, strict=True):
-        optimizer = torch.optim.SGD(own.parameters(), lab.RATE, momentum=0.9, weight_decay=lab.DECAY)
+        optimizer = torch.optim.SGD(own.parameters(), LEARNING_RATE, momentum=0.9, weight_decay=WEIGHT_DECAY)
         for parameter in own.parameters():
             parameter.grad /= p  # the client steps on F_i, the average weighs it
         with torch.no_grad():
@@ -208,4 +215,4 @@ def test_later_steps_are_local_and_share_one_optimizer(tan, lab, transport: str)
         name: sum(p * s[name] for p, s in zip(weights, states, strict=True)) if value.is_floating_point() else value
         for name, value in states[0].items()
     }
-    assert max(lab.distances(done.tensors, want, start)) < 1e-10
+    assert max(distances(done.tensors, want, start)) < 1e-10

@@ -16,6 +16,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedTAN, FixBN, Scaffold, SiloBN, Standalone
+from tests.support.synchronised import client_data
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var")
@@ -67,9 +68,11 @@ def test_training_does_not_see_it_and_every_client_is_asked(federate, datasets, 
     assert plain.strategy.completion("recalibrated") == {}
 
 
-def test_fedtan_too(tan, lab, mlp) -> None:
-    data = lab.client_data((5,), (6, 13, 9))
-    runs = [tan(FedTAN(recalibrate=on), mlp(), data, rounds=3, local_steps=2, batch_size=4) for on in (False, True)]
+def test_fedtan_too(run_step, mlp) -> None:
+    data = client_data((5,), (6, 13, 9))
+    runs = [
+        run_step(FedTAN(recalibrate=on), mlp(), data, rounds=3, local_steps=2, batch_size=4) for on in (False, True)
+    ]
     plain, mine = runs
     for name in plain.state:
         assert (plain.state[name].tobytes() == mine.state[name].tobytes()) == (name not in STATISTICS), name

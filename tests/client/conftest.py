@@ -1,0 +1,101 @@
+"""An app of somebody else's on the Message API, and runs of our strategies over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr.mods import answer_query, answer_statistics, local_bn
+from fedbn_flwr.strategies import FedAvg
+from tests.support.federation import Outcome
+from tests.support.user_loops import BATCH, SIZES, Loop, plain_loop
+
+
+@pytest.fixture
+def datasets(points) -> list[Any]:
+    """The data of three clients of different sizes."""
+    return [points(n, i) for i, n in enumerate(SIZES)]
+
+
+@pytest.fixture
+def user_app(mlp, datasets) -> Callable[..., ClientApp]:
+    """``user_app(loop, mods, query=False, model=mlp)``: Flower's PyTorch quickstart, with local data and fixed order.
+
+    ``query``: the app also answers queries, as FedTAN and re-estimated statistics need it.
+    """
+
+    def make(
+        loop: Loop = plain_loop,
+        mods: Sequence[Any] = (local_bn,),
+        query: bool = False,
+        model: Callable[[], nn.Module] = mlp,
+    ) -> ClientApp:
+        app = ClientApp(mods=list(mods))
+
+        def local_data(context: Context) -> Any:
+            return datasets[int(context.node_config["partition-id"])]
+
+        @app.train()
+        def train(msg: Message, context: Context) -> Message:
+            net, data = model(), local_data(context)
+            net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+            loss = loop(net, data, msg, context)
+            metrics = MetricRecord({"train_loss": loss, "num-examples": len(data)})
+            return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=msg)
+
+        @app.evaluate()
+        def evaluate(msg: Message, context: Context) -> Message:
+            net, data = model().eval(), local_data(context)
+            net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+            with torch.no_grad():
+                loss = float(F.cross_entropy(net(data.inputs), data.targets))
+            metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
+            return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+
+        if query:
+
+            @app.query("statistics")
+            def statistics(msg: Message, context: Context) -> Message:
+                data = local_data(context)
+                loader = DataLoader(TensorDataset(data.inputs, data.targets), BATCH, shuffle=True)
+                return answer_statistics(msg, context, model(), loader)
+
+            @app.query()
+            def answer(msg: Message, context: Context) -> Message:
+                return answer_query(msg, context, SimpleNamespace(dataset=local_data(context), batch_size=BATCH))
+
+        return app
+
+    return make
+
+
+@pytest.fixture
+def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
+    """``run_app(strategy, app, rounds=3, ...)``: run a strategy over an app; all clients compute at the same time.
+
+    ``barrier=False``: FedTAN's exchanges travel by messages.
+    """
+
+    def run(
+        strategy: FedAvg,
+        app: ClientApp,
+        *,
+        start: Any = None,
+        model: Callable[[], nn.Module] = mlp,
+        barrier: bool = True,
+        **options: Any,
+    ) -> Outcome:
+        start = model().state_dict() if start is None else start
+        options = {"grid_options": {"max_workers": len(SIZES)}, **options}
+        return run_strategy(strategy, app, start, len(SIZES), barrier=barrier, **options)
+
+    return run

@@ -1,0 +1,98 @@
+"""The block ``with bn_rules(...)``: what the optimizer sees, and which wrong uses are refused with advice."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Message
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.mods import bn_rules
+from fedbn_flwr.strategies import FedProx, FedTAN
+from tests.support.user_loops import SIZES, loop_without_step
+
+
+def test_a_line_search_sees_the_penalty_too() -> None:
+    """LBFGS compares losses: under FedProx it must end where the penalised loss, written out, ends."""
+    x, y = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(40.0).double() / 40
+
+    def end(hooked: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1).double()
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x).flatten(), y)
+            if not hooked:
+                away = zip(model.parameters(), start, strict=True)
+                loss = loss + 2.5 * sum((p - s).square().sum() for p, s in away)  # type: ignore[assignment]
+            loss.backward()
+            return loss.detach()
+
+        with bn_rules(model, {"rules": "proximal", "proximal-mu": 5.0} if hooked else {}) as rules:
+            rules.wrap(optimizer)
+            optimizer.step(closure)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.allclose(end(True), end(False), rtol=0, atol=1e-9)
+
+
+def test_a_second_optimizer_is_refused(mlp) -> None:
+    """A second one would start SCAFFOLD's count of steps anew, or act twice."""
+    model = mlp()
+    with bn_rules(model, {}) as rules:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(ConfigError, match="wrap was called twice in a block: make and wrap one optimizer"):
+            rules.wrap(optimizer)
+
+
+def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
+    strategy = FedProx()
+    run_app(strategy, user_app(functools.partial(loop_without_step, wrap=False)), rounds=1)
+    assert all("Write: optimizer = rules.wrap(optimizer)" in r for r in strategy.reports[0].rejected.values())
+    fedtan = FedTAN()
+    run_app(fedtan, user_app(loop_without_step, query=True), rounds=1, barrier=False)
+    assert all("Write: with rules.step(len(inputs))" in r for r in fedtan.reports[0].rejected.values())
+    assert len(fedtan.reports[0].rejected) == len(SIZES)
+
+
+def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
+    with pytest.raises(ConfigError, match=r"rule 'variates' sends or keeps arrays: write `with bn_rules\(model, msg"):
+        bn_rules(mlp(), {"rules": "variates"}).__enter__()
+
+
+def test_a_first_batch_that_changes_between_exchanges_is_refused(run_app, user_app, datasets) -> None:
+    """By messages the training function is called again for every exchange."""
+    calls = iter(range(1000))
+
+    def restless(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        with bn_rules(model, msg, context) as rules:
+            positions = (torch.arange(4) + next(calls)) % len(data)
+            inputs, targets = data.batch(positions)
+            with rules.step(4):
+                F.cross_entropy(model(inputs), targets).backward()
+        return 0.0
+
+    strategy = FedTAN()
+    run_app(strategy, user_app(restless, query=True), rounds=1, barrier=False)
+    assert all("the first batch must be the same each time" in why for why in strategy.reports[0].rejected.values())
+    assert len(strategy.reports[0].rejected) == len(SIZES)
+
+
+def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
+    def short(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        with bn_rules(model, msg, context) as rules, rules.step(3):
+            F.cross_entropy(model(data.inputs[:3]), data.targets[:3]).backward()
+        return 0.0
+
+    strategy = FedTAN()
+    run_app(strategy, user_app(short, query=True), rounds=1, barrier=False)
+    said = "has 3 examples; this client's answer to the query said batch-size 4"
+    assert all(said in why for why in strategy.reports[0].rejected.values())

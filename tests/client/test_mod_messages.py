@@ -1,0 +1,157 @@
+"""What the mod does to messages: what the app sees, what the server receives, and what the client keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from torch import nn
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.mods import local_bn
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
+from tests.support.user_loops import SIZES, fixbn_loop, hooked_loop, plain_loop
+
+
+class Slashed(torch.nn.Module):
+    """Layers with a slash in their names, which also divides the record from the entry in a NumPyClient's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleDict({"a/lin": torch.nn.Linear(5, 4), "a/norm": torch.nn.BatchNorm1d(4)})
+        self.head = torch.nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks["a/norm"](self.blocks["a/lin"](x)))  # type: ignore[no-any-return]
+
+
+def test_layer_names_may_contain_slashes(run_app, user_app) -> None:
+    run = run_app(FedTAN(), user_app(hooked_loop, query=True, model=Slashed), rounds=2, barrier=False, model=Slashed)
+    assert [report.participants for report in run.strategy.reports] == [[0, 1, 2]] * 2
+
+
+def test_the_server_says_which_entries_are_batchnorm(run_app, user_app) -> None:
+    """By name an InstanceNorm with statistics is a BatchNorm; the server, which has the model, knows better."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.looks = nn.Linear(5, 4), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+            self.bn, self.last = nn.BatchNorm1d(4), nn.Linear(4, 3)
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.looks(self.first(x).unsqueeze(2).repeat(1, 1, 2)).mean(2)
+            return self.last(self.bn(x))
+
+    strategy = FedBN(parts=split_state(Mixed()))
+    run = run_app(strategy, user_app(model=Mixed), rounds=2, model=Mixed)
+    assert [report.rejected for report in strategy.reports] == [{}, {}]
+    assert {name.split(".")[0] for name in run.local_state(0)} == {"bn"}
+
+
+def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:
+    seen: list[list[str]] = []
+
+    def look(message: Message, context: Context, call_next: Any) -> Message:
+        seen.append(list(message.content.array_records.get("arrays", {})))
+        return call_next(message, context)
+
+    run_app(FedBN(), user_app(mods=(local_bn, look), query=True), rounds=2)
+    assert [names for names in seen if names] == [list(mlp().state_dict())] * 12
+
+
+def test_the_server_learns_partition_ids_from_replies(run_app, user_app) -> None:
+    run = run_app(FedAvg(), user_app(query=False), rounds=1)
+    assert run.strategy.reports[0].participants == [0, 1, 2]
+    assert run_app(FedAvg(), user_app(mods=(), query=False), rounds=1).strategy.reports[0].participants == [None] * 3
+
+
+def test_a_client_that_lost_its_context_gets_the_initial_part_again(run_app, user_app) -> None:
+    def forgets(message: Message, context: Context, call_next: Any) -> Message:
+        config = message.content.config_records.get("config", {})
+        if config.get("server-round") == 2 and context.node_config["partition-id"] == 1:
+            for key in [key for key in context.state if key.startswith("fedbn")]:
+                del context.state[key]
+        return call_next(message, context)
+
+    strategy = FedBN(fraction_evaluate=0.0)
+    run_app(strategy, user_app(mods=(forgets, local_bn)), rounds=3)
+    assert [report.participants for report in strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert "neither sent nor kept by this client" in next(iter(strategy.reports[1].rejected.values()))
+
+
+def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:
+    def diverge(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        loss = plain_loop(model, data, msg, context)
+        if context.node_config["partition-id"] == 0 and msg.content["config"]["server-round"] == 2:
+            model[1].running_mean[0] = torch.nan
+        return loss
+
+    strategy = FedBN()
+    run = run_app(strategy, user_app(diverge), rounds=2)
+    assert strategy.reports[1].participants == [1, 2]
+    assert np.isfinite(run.local_state(0)["1.running_mean"]).all()
+
+
+def test_a_reply_without_the_whole_model_is_rejected_with_advice(run_app, user_app) -> None:
+    def cut(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        if "arrays" in reply.content:
+            state = from_record(reply.content["arrays"])
+            reply.content["arrays"] = to_record({k: v for k, v in state.items() if not k.startswith("1.")})
+        return reply
+
+    strategy = FedBN()
+    run_app(strategy, user_app(mods=(local_bn, cut)), rounds=1)
+    assert all("Reply with the whole state dict" in why for why in strategy.reports[0].rejected.values())
+
+
+def test_a_users_own_start_begins_the_method(user_app, mlp) -> None:
+    """As in Flower's advanced example: a subclass whose ``start`` calls the hooks itself."""
+
+    class Own(FixBN):
+        def start(self, grid, initial_arrays, num_rounds=3, **_: Any) -> Any:
+            arrays = initial_arrays
+            for current in range(1, num_rounds + 1):
+                replies = grid.send_and_receive(self.configure_train(current, arrays, self.told, grid), timeout=60)
+                arrays, _ = self.aggregate_train(current, replies)
+            return arrays
+
+    with InProcessGrid(user_app(fixbn_loop), len(SIZES)) as grid:
+        strategy = Own(freeze_at=1)
+        strategy.told = ConfigRecord()
+        strategy.start(grid, to_record(mlp().state_dict()))
+        assert [report.phase for report in strategy.reports] == ["train", "frozen", "frozen"]
+        unknown = Own(freeze_at=0.5)
+        unknown.told = ConfigRecord()
+        with pytest.raises(ConfigError, match="needs the number of rounds"):
+            unknown.start(grid, to_record(mlp().state_dict()))
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_client_that_lost_what_a_hook_kept_is_named(run_app, user_app, caplog, loses: bool) -> None:
+    """SCAFFOLD's variate is kept by the client hook in training, not by the mod that answers."""
+
+    def forget(message: Message, context: Context, call_next: Any) -> Message:
+        train = message.metadata.message_type == "train"
+        if loses and train and context.node_config["partition-id"] == 1 and told(message)["server-round"] == 3:
+            context.state = RecordDict()
+        return call_next(message, context)
+
+    def told(message: Message) -> Any:
+        return next(iter(message.content.config_records.values()))
+
+    with caplog.at_level("WARNING", "flwr"):
+        run_app(Scaffold(), user_app(hooked_loop, mods=(forget, local_bn), query=True), rounds=4)
+    lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
+    assert len(lost) == loses
+    assert all("(partition 1)" in text for text in lost)

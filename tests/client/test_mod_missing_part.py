@@ -1,0 +1,102 @@
+"""An app that lacks the mod or a client hook: the error names what is missing and the line to write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.mods import local_bn
+from fedbn_flwr.strategies import (
+    MTFL,
+    FedAvg,
+    FedBN,
+    FedDNA,
+    FedProx,
+    FedTAN,
+    FedTAN2,
+    FedWon,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    Standalone,
+    StaticBN,
+)
+from tests.support.user_loops import SIZES, hooked_loop, plain_loop
+
+MOD = "Make the app `ClientApp(mods=[local_bn])`"
+RULES = "Its training must run inside `with bn_rules(model, msg, context) as rules:`"
+MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
+    "fedbn": (FedBN, 1, MOD),
+    "silobn": (SiloBN, 1, MOD),
+    "mtfl": (MTFL, 1, MOD),
+    "standalone": (Standalone, 1, MOD),
+    "fedprox": (FedProx, 1, f"rule 'proximal' of strategy 'fedprox'. {RULES}"),
+    "scaffold": (Scaffold, 1, f"rule 'variates' of strategy 'scaffold'. {RULES}"),
+    "momentum": (
+        functools.partial(FedAvg, momentum_scope="local"),
+        1,
+        f"rule 'momentum' of strategy 'fedavg'. {RULES}",
+    ),
+    "fixbn": (functools.partial(FixBN, freeze_at=1), 2, 'inside `with bn_rules(model, msg.content["config"]):`'),
+    "fixbn auto": (
+        functools.partial(FixBN, freeze_at="auto", freeze_window=2),
+        1,
+        f"rule 'report-drift' of strategy 'fixbn'. {RULES}",
+    ),
+    "staticbn": (StaticBN, 1, "under staticbn. The client's training must run inside `with bn_rules(model, msg."),
+    "fedtan": (FedTAN, 1, f"rule 'synchronise-first-step' of strategy 'fedtan'. {RULES}"),
+    "feddna": (FedDNA, 1, f"rule 'synchronise-first-step' of strategy 'feddna'. {RULES}"),
+    "fedtan2": (
+        functools.partial(FedTAN2, fedtan_rounds=1),
+        1,
+        f"rule 'synchronise-first-step' of strategy 'fedtan2'. {RULES}",
+    ),
+}
+
+
+@pytest.mark.parametrize("mods", [(), (local_bn,)], ids=["bare", "mod alone"])
+@pytest.mark.parametrize("case", MISSING)
+def test_a_missing_client_part_ends_the_run_in_the_first_round_that_needs_it(
+    run_app, user_app, case: str, mods
+) -> None:
+    make, needed_in, message = MISSING[case]
+    strategy = make()
+    if mods and strategy.local:
+        pytest.skip("the mod is all it needs")
+    with pytest.raises(ClientPartError) as error:
+        run_app(strategy, user_app(plain_loop, mods, query=True))
+    assert message in str(error.value)
+    assert len(strategy.reports) == needed_in
+    assert len(strategy.reports[-1].rejected) == len(SIZES)
+
+
+def test_missing_gradient_clipping_is_named(run_app, user_app, mlp) -> None:
+    bare = functools.partial(mlp, norm=False)
+    with pytest.raises(ClientPartError, match="rule 'agc' of strategy 'fedwon'"):
+        run_app(FedWon(), user_app(model=bare), model=bare)
+
+
+def test_a_missing_synchronised_step_is_named_where_exchanges_travel_by_messages(run_app, user_app) -> None:
+    with pytest.raises(ClientPartError, match="rule 'synchronise-first-step'"):
+        run_app(FedTAN(), user_app(plain_loop, query=True), barrier=False)
+
+
+def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:
+    with pytest.raises(ConfigError, match=r"register `@app.query\(\)` and return answer_query"):
+        run_app(FedTAN(), user_app(hooked_loop))
+
+
+def test_one_client_without_the_part_is_left_out_and_the_round_goes_on(run_app, user_app) -> None:
+    with_mod, without = user_app(), user_app(mods=())
+
+    mixed = ClientApp()
+    for register in (mixed.train(), mixed.evaluate(), mixed.query()):
+        register(lambda msg, ctx: (without if ctx.node_config["partition-id"] == 1 else with_mod)(msg, ctx))
+    strategy = FedBN()
+    run_app(strategy, mixed, rounds=2)
+    assert [report.participants for report in strategy.reports] == [[0, 2]] * 2
+    assert all(MOD in why for report in strategy.reports for why in report.rejected.values())

@@ -1,0 +1,110 @@
+"""With a state folder, what the mod keeps for a client outlives the node's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+from torch import nn
+
+from fedbn_flwr.client.model_spec import StateLocation
+from fedbn_flwr.client.state_folder import Continuity
+from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.mods import local_bn
+from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN, Standalone
+from tests.support.federation import Outcome
+from tests.support.user_loops import SIZES, Loop, hooked_loop
+
+
+@pytest.fixture
+def run_on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
+    """``run_on_disk(strategy, rounds, ...)``: run over nodes with a state folder, always of the same experiment."""
+
+    def run(
+        strategy: FedAvg,
+        rounds: int,
+        *,
+        run_id: str = "first",
+        loop: Loop = hooked_loop,
+        mods: Any = (),
+        start: Any = None,
+    ) -> Outcome:
+        strategy.continuity = Continuity("experiment", run_id)
+        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES), "max_workers": 1}
+        app = user_app(loop, mods=(*mods, local_bn), query=True)
+        return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
+
+    return run
+
+
+def restarted(message: Message, context: Context, call_next: Any) -> Message:
+    """A node whose process is new in round 2: its context is empty."""
+    if (config := message.content.config_records.get("config")) and config["server-round"] == 2:
+        for key in list(context.state):
+            del context.state[key]
+    return call_next(message, context)
+
+
+KEEPING = [FedBN, SiloBN, Standalone, Scaffold]
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_restarted_node_continues_with_its_part(run_on_disk, run_app, user_app, same_bits, method: Any) -> None:
+    plain, strategy = run_app(method(), user_app(hooked_loop, query=True)), method(fraction_evaluate=0.0)
+    same_bits(run_on_disk(strategy, 3, mods=(restarted,)).state, plain.state)
+    assert strategy.run.local_hashes == plain.strategy.run.local_hashes != {}
+    assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
+    assert strategy.run.volatile == []
+    assert plain.strategy.run.volatile == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_resumed_run_continues_on_new_nodes(run_on_disk, run_app, user_app, same_bits, method: Any) -> None:
+    whole, before, after = run_app(method(), user_app(hooked_loop, query=True), rounds=3), method(), method()
+    first = run_on_disk(before, 1)
+    after.load_state_dict(before.state_dict(), 1)
+    same_bits(run_on_disk(after, 3, start=first.state).state, whole.state)
+    assert after.run.local_hashes == whole.strategy.run.local_hashes
+    assert [report.rejected for report in after.reports] == [{}] * 2
+
+
+def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(run_on_disk, same_bits) -> None:
+    first = run_on_disk(FedBN(), 2)
+    seen: dict[int, dict[str, Any]] = {}
+
+    def look(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        seen[int(context.node_config["partition-id"])] = from_record(msg.content["arrays"])
+        return 0.0
+
+    run_on_disk(FedBN(), 1, run_id="second", loop=look)
+    for i in range(len(SIZES)):
+        own = first.local_state(i)
+        same_bits({name: seen[i][name] for name in own}, own)
+
+
+def test_a_state_location_needs_an_experiment_id_an_absolute_path_and_a_partition_id(tmp_path) -> None:
+    continuity = Continuity("experiment", "run")
+
+    def location(node: Any, run: Any = None, continuity: Any = continuity) -> StateLocation | None:
+        return StateLocation.of(Context(1, 1, node, RecordDict(), run or {}), continuity)
+
+    own = {"partition-id": 3, "state-dir": str(tmp_path)}
+    found = [
+        location(own),
+        location({"partition-id": 3}, {"state-dir": str(tmp_path)}),
+        location(own, {"state-dir": "/other"}),
+    ]
+    assert [place and place.path.parent for place in found] == [tmp_path / "experiment/partition-3"] * 3
+    assert (
+        location(own, continuity=None)
+        is location({"partition-id": 3})
+        is location({"state-dir": "x"}, continuity=None)
+        is None
+    )
+    with pytest.raises(StateError, match="needs a partition id: give the SuperNode one"):
+        location({"state-dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="state-dir='x' of node 1 is relative; write an absolute path"):
+        location({"partition-id": 3, "state-dir": "x"})

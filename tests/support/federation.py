@@ -1,0 +1,172 @@
+"""The one way in which tests run a strategy over nodes of this process, and what such a run leaves behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.messages.records import from_record, tensors, to_record
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training import LocalTraining
+from fedbn_flwr.transport.polling_grid import PollingGrid
+
+SEED = 7
+"""The seed of the clients of ``torch_app``."""
+
+
+class RecordingGrid(PollingGrid):
+    """Keeps every message sent and every reply. It has no barrier, so FedTAN's exchanges travel by messages.
+
+    ``hidden()`` returns the partitions that the server does not see now; ``backwards`` reverses the order of replies.
+    """
+
+    def __init__(self, grid: InProcessGrid, hidden: Callable[[], Collection[int]], backwards: bool) -> None:
+        super().__init__(grid)
+        self.inner: InProcessGrid = grid
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+        self._hidden, self._backwards = hidden, backwards
+
+    def get_node_ids(self) -> list[int]:
+        hidden = self._hidden()
+        return [node_id for partition, node_id in enumerate(self.inner.get_node_ids()) if partition not in hidden]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        batch = list(messages)
+        replies = list(self.inner.send_and_receive(batch, timeout=timeout))
+        self.sent += batch
+        self.received += replies
+        return replies[::-1] if self._backwards else replies
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        batch = list(messages)
+        self.sent += batch
+        return super().push_messages(batch)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        replies = list(super().pull_messages(message_ids))
+        self.received += replies
+        return replies
+
+    def config(self, message_type: str = "train") -> list[ConfigRecord]:
+        """Return the configs of the messages of a type, in the order sent."""
+        sent = [m for m in self.sent if m.metadata.message_type == message_type]
+        return [record for m in sent for record in m.content.config_records.values()]
+
+    def partition(self, node_id: int) -> int:
+        """Return a node's partition id."""
+        return self.inner.get_node_ids().index(node_id)
+
+
+class RecordingBarrierGrid(RecordingGrid):
+    """The same grid with the barrier at which clients of one process wait for each other."""
+
+    def open_barrier(self, *args: Any) -> None:
+        self.inner.open_barrier(*args)
+
+    def close_barrier(self, *args: Any) -> None:
+        self.inner.close_barrier(*args)
+
+
+@dataclass
+class Outcome:
+    """A finished run."""
+
+    state: dict[str, Array]
+    """The final global state."""
+    history: list[dict[str, Array]]
+    """The global state before the first round and after each."""
+    strategy: Any
+    grid: RecordingGrid
+    result: Any
+    """What Flower's ``start`` returned."""
+    seconds: float
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The final global state as tensors."""
+        return tensors(self.state)
+
+    def context(self, partition: int) -> Context:
+        """Return the context of a client."""
+        return self.grid.inner.context(partition)
+
+    def local_state(self, partition: int) -> dict[str, Array]:
+        """Return the entries that a client keeps to itself."""
+        return from_record(self.context(partition).state.array_records["fedbn-flwr.local"])
+
+    def reason(self, partition: int, server_round: int = 1) -> str:
+        """Return why a client was rejected in a round."""
+        return self.strategy.reports[server_round - 1].rejected[self.grid.inner.get_node_ids()[partition]]
+
+
+def run_strategy(
+    grids: ExitStack,
+    strategy: FedAvg,
+    app: ClientApp,
+    start: Mapping[str, Any],
+    num_nodes: int,
+    *,
+    rounds: int = 3,
+    barrier: bool = False,
+    hide: Mapping[int, Collection[int]] | None = None,
+    backwards: bool = False,
+    timeout: float = 60,
+    grid_options: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Run a strategy over nodes of this process.
+
+    Args:
+        grids: closes the grid. A test may have clients that hang until it ends: only then can a grid close.
+        strategy: the strategy.
+        app: what every node runs.
+        start: the initial state: tensors, arrays, or a whole ArrayRecord.
+        num_nodes: number of nodes.
+        rounds: number of rounds.
+        barrier: whether clients wait for each other at a barrier; else FedTAN's exchanges travel by messages.
+        hide: round to the partitions that the server does not see in it.
+        backwards: whether replies arrive in reverse order.
+        timeout: seconds that a round waits for replies.
+        grid_options: further arguments of ``InProcessGrid``; by default one client computes at a time.
+    """
+    inner = grids.enter_context(InProcessGrid(app, num_nodes, **{"max_workers": 1, **(grid_options or {})}))
+    kind = RecordingBarrierGrid if barrier else RecordingGrid
+    grid = kind(inner, lambda: (hide or {}).get(len(strategy.reports), ()), backwards)
+    history: list[dict[str, Array]] = []
+    began = time.monotonic()
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=start if isinstance(start, ArrayRecord) else to_record(start),
+        num_rounds=rounds,
+        timeout=timeout,
+        evaluate_fn=lambda _, arrays: history.append(from_record(arrays)),
+    )
+    return Outcome(from_record(result.arrays), history, strategy, grid, result, time.monotonic() - began)
+
+
+def torch_app(
+    model: Callable[[], nn.Module],
+    datasets: Sequence[Any],
+    training: LocalTraining,
+    *,
+    client: type[TorchClient] = TorchClient,
+    wrap: Callable[[Callable[[Context], Any]], ClientApp] = client_app,
+    seed: int = SEED,
+) -> ClientApp:
+    """Return an app whose node i trains and tests a ``TorchClient`` on ``datasets[i]``."""
+
+    def client_fn(context: Context) -> TorchClient:
+        data = datasets[int(context.node_config["partition-id"])]
+        return client(model(), data, data, training, context=context, seed=seed)
+
+    return wrap(client_fn)

@@ -1,0 +1,76 @@
+"""Training loops as users of Flower write them: without this package, with one line of it, and with all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from flwr.app import Context, Message
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr.mods import bn_rules
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import SEED
+
+SIZES, BATCH = (6, 8, 10), 4
+Loop = Callable[[nn.Module, Any, Message, Context], float]
+
+
+def batches(data: Any, msg: Message, context: Context) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches that ``TorchClient`` draws: the same stream of random numbers."""
+    key = int(context.node_config["partition-id"])
+    generator = torch_generator(SEED, "batches", int(msg.content["config"]["server-round"]), key)
+    for positions in LocalTraining(learning_rate=LearningRate(0.1), batch_size=BATCH).batches(len(data), generator):
+        yield data.batch(positions)
+
+
+def plain_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+    """Train without anything of this package."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.train()
+    total = 0.0
+    for inputs, targets in batches(data, msg, context):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total += float(loss.detach()) * len(inputs)
+    return total / len(data)
+
+
+def fixbn_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+    """Train with the one line that FixBN needs. ``plain_loop`` calls ``model.train()`` inside the block."""
+    with bn_rules(model, msg.content["config"]):
+        return plain_loop(model, data, msg, context)
+
+
+def hooked_loop(model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0) -> float:
+    """Train with all client hooks: the optimizer is wrapped, and so is every step."""
+    total = 0.0
+    with bn_rules(model, msg, context) as rules:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=momentum))
+        model.train()
+        for inputs, targets in batches(data, msg, context):
+            optimizer.zero_grad()
+            with rules.step(len(inputs)):
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+            optimizer.step()
+            total += float(loss.detach()) * len(inputs)
+    return total / len(data)
+
+
+def loop_without_step(model: nn.Module, data: Any, msg: Message, context: Context, wrap: bool = True) -> float:
+    """``hooked_loop`` without ``rules.step``, and without ``rules.wrap`` too where ``wrap`` is false."""
+    with bn_rules(model, msg, context) as rules:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if wrap:
+            rules.wrap(optimizer)
+        for inputs, targets in batches(data, msg, context):
+            optimizer.zero_grad()
+            F.cross_entropy(model.train()(inputs), targets).backward()
+            optimizer.step()
+    return 0.0
