@@ -1,4 +1,4 @@
-"""The client half: ``TorchClient``, and the mod and hooks for training loops of other people."""
+"""The client half: ``TorchClient``, and the mod and hooks for users' own training loops."""
 
 from __future__ import annotations
 

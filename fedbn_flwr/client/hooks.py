@@ -1,7 +1,7 @@
-"""The client half of a method inside a training loop that is not ours: ``bn_rules``.
+"""The client half of a method inside a user's own training loop: ``bn_rules``.
 
-The same client hooks as in ``TorchClient``, attached to the user's model and optimizer. What they report, and that they
-were applied, goes into the reply through the mod ``local_bn``.
+It attaches the client hooks that ``TorchClient`` uses to the user's model and optimizer. The mod ``local_bn`` adds
+their metrics and their names to the reply.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["Hooks", "bn_rules", "take_box"]
 
 
 class Hooks:
-    """What ``bn_rules`` yields.
+    """The value of ``with bn_rules(...) as rules``.
 
     Attributes:
-        metrics: after the block: what the hooks report, and ``rules-applied``. The mod puts them into the reply; a
-            ``NumPyClient`` returns them among its own.
+        metrics: the hooks' metrics and ``rules-applied``, set at the end of the block. The mod adds them to the reply;
+            a ``NumPyClient`` returns them with its own metrics.
     """
 
     def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
@@ -48,10 +48,10 @@ class Hooks:
         self._exit = ExitStack()
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the hooks act before every step of ``optimizer`` (a hook of torch's); return it.
+        """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
 
         Raises:
-            ConfigError: a hook needs plain SGD, or refuses its settings; an optimizer was wrapped before.
+            ConfigError: a client hook needs plain SGD or refuses its settings, or an optimizer was already wrapped.
         """
         if self._optimizer is not None:
             raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
@@ -69,11 +69,7 @@ class Hooks:
 
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:
-        """Wrap forward and backward pass of a step: FedTAN synchronises the round's first one, others are left alone.
-
-        Args:
-            batch_size: examples in this batch.
-        """
+        """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN synchronises the first one."""
         with ExitStack() as stack:
             for hook in self._hooks.values():
                 stack.enter_context(hook.around(self._passes, self._model, batch_size))
@@ -81,7 +77,7 @@ class Hooks:
         self._passes += 1
 
     def _act(self) -> float:
-        """Act on the gradients; return the sum of the penalties."""
+        """Apply the hooks to the gradients; return the sum of the penalties."""
         total = 0.0
         for hook in self._hooks.values():
             with torch.enable_grad():
@@ -97,10 +93,10 @@ class Hooks:
         return total
 
     def _finish(self) -> None:
-        """Check that every hook had its part; collect what they report.
+        """Check that every client hook took part, and collect the metrics.
 
         Raises:
-            ConfigError: naming the call that is missing.
+            ConfigError: a call is missing; the error names it.
         """
         for name, hook in self._hooks.items():
             if _overrides(hook, "start", "penalty", "gradients") and not self._steps:
@@ -120,7 +116,7 @@ class Hooks:
 
 @contextmanager
 def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Context | None = None) -> Iterator[Hooks]:
-    """Apply inside the block what the strategy tells its clients to do in training.
+    """Apply the client hooks of the strategy to the training inside the block.
 
     ::
 
@@ -134,18 +130,18 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
                     loss.backward()
                 optimizer.step()
 
-    FixBN needs the ``with`` alone, and ``told=msg.content["config"]`` is enough for it; frozen layers stay frozen when
-    the block calls ``model.train()``. Where the strategy tells nothing, nothing is done. What the hooks send and keep
-    travels with the mod ``local_bn``: ``ClientApp(mods=[local_bn])``.
+    FixBN needs only the ``with``, and ``msg.content["config"]`` is enough for it; frozen layers stay frozen when the
+    block calls ``model.train()``. A strategy without client hooks changes nothing. The mod ``local_bn`` sends and keeps
+    the arrays of the hooks: ``ClientApp(mods=[local_bn])``.
 
     Args:
-        model: with the received state in it, on its device; it may be compiled or in DDP.
-        told: the message, or its config; in a ``NumPyClient`` the config of ``fit``, the received state loaded.
-        context: Flower's context, where a hook keeps something or answers.
+        model: the model on its device, with the received state loaded; it may be compiled or in DDP.
+        told: the message or its config; in a ``NumPyClient`` the config of ``fit``.
+        context: Flower's context, needed if a hook keeps or sends arrays.
 
     Raises:
-        ConfigError: at once where the message or the context is needed and not there; at the end where a hook had no
-            part in the training (the optimizer was not wrapped, no step was).
+        ConfigError: at the start if the message or the context is needed and missing; at the end if a hook took no
+            part in the training (the optimizer was not wrapped, or no step was taken).
     """
     message = told if isinstance(told, Message) else None
     config: dict[str, Any] = merged_config(message) if message else dict(told)  # type: ignore[arg-type]
@@ -187,10 +183,10 @@ def _overrides(hook: ClientHook, *names: str) -> bool:
 
 
 def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any] | None:
-    """Return the whole model as the server knows it: the message's, or what a NumPyClient loaded into its own.
+    """Return the whole model under the server's names, from the message or from a NumPyClient's loaded model.
 
     Raises:
-        StateError: the names are not the model's.
+        StateError: the names do not fit the model.
     """
     if message is not None:
         return next(iter(message.content.array_records.values()))
@@ -202,13 +198,13 @@ def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module)
 
 
 def _box(context: Context | None, box: str) -> dict[str, ArrayRecord]:
-    """Return the records of a box between mod and block, by name."""
+    """Return the records of ``box`` (INBOX or OUTBOX) by name."""
     records: Mapping[str, ArrayRecord] = context.state.array_records if context else {}
     return {name.removeprefix(f"{box}/"): records[name] for name in records if name.startswith(f"{box}/")}
 
 
 def take_box(context: Context, box: str) -> dict[str, ArrayRecord]:
-    """Return the records of a box between mod and block, by name, and remove them from the context."""
+    """Return the records of ``box`` (INBOX or OUTBOX) by name, and remove them from the context."""
     found = _box(context, box)
     for name in found:
         del context.state[f"{box}/{name}"]
@@ -216,7 +212,7 @@ def take_box(context: Context, box: str) -> dict[str, ArrayRecord]:
 
 
 def _leave_for_mod(context: Context, metrics: Mapping[str, Any], hooks: Sequence[ClientHook]) -> None:
-    """Leave in the context what the mod puts into the reply."""
+    """Store in the context the metrics and records that the mod adds to the reply."""
     context.state[OUTBOX] = ConfigRecord(dict(metrics))
     for record, entries in ((r, e) for hook in hooks for r, e in hook.reply().items()):
         context.state[f"{OUTBOX}/{record}"] = to_record(to_state(entries))

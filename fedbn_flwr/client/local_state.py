@@ -1,6 +1,6 @@
-"""What a method keeps with the client, in Flower's ``Context.state``: versioned, and checked against the model.
+"""The state that a method keeps with the client, in Flower's ``Context.state``: versioned and checked.
 
-A context lives as long as its node's process and its run. A ``StateFolder`` holds copies that outlive both.
+A context exists as long as its node's process and its run. The copies in a ``StateFolder`` remain after both.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class LocalState:
     """A client's own entries between rounds.
 
     Args:
-        context: Flower's context of the node; None for a client that may not keep anything.
+        context: Flower's context of the node; None for a client that cannot keep entries.
         parts: the split of the model's state.
-        state: the model's state, tensors or arrays, of which only the shapes are looked at: kept entries must fit them.
+        state: the model's state, tensors or arrays; only the shapes are used, which kept entries must fit.
     """
 
     def __init__(self, context: Context | None, parts: Parts, state: Mapping[str, Any]) -> None:
@@ -50,29 +50,28 @@ class LocalState:
         self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
 
     def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
-        """Keep copies in the state folder ``root`` from now on; see ``StateFolder``."""
+        """Write copies to the state folder ``root`` from now on; see ``StateFolder``."""
         self._folder = StateFolder(root, continuity, partition_id, self._fingerprint)
 
-    def restore(self, told: str | None) -> None:
-        """Restore the state that the server expects, where the context does not hold it.
+    def restore(self, expected: str | None) -> None:
+        """Restore the state that the server expects, if the context does not hold it.
 
         Args:
-            told: its hash, "" for nothing kept in this run; None where the server leaves it to the client, which then
-                goes on with what was kept last.
+            expected: the hash of the state, "" for no state in this run; None = the client takes its newest state.
 
         Raises:
-            StateError: what the server knows of is not here.
+            StateError: the client does not have the expected state.
         """
         held = self.sha256()
-        if (told is None and (held or self._folder is None)) or (told and told == held):
+        if (expected is None and (held or self._folder is None)) or (expected and expected == held):
             return
         if self._folder is None:
-            if told:
-                raise StateError(self._lost(told, "no state folder (state-dir)"))
+            if expected:
+                raise StateError(self._lost(expected, "no state folder (state-dir)"))
             return
-        found = self._folder.newest() if told is None else self._folder.find(told)
-        if told and found is None:
-            raise StateError(self._lost(told, f"no good file with it in {self._folder.path}"))
+        found = self._folder.newest() if expected is None else self._folder.find(expected)
+        if expected and found is None:
+            raise StateError(self._lost(expected, f"no good file with it in {self._folder.path}"))
         if self._context is not None:
             for key in (KEPT, KEPT_BY_HOOKS, KEPT_ABOUT):
                 if key in self._context.state:
@@ -80,23 +79,23 @@ class LocalState:
             for key, record in (found or {}).get("kept", {}).items():
                 self._context.state[key] = to_record(record)
             if found:
-                self._tell(int(found["round"]), begun=0)
+                self._describe(int(found["round"]), begun=0)
 
     def save(self, server_round: int) -> None:
-        """Write what is kept to the state folder, where there is one.
+        """Write the kept state to the state folder, if there is one.
 
         Raises:
-            StateError: it could not be written.
+            StateError: the folder cannot be written.
         """
         if self._folder is not None and (sha256 := self.sha256()):
             kept: dict[str, Any] = {key: dict(self._read(key)) for key in (KEPT, KEPT_BY_HOOKS)}
             self._folder.write({"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}, server_round)
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
-        """Return those of the entries ``names`` that are kept; empty before the first round.
+        """Return the kept entries among ``names``; empty before the first round.
 
         Raises:
-            StateError: the entries were kept by another version or for another model.
+            StateError: the entries belong to another version or another model.
         """
         kept = self._read(KEPT) if names else {}
         return {name: kept[name] for name in names if name in kept}
@@ -105,28 +104,28 @@ class LocalState:
         """Keep ``entries`` until the client's next round.
 
         Raises:
-            StateError: there is no context to keep them in, or an entry is not finite.
+            StateError: there is no context, or an entry is not finite.
         """
         self._write(KEPT, entries, server_round)
 
     def hook_state(self, hook: str) -> Mapping[str, Array]:
-        """Return what a client hook kept in the client's last round; empty before. Raises as ``load``."""
+        """Return the entries that a client hook kept in the client's last round, else none. Raises as ``load``."""
         kept = self._read(KEPT_BY_HOOKS)
         return {name.removeprefix(f"{hook}/"): a for name, a in kept.items() if name.startswith(f"{hook}/")}
 
     def save_hook_state(self, kept: Mapping[str, State], server_round: int) -> None:
-        """Keep what the client hooks want back in the client's next round, by hook. Raises as ``keep``."""
+        """Keep the entries of the client hooks, by hook, until the client's next round. Raises as ``keep``."""
         entries = {f"{hook}/{name}": array for hook, state in kept.items() for name, array in state.items()}
         if entries:
             self._write(KEPT_BY_HOOKS, entries, server_round)
 
     def sha256(self) -> str:
-        """Return the SHA-256 of what is kept, "" for nothing."""
+        """Return the SHA-256 of the kept state; "" if nothing is kept."""
         kept = {f"{key}/{name}": array for key in (KEPT, KEPT_BY_HOOKS) for name, array in self._read(key).items()}
         return state_sha256(kept) if kept else ""
 
     def reply_metadata(self, server_round: int) -> dict[str, str]:
-        """Return what a reply tells of what is kept; nothing where nothing is kept."""
+        """Return the reply's entries about the kept state; empty if nothing is kept."""
         began = self._begun(server_round) == server_round
         return ReplyInfo(local_sha256=self.sha256(), durable=self._folder is not None, began=began).write()
 
@@ -148,7 +147,7 @@ class LocalState:
                 f"the strategy keeps {len(entries)} entries with the client, but this client has no Context. Pass "
                 "context= from client_fn(context)."
             )
-        # What diverged is not kept: the engine puts the context back, and the part of the round before stays.
+        # Diverged entries are not kept: the engine restores the context, and the part of the round before stays.
         bad = [n for n, array in entries.items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
         if bad:
             raise StateError(
@@ -156,21 +155,21 @@ class LocalState:
             )
         begun = self._begun(server_round) if self.sha256() else server_round
         self._context.state[key] = to_record(entries)
-        self._tell(server_round, begun)
+        self._describe(server_round, begun)
 
     def _begun(self, server_round: int) -> int:
-        """Return the round in which what is kept began where it was written in that round alone, else 0."""
+        """Return the round in which the kept state began, if this is that round, else 0."""
         about: Any = self._context.state.get(KEPT_ABOUT, {}) if self._context is not None else {}
         return int(about.get(BEGUN, 0)) if about.get(SERVER_ROUND) == server_round else 0
 
-    def _tell(self, server_round: int, begun: int) -> None:
+    def _describe(self, server_round: int, begun: int) -> None:
         if self._context is not None:
             about: dict[str, int | str] = {VERSION: _VERSION, FINGERPRINT: self._fingerprint}
             self._context.state[KEPT_ABOUT] = ConfigRecord({**about, SERVER_ROUND: server_round, BEGUN: begun})
 
     @staticmethod
-    def _lost(told: str, why: str) -> str:
+    def _lost(expected: str, why: str) -> str:
         return (
-            f"this client shall go on from the part it kept with SHA-256 {told[:12]}..., and has {why}: it is "
-            "lost, and the server will let it begin again"
+            f"the server expects the part that this client kept with SHA-256 {expected[:12]}..., and the client has "
+            f"{why}: the part is lost, and the server will send the whole state again"
         )

@@ -1,11 +1,11 @@
-"""The client part of the strategies for apps on Flower's Message API: a mod, and one call inside training.
+"""The client part of the strategies for apps on Flower's Message API: the mod ``local_bn``, and answers to queries.
 
 ::
 
     app = ClientApp(mods=[local_bn])
 
-``local_bn`` works on the arrays of the messages alone: it keeps with the client what a method keeps there, tells the
-server which partition this is and which client hooks the training applied (``bn_rules``), and sends FedTAN's exchanges.
+``local_bn`` needs only the arrays of the messages, not the model. It keeps the entries that stay with the client, names
+the partition and the applied client hooks (``bn_rules``) in the reply, and sends FedTAN's exchanges.
 """
 
 from __future__ import annotations
@@ -53,27 +53,28 @@ __all__ = ["answer_query", "answer_statistics", "local_bn"]
 
 @with_names
 def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A Flower mod: the client part of every strategy of this package that works on messages.
+    """Return the app's reply with the client part of the strategy done: a Flower mod for every strategy.
 
-    The app's functions see the whole model, in the order of the server's first message, and reply with the whole
-    model. Entries that stay with the client are put in before and taken out after, checked against names, layer types
-    and shapes. They lie in ``Context.state``; on disk, too, where the node's or the run's config names a ``state-dir``
-    and the server a series (``strategy.continuity``). Where the strategy asks for nothing, messages pass as they are.
+    The app's functions receive the whole model, in the order of the server's first message, and reply with the whole
+    model. The mod adds the entries that stay with the client before the call and removes them after it; it checks
+    names, layer types and shapes. It keeps them in ``Context.state``, and also on disk if the node's or the run's
+    config names a ``state-dir`` and the server sends its run (``strategy.continuity``). If the strategy needs no client
+    part, messages pass unchanged.
 
-    It works on the messages of ``to_legacy``, too: ``ClientApp(client_fn, mods=[local_bn])``.
+    The mod also works on the messages of ``to_legacy``: ``ClientApp(client_fn, mods=[local_bn])``.
 
     Raises:
-        StateError: entries are missing that were neither sent nor kept here; what is kept belongs to another model or
-            is not finite; or the app's reply is not the whole model.
+        StateError: an entry was neither sent nor kept here, the kept state belongs to another model or is not finite,
+            or the app's reply is not the whole model.
     """
     if not message.content.array_records:
         return _sign(call_next(message, context), context)
-    told = TrainConfig.read(merged_config(message))
-    if told.by_messages:
+    config = TrainConfig.read(merged_config(message))
+    if config.by_messages:
         _reopen(message, context)
     key, received = _set_aside_extras(message, context)
-    whole, store = _completed(received, context, told)
-    if told.local_entries or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
+    whole, store = _completed(received, context, config)
+    if config.local_entries or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
         next(iter(message.content.config_records.values()))[MOD] = "local_bn"
     context.state.pop(OUTBOX, None)
     try:
@@ -86,12 +87,12 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         clear_log(context)
         context.state.pop(STEP_GENERATORS, None)
         take_box(context, INBOX)
-        _take_out(reply, key, told, store, context)
+        _take_out(reply, key, config, store, context)
     return _sign(reply, context)
 
 
 def answer_query(message: Message, context: Context, loader: Any) -> Message:
-    """Answer the strategies' ``query``: partition id, number of training examples, size of the first batch.
+    """Return the answer to the strategies' ``query``: partition id, training examples, size of the first batch.
 
     ::
 
@@ -99,7 +100,8 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         def query(msg: Message, context: Context) -> Message:
             return answer_query(msg, context, trainloader(context))
 
-    FedTAN needs it before its first round; the others sample repeatably, and leave out clients without data.
+    FedTAN needs the answer before its first round. The other strategies use it to sample repeatably and to leave out
+    clients without data.
 
     Args:
         message: the query.
@@ -113,7 +115,7 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
 
 
 def _call(call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:
-    """Call the app, again where a client was lost in the synchronised step."""
+    """Call the app, and repeat the call if a client was lost in the synchronised step."""
     while True:
         message.content[key] = ArrayRecord(dict(whole))
         try:
@@ -122,12 +124,12 @@ def _call(call_next: ClientAppCallable, message: Message, context: Context, key:
             continue
 
 
-def _completed(received: ArrayRecord, context: Context, told: TrainConfig) -> tuple[ArrayRecord, LocalState]:
-    """Return the whole model in the server's order, and what is kept."""
-    location = StateLocation.of(context, told.continuity)
-    if not told.local_entries:
+def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> tuple[ArrayRecord, LocalState]:
+    """Return the whole model in the server's order, and the kept state."""
+    location = StateLocation.of(context, config.continuity)
+    if not config.local_entries:
         spec: ModelSpec | None = ModelSpec.of(received)
-    elif set(told.local_entries) <= set(received):  # the common start is whole
+    elif set(config.local_entries) <= set(received):  # the initial state is whole
         spec = ModelSpec.of(received)
         spec.save(context, location)
     else:
@@ -135,8 +137,8 @@ def _completed(received: ArrayRecord, context: Context, told: TrainConfig) -> tu
     if spec is None:
         raise StateError(_LOST)
     store = spec.store(context, location)
-    store.restore(told.local_sha256)
-    entries = {**received, **to_record(store.load(told.local_entries))}
+    store.restore(config.local_sha256)
+    entries = {**received, **to_record(store.load(config.local_entries))}
     if missing := [name for name in spec.shapes if name not in entries]:
         raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
     if extra := [name for name in received if name not in spec.shapes]:
@@ -147,21 +149,21 @@ def _completed(received: ArrayRecord, context: Context, told: TrainConfig) -> tu
 _LOST = "entries were neither sent nor kept by this client; the server will send the common start again"
 
 
-def _take_out(reply: Message, key: str, told: TrainConfig, store: LocalState, context: Context) -> None:
-    """Keep what stays here, and leave the rest in the reply; add what the training's hooks left to be sent."""
+def _take_out(reply: Message, key: str, config: TrainConfig, store: LocalState, context: Context) -> None:
+    """Keep the client's own entries and remove them from the reply; add metrics and records of the client hooks."""
     if not reply.has_content():
         return
-    if local := told.local_entries:
+    if local := config.local_entries:
         state = reply.content.array_records.get(key, ArrayRecord())
         if missing := [name for name in local if name not in state]:
             raise StateError(
                 f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its ArrayRecord '{key}'. Reply with "
                 "the whole state dict, under the names received: the mod takes out what stays."
             )
-        store.keep(from_record(ArrayRecord({name: state[name] for name in local})), told.server_round)
+        store.keep(from_record(ArrayRecord({name: state[name] for name in local})), config.server_round)
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
-    store.save(told.server_round)
-    _add_info(reply, store.reply_metadata(told.server_round))
+    store.save(config.server_round)
+    _add_info(reply, store.reply_metadata(config.server_round))
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
     for metrics in reply.content.metric_records.values():
@@ -172,11 +174,11 @@ def _take_out(reply: Message, key: str, told: TrainConfig, store: LocalState, co
 
 
 def _set_aside_extras(message: Message, context: Context) -> tuple[str, ArrayRecord]:
-    """Return the model's record and its key; put what was sent beside it into the context, for the client hooks."""
+    """Return the key and the record of the model; move further records into the context, for the client hooks."""
     records = message.content.array_records
-    (key, received), *beside = list(records.items())
+    (key, received), *extras = list(records.items())
     take_box(context, INBOX)
-    for name, record in beside:
+    for name, record in extras:
         context.state[f"{INBOX}/{name}"] = record
         del records[name]
     return key, received
@@ -189,15 +191,15 @@ def _sign(reply: Message, context: Context) -> Message:
     return reply
 
 
-def _add_info(reply: Message, said: Mapping[str, Any]) -> None:
-    """Add to what the client part says of itself in the reply."""
+def _add_info(reply: Message, entries: Mapping[str, Any]) -> None:
+    """Add entries to the reply's ``ReplyInfo`` record."""
     known: Mapping[str, Any] = reply.content.config_records.get(INFO, {})
-    if said:
-        reply.content[INFO] = ConfigRecord({**known, **said})
+    if entries:
+        reply.content[INFO] = ConfigRecord({**known, **entries})
 
 
 def _reopen(message: Message, context: Context) -> None:
-    """Put the round's model into a message of FedTAN's exchange, and the random generators where they were."""
+    """Restore the round's model in a message of FedTAN's exchange, and the state of the random generators."""
     first = next(iter(message.content.array_records))
     arrays, config = open_message(message)
     if message.content.array_records[first]:
@@ -210,7 +212,7 @@ def _reopen(message: Message, context: Context) -> None:
 
 
 def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:
-    """Answer ``query.statistics``: gather BN statistics under the received weights in one pass over the training data.
+    """Return the answer to ``query.statistics``: BN statistics of the training data under the received weights.
 
     ::
 
@@ -218,13 +220,13 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
         def statistics(msg: Message, context: Context) -> Message:
             return answer_statistics(msg, context, Net(), trainloader(context))
 
-    ``StaticBN``, ``recalibrate=True`` and ``eval_on="recalibrated"`` ask for it.
+    ``StaticBN``, ``recalibrate=True`` and ``eval_on="recalibrated"`` send this query.
 
     Args:
-        message: the query, with the model.
+        message: the query, with the model's state.
         context: Flower's context.
-        model: takes the received state; on its device.
-        loader: a ``DataLoader`` whose batches are (inputs, targets); it is read in the order of its data set.
+        model: the model on its device; the received state is loaded into it.
+        loader: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set.
 
     Raises:
         StateError: the received entries do not fit the model.

@@ -1,7 +1,7 @@
-"""What the mod must know of a model that it never builds: the names of the entries, their order and shapes.
+"""The names, order and shapes of a model's entries: all that the mod knows of a model that it never builds.
 
-The first message of a run holds the whole model. Its spec lies in ``Context.state`` and, where the node has a state
-folder, beside the part that is kept, so that a node that was restarted can put the model together again.
+The first message of a run holds the whole model. The mod keeps its spec in ``Context.state`` and in the node's state
+folder, if there is one, so that a restarted node can complete the model again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class StateLocation:
-    """Where a node's part is kept on disk: its state folder, the run it works for, its partition."""
+    """The place of a node's kept state on disk: its state folder, its run, its partition."""
 
     root: Path
     continuity: Continuity
@@ -38,7 +38,7 @@ class StateLocation:
 
     @classmethod
     def of(cls, context: Context, continuity: Continuity | None) -> StateLocation | None:
-        """Return it where the node or the run names a ``state-dir`` and the server tells its run.
+        """Return the location if the node or the run names a ``state-dir`` and the server sends its run, else None.
 
         Raises:
             ConfigError: the folder is not absolute.
@@ -70,7 +70,7 @@ class ModelSpec:
         return cls({name: tuple(array.shape) for name, array in whole.items()})
 
     def save(self, context: Context, location: StateLocation | None) -> None:
-        """Write it to the context, and to disk where there is a location.
+        """Write the spec to the context, and to disk if there is a location.
 
         Raises:
             StateError: the state folder cannot be written.
@@ -86,7 +86,7 @@ class ModelSpec:
 
     @classmethod
     def load(cls, context: Context, location: StateLocation | None) -> ModelSpec | None:
-        """Return what was saved; None where nothing was, or it cannot be read."""
+        """Return the saved spec; None if there is none or it cannot be read."""
         content: dict[str, Any] | None = None
         if MODEL_SPEC in context.state:
             content = json.loads(str(context.state.config_records[MODEL_SPEC][SPEC_SHAPES]))
@@ -96,7 +96,7 @@ class ModelSpec:
         return None if content is None else cls({name: tuple(s) for name, s in content["shapes"].items()})
 
     def store(self, context: Context, location: StateLocation | None) -> LocalState:
-        """Return what is kept for a model of this spec."""
+        """Return the kept state of a model with this spec."""
         like = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         store = LocalState(context, split_state(like), like)
         if location is not None:

@@ -1,7 +1,7 @@
 """The replay log of a step that travels in messages: the round's model and the answers so far.
 
-It lies in Flower's ``Context.state`` from the first message of the round to the last. Where the app raises, the engine
-puts the context back, and the log with it.
+It is in Flower's ``Context.state`` from the first message of the round to the last. If the app raises an error, the
+engine restores the context, and the log with it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["clear_log", "log_answer", "log_sent", "replay"]
 def log_answer(
     context: Context | None, parameters: list[Array], config: dict[str, Any]
 ) -> tuple[list[Array], dict[str, Any]]:
-    """Take in one message of the step; return the round's model, and the config with the names of its arrays.
+    """Add one message of the step to the log; return the round's model, and the config with the names of its arrays.
 
     Args:
-        context: where the log lies.
-        parameters: the model in the round's first message, and the newest answer in every later one.
-        config: with ``array-names`` (JSON; answers are called ``fedtan/TAG``), ``fedtan-attempt`` and ``fedtan-union``.
+        context: the context with the log.
+        parameters: the model in the round's first message, the newest answer in every later message.
+        config: has ``array-names`` (JSON; answers are named ``fedtan/TAG``), ``fedtan-attempt`` and ``fedtan-union``.
 
     Raises:
         StateError: there is no context, or it has lost the round's model.
@@ -68,7 +68,7 @@ def log_answer(
 
 
 def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
-    """Return the reducer that answers from the log; None for any other message."""
+    """Return the reducer that answers from the log; None for a message of another kind."""
     if context is None or ATTEMPT not in config:
         return None
     records = context.state.array_records
@@ -77,13 +77,13 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
 
 
 def log_sent(context: Context, exchange: Pending) -> None:
-    """Write down what was sent, for a training that is not known to repeat itself."""
+    """Add the sent tensor to the log, to check that a user's training repeats itself exactly."""
     before = context.state.array_records.get(STEP_SENT, ArrayRecord())
     context.state[STEP_SENT] = ArrayRecord({**before, **to_record({exchange.tag: exchange.tensor})})
 
 
 def clear_log(context: Context | None) -> None:
-    """Remove the log: the round is done."""
+    """Remove the log at the end of the round."""
     for key in (STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT):
         if context is not None and key in context.state:
             del context.state[key]

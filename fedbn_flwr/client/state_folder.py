@@ -1,7 +1,7 @@
-"""A client's durable copies of what it keeps: a checked file for each round that a resume may ask for, and the newest.
+"""A client's durable copies of its kept state: the newest, and one for each round from which a run can resume.
 
-``STATE_DIR/SERIES/partition-P/SEQUENCE.RUN.ROUND.safetensors``. A *run* is a run with all its resumptions; a *series*
-may hold several runs, each of which goes on with what the clients hold from the one before.
+``STATE_DIR/EXPERIMENT/partition-P/SEQUENCE.RUN.ROUND.safetensors``, checked files. RUN names a run and its resumptions.
+EXPERIMENT, the experiment id, may have several runs: each continues with the client state of the run before.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FILE = re.compile(r"(?P<sequence>\d+)\.(?P<run>[A-Za-z0-9_-]+)\.(?P<round>\d+)\
 
 
 def state_dir(context: Context, of_run: str) -> Path | None:
-    """Return the folder in which a node keeps its part: its own ``state-dir``, or the one the run names.
+    """Return a node's state folder: its own ``state-dir``, or that of the run; None without either.
 
     Raises:
-        ConfigError: it is not absolute.
+        ConfigError: the path is not absolute.
     """
     named = str(context.node_config.get(STATE_DIR, "")) or of_run
     if named and not Path(named).is_absolute():
@@ -38,7 +38,7 @@ def state_dir(context: Context, of_run: str) -> Path | None:
 
 
 def partition_folder(root: Path, continuity: Continuity, partition_id: int) -> Path:
-    """Return the folder of one client in one series."""
+    """Return the folder of one client in one experiment."""
     return root / continuity.series / f"partition-{partition_id}"
 
 
@@ -50,13 +50,13 @@ class _File(NamedTuple):
 
 
 class StateFolder:
-    """The files of one client in one series.
+    """The files of one client in one experiment.
 
     Args:
         root: the state folder of the node.
-        continuity: the run the client works for.
-        partition_id: the client.
-        fingerprint: of the model; a file of another one is not used.
+        continuity: the client's run.
+        partition_id: the client's partition.
+        fingerprint: the fingerprint of the model; files of another model are not used.
     """
 
     def __init__(self, root: Path, continuity: Continuity, partition_id: int, fingerprint: str) -> None:
@@ -66,24 +66,24 @@ class StateFolder:
         self._owner |= {"fingerprint": fingerprint}
 
     def newest(self) -> dict[str, Any] | None:
-        """Return what was written last, of any run; a damaged or foreign file is named in the log and passed over."""
+        """Return the newest content of any run; a damaged or foreign file is skipped, with a warning."""
         return next((content for _, content in self._readable()), None)
 
     def find(self, sha256: str) -> dict[str, Any] | None:
-        """Return what was written with this hash ("": by another run), and give up what this run wrote after it."""
+        """Return the content with this hash ("": of another run), and remove what this run wrote after it."""
         for file, content in self._readable():
             if content["sha256"] == sha256 or (not sha256 and file.run != self._continuity.run):
-                self._give_up_after(file.sequence)
+                self._remove_after(file.sequence)
                 return content
         if not sha256:
-            self._give_up_after(-1)
+            self._remove_after(-1)
         return None
 
     def write(self, content: Mapping[str, Any], server_round: int) -> None:
-        """Write what the client keeps after a round; remove what neither it nor a resume needs.
+        """Write the kept state after a round; remove files that neither the client nor a resume needs.
 
         Raises:
-            StateError: the folder cannot be written; what was there stays.
+            StateError: the folder cannot be written; the files in it stay.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -104,11 +104,11 @@ class StateFolder:
             ) from error
 
     def _standing(self, files: Iterable[_File], committed: int) -> _File | None:
-        """Return the file a resume from this round asks for: this run's newest up to it, else another run's newest."""
+        """Return the file for a resume from this round: this run's newest up to it, else another run's newest."""
         own = (f for f in files if f.run == self._continuity.run and f.server_round <= committed)
         return next(own, next((f for f in files if f.run != self._continuity.run), None))
 
-    def _give_up_after(self, sequence: int) -> None:
+    def _remove_after(self, sequence: int) -> None:
         for file in self._files():
             if file.run == self._continuity.run and file.sequence > sequence:
                 file.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The client half at Flower's edge: a NumPyClient around local training, and the adapter to Flower's Message API."""
+"""``TorchClient``, a NumPyClient around local training, and ``client_app``, the adapter to Flower's Message API."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ class TorchClient(NumPyClient):
     """Trains and evaluates a torch model for any strategy of this package, in any engine.
 
     Args:
-        model: the model, on the device it shall run on. It is trained in place. It may be compiled or in DDP: what
-            travels and what is kept has the names of the module inside, or those received.
+        model: the model on its device; it is trained in place. It may be compiled or in DDP: sent and kept entries
+            have the names of the inner module, or the received names.
         train_data: the client's training data; may be empty for a client that only evaluates.
         test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
         settings: steps, batch size, optimizer.
         context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
             its ``node_config["partition-id"]`` names the client.
-        partition_id: takes the place of the context's.
-        seed: of the run; batches, augmentation and dropout draw from streams of (seed, round, partition id).
-        task: the loss, ``Task(loss=...)`` for one of your own, and what counts in training and tests.
-        state_dir: folder for durable copies of what a method keeps with the client, for runs whose server tells their
-            series; they outlive the node's process and the run. It needs a partition id.
+        partition_id: replaces the partition id of the context.
+        seed: seed of the run; batches, augmentation and dropout use streams of (seed, round, partition id).
+        task: the loss (``Task(loss=...)`` for your own), and which targets count in training and tests.
+        state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
+            They remain after the node's process and the run. A partition id is needed.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["array-names"]`` (a JSON list) or, without it, the whole
-    state dict in its order; ``fit`` returns the shared entries, named in its metrics where they are not all of them.
+    state dict in its order. ``fit`` returns the shared entries, and names them in its metrics if they are not all.
     """
 
     def __init__(
@@ -121,20 +121,21 @@ class TorchClient(NumPyClient):
 
         Returns:
             The shared entries, the size of the training set |D_i| (not the examples processed), and the metrics
-            ``train-loss``, ``train-accuracy``, ``examples-processed``, ``steps``, ``dropped-batches`` and the rules'.
+            ``train-loss``, ``train-accuracy``, ``examples-processed``, ``steps``, ``dropped-batches`` and those of the
+            client hooks.
 
-        Under FedTAN by messages it returns, until the synchronised step is through, the one array of the next
-        exchange, named ``fedtan/TAG``.
+        Under FedTAN by messages it returns the one array of the next exchange, named ``fedtan/TAG``, until the
+        synchronised step is finished.
 
         Raises:
-            StateError: the arrays, or the part kept here, do not fit the model.
-            DataError: nothing to train on.
+            StateError: the arrays or the kept entries do not fit the model.
+            DataError: there is nothing to train on.
         """
-        told, local = TrainConfig.read(config), self._local_entries(config)
-        store = self._store(config, told)
-        if told.by_messages:
+        read, local = TrainConfig.read(config), self._local_entries(config)
+        store = self._store(config, read)
+        if read.by_messages:
             parameters, config = log_answer(self.context, parameters, config)
-        hooks = make_hooks(told.hooks, HookContext(config, frozenset(local), replay(self.context, config)))
+        hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replay(self.context, config)))
         extras, prefix = self._load(parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
@@ -143,8 +144,8 @@ class TorchClient(NumPyClient):
                 self.model,
                 self.train_data,
                 self.settings,
-                learning_rate=self.settings.learning_rate.at(told.server_round, told.frozen),
-                stream=functools.partial(self._stream, told.server_round),
+                learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
+                stream=functools.partial(self._stream, read.server_round),
                 hooks=list(hooks.values()),
                 task=self.task,
             )
@@ -154,7 +155,7 @@ class TorchClient(NumPyClient):
         clear_log(self.context)
         state = self._state()
         if local:
-            store.keep({name: state[name] for name in local}, told.server_round)
+            store.keep({name: state[name] for name in local}, read.server_round)
         metrics: Config = {
             TRAIN_LOSS: result.loss,
             TRAIN_ACCURACY: result.accuracy,
@@ -164,11 +165,11 @@ class TorchClient(NumPyClient):
             **result.metrics,
         }
         kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
-        store.save_hook_state(kept, told.server_round)
-        store.save(told.server_round)
+        store.save_hook_state(kept, read.server_round)
+        store.save(read.server_round)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
-        metrics |= store.reply_metadata(told.server_round)
+        metrics |= store.reply_metadata(read.server_round)
         returned = {prefix + name: array for name, array in state.items() if name not in set(local)}
         for record, entries in ((r, e) for hook in hooks.values() for r, e in hook.reply().items()):
             returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
@@ -177,19 +178,18 @@ class TorchClient(NumPyClient):
         return list(returned.values()), len(self.train_data), metrics
 
     def evaluate(self, parameters: list[Array], config: Config) -> tuple[float, int, Config]:
-        """Evaluate the received entries joined with the part kept here, on each test set.
+        """Evaluate the received entries, completed with the kept ones, on each test set.
 
         Returns:
-            Mean loss on the first test set, its size, and the metrics ``<name>-loss``, ``<name>-accuracy``,
-            ``<name>-num-examples`` and, of a segmentation, ``<name>-miou`` of each (without a
-            prefix where there is one unnamed set).
+            Mean loss on the first test set, its size, and for each set the metrics ``<name>-loss``,
+            ``<name>-accuracy``, ``<name>-num-examples`` and, for segmentation, ``<name>-miou`` (no prefix for a single
+            unnamed set).
         """
-        told = EvaluateConfig.read(config)
-        self._load(parameters, config, self._store(config, told))
+        read = EvaluateConfig.read(config)
+        self._load(parameters, config, self._store(config, read))
         metrics: Config = {}
         first: tuple[float, int] | None = None
-        asked = told.test_sets or tuple(self.test_data)
-        for name in asked:
+        for name in read.test_sets or self.test_data:
             result = evaluate(self.model, self.test_data[name], task=self.task)
             prefix = f"{name}-" if name else ""
             metrics |= result.named(prefix)
@@ -205,39 +205,39 @@ class TorchClient(NumPyClient):
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
             names in ``array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
-        told = MessageConfig.read(config)
-        _, prefix = self._load(parameters, config, self._store(config, told))
-        seed = self._stream(told.server_round, "statistics").initial_seed()
+        read = MessageConfig.read(config)
+        _, prefix = self._load(parameters, config, self._store(config, read))
+        seed = self._stream(read.server_round, "statistics").initial_seed()
         found = reestimate_statistics(self.plain, self.train_data, batch_size=self.settings.batch_size, seed=seed)
         entries = to_state(to_entries(found, self.plain.state_dict()))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
 
     def _state(self) -> dict[str, Array]:
-        """Return a copy of the model's state: what was handed out does not change with later training."""
+        """Return a copy of the model's state, which later training does not change."""
         return {name: array.copy() for name, array in to_state(self.plain.state_dict()).items()}
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
         key = -1 if self.partition_id is None else self.partition_id
         return torch_generator(self.seed, purpose, server_round, key)
 
-    def _store(self, config: Config, told: MessageConfig) -> LocalState:
-        """Return what is kept with this client, restored to what the server expects."""
+    def _store(self, config: Config, read: MessageConfig) -> LocalState:
+        """Return the client's kept state, restored to the one that the server expects."""
         if MOD in config:
             raise StateError(
                 f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
                 "itself. Leave the mod out."
             )
         store = LocalState(self.context, self.parts, self.plain.state_dict())
-        if self.state_dir is not None and told.continuity is not None:
+        if self.state_dir is not None and read.continuity is not None:
             if self.partition_id is None:
                 raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
-            store.attach(self.state_dir, told.continuity, self.partition_id)
-        store.restore(told.local_sha256)
+            store.attach(self.state_dir, read.continuity, self.partition_id)
+        store.restore(read.local_sha256)
         return store
 
     def _local_entries(self, config: Config) -> tuple[str, ...]:
-        """Return the entries that stay here by this model's own names: the server's may carry a wrapper's prefix."""
+        """Return the entries that stay here under this model's own names; the server's may have a wrapper's prefix."""
         names = MessageConfig.read(config).local_entries
         prefix = wrapper_prefix(names, self.parts.names)
         return tuple(name.removeprefix(prefix) for name in names)
@@ -245,10 +245,10 @@ class TorchClient(NumPyClient):
     def _load(
         self, parameters: list[Array], config: Config, store: LocalState
     ) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
-        """Fill the model: kept entries where there are some, received ones elsewhere, none left over or missing.
+        """Load the received entries into the model, kept entries in place of received ones; check that none is missing.
 
         Returns:
-            What was sent beside the model, called ``record/entry``, by record; and the prefix of a wrapper in the
+            The entries of further records (received as ``record/entry``), by record, and the wrapper's prefix in the
             received names.
         """
         names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(self.parts.names)
@@ -278,7 +278,7 @@ class TorchClient(NumPyClient):
 
 
 def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
-    """Return the array in the entry's dtype; counters that came back as floats are rounded, not cut off."""
+    """Return the array in the entry's dtype; counters that arrive as floats are rounded, not truncated."""
     if tuple(array.shape) != tuple(like.shape):
         raise StateError(f"entry '{name}' has shape {tuple(array.shape)}, the model has {tuple(like.shape)}")
     if not like.is_floating_point() and np.issubdtype(array.dtype, np.floating):
@@ -287,17 +287,17 @@ def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
 
 
 def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) -> ClientApp:
-    """Make a ``ClientApp`` that speaks the Message API from a function that returns a ``NumPyClient``.
+    """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
     partition id (from ``get_properties`` or the node's config) and the number of training examples, and
-    ``query.statistics`` with the ``statistics`` of a ``TorchClient``. How arrays and their names travel:
-    ``messages.numpy_client``.
+    ``query.statistics`` with the ``statistics`` of a ``TorchClient``. ``messages.numpy_client`` describes how arrays
+    and their names are sent.
 
     Args:
         client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
         mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
-            whole state dict keeps its part; a ``TorchClient`` needs no mod for that.
+            whole state dict can keep its part; a ``TorchClient`` needs no mod.
     """
     app = ClientApp(mods=list(mods))
 
@@ -321,7 +321,7 @@ def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) ->
         unusable = ""
         try:
             properties = _client(client_fn, context).get_properties({})
-        except DataError as error:  # an answer, not a failure: the server goes on with the others, and says why
+        except DataError as error:  # an answer, not a failure: the server reports it and continues with the others
             properties, unusable = {NUM_EXAMPLES: 0}, str(error)
         if PARTITION_ID in context.node_config:
             properties = {PARTITION_ID: int(context.node_config[PARTITION_ID]), **properties}

@@ -1,1 +1,1 @@
-"""What server and clients send each other: names, records, and the forms that NumPyClients take."""
+"""The messages between server and clients: names, records, and their forms for NumPyClients."""

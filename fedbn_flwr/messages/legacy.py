@@ -1,8 +1,8 @@
 """Messages of Flower's legacy loop as messages with named arrays, so that one mod works on both.
 
-The loop's messages number their arrays. ``to_legacy`` tells the names in ``config["array-names"]``, as
-``messages.numpy_client`` does. A reply has a config of scalars and one list of arrays, so what a client part says of
-itself goes among the metrics.
+The loop's messages number their arrays. ``to_legacy`` sends the names in ``config["array-names"]``, as
+``messages.numpy_client`` does. A reply has a config of scalars and one list of arrays, so the entries of ``ReplyInfo``
+are added to its metrics.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ASKED, _KNOWN = "getpropertiesins.config", "getpropertiesres"
 
 
 def with_names(mod: Mod) -> Mod:
-    """Let a mod that works on named arrays work on the legacy loop's messages, too.
+    """Return the mod for named arrays as a mod that also works on the legacy loop's messages.
 
-    Messages of other strategies than ``to_legacy``'s, whose arrays have no names, pass the mod by.
+    Messages without array names, from other strategies than ``to_legacy``'s, skip the mod.
     """
 
     @functools.wraps(mod)
@@ -57,7 +57,7 @@ def _through(mod: Mod, kind: str, message: Message, context: Context, call_next:
         message.content[name] = record
 
     def by_number(message: Message, context: Context) -> Message:
-        """Call the client, which knows its arrays by their order; name those it returns."""
+        """Call the client with arrays in order, and add names to the arrays that it returns."""
         names = list(message.content.array_records[key])
         config[ARRAY_NAMES] = json.dumps(names)
         reply = call_next(message, context)
@@ -83,7 +83,7 @@ def _through(mod: Mod, kind: str, message: Message, context: Context, call_next:
 
 
 class _Unanswered(Exception):
-    """The client did not do what it was asked: its reply goes back as it is, past the mod."""
+    """The client failed: its reply goes back unchanged, without the mod."""
 
     def __init__(self, reply: Message) -> None:
         super().__init__()
@@ -91,10 +91,10 @@ class _Unanswered(Exception):
 
 
 def _answered(reply: Message, result: str) -> bool:
-    """Tell whether the client did what it was asked; where not, the reply says why.
+    """Return whether the client succeeded; if not, the reply gives the reason.
 
     Raises:
-        StateError: the reply is no answer to the legacy loop's message.
+        StateError: the reply is not a reply of the legacy loop.
     """
     if not reply.has_content():
         return False
@@ -111,21 +111,21 @@ def _decoded(record: ArrayRecord) -> list[Array]:
 
 
 def _numbered(reply: Message, key: str, result: str) -> None:
-    """Put a reply into the legacy form: one list of arrays, and all that is said in the metrics."""
+    """Convert a reply to the legacy form: one list of arrays, everything else in the metrics."""
     records, metrics = reply.content.array_records, reply.content.config_records[f"{result}.metrics"]
     if key in records:
         entries = {n if k == key else f"{k}/{n}": array for k in list(records) for n, array in records.pop(k).items()}
         metrics[ARRAY_NAMES] = json.dumps(list(entries))
         reply.content[f"{result}.parameters"] = to_record({name: decode(array) for name, array in entries.items()})
     counted = reply.content.metric_records[f"{result}.num_examples"]
-    said: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
+    info: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
     reported = {name: counted.pop(name) for name in list(counted) if name != "num_examples"}
-    # A partition id among the metrics would be averaged; the properties tell it.
-    metrics.update({name: value for name, value in {**reported, **said}.items() if name != PARTITION_ID})
+    # A partition id among the metrics would be averaged; it is in the properties.
+    metrics.update({name: value for name, value in {**reported, **info}.items() if name != PARTITION_ID})
 
 
 def _introduced(reply: Message, context: Context) -> Message:
-    """Return the client's properties with its partition id, also of a client that has none to tell."""
+    """Return the client's properties with its partition id, even if the client has no properties."""
     if reply.has_content() and PARTITION_ID in context.node_config:
         known: Mapping[str, Any] = reply.content.config_records.get(f"{_KNOWN}.properties", {})
         own = int(context.node_config[PARTITION_ID])

@@ -1,7 +1,7 @@
-"""What a NumPyClient takes and returns, to and from the strategies' messages: a list of arrays, names in a config.
+"""The codec between the strategies' messages and a NumPyClient's arguments: a list of arrays, names in a config.
 
-Array names travel in ``config["array-names"]`` (a JSON list); entries of further ArrayRecords follow the model's in the
-list, named ``record/entry``. A client that returns other arrays than it received names them in its metrics likewise.
+``config["array-names"]`` (a JSON list) holds the array names. Entries of further ArrayRecords follow the model's, named
+``record/entry``. A client that returns other arrays than it received names them in its metrics in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Config = dict[str, Any]
 
 
 def open_message(message: Message) -> tuple[list[Array], Config]:
-    """Return arrays and config of a message, as a NumPyClient takes them; the first ArrayRecord is the model's."""
+    """Return arrays and config of a message for a NumPyClient; the first ArrayRecord is the model's."""
     arrays = [decode(array) for record in message.content.array_records.values() for array in record.values()]
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
@@ -40,7 +40,7 @@ def open_message(message: Message) -> tuple[list[Array], Config]:
 def reply_to_fit(
     message: Message, arrays: Sequence[Array], num_examples: int, metrics: Config, of: str = "fit"
 ) -> Message:
-    """Return the reply to a training message from what ``fit``, or the method ``of``, returned.
+    """Return the reply to a training message, given the result of ``fit`` or of the method ``of``.
 
     Raises:
         StateError: more or fewer arrays than names.
@@ -49,7 +49,7 @@ def reply_to_fit(
     names = json.loads(str(metrics.pop(ARRAY_NAMES))) if ARRAY_NAMES in metrics else _names(message)
     if len(names) != len(arrays):
         raise StateError(
-            f"{of} returned {len(arrays)} arrays for {len(names)} names; where they differ from those received, "
+            f"{of} returned {len(arrays)} arrays for {len(names)} names; if they differ from those received, "
             f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
         )
     content = _in_records(message, dict(zip(names, arrays, strict=True)))
@@ -58,22 +58,22 @@ def reply_to_fit(
 
 
 def reply_to_evaluate(message: Message, loss: float, num_examples: int, metrics: Config) -> Message:
-    """Return the reply to an evaluation message from what ``evaluate`` returned."""
+    """Return the reply to an evaluation message, given the result of ``evaluate``."""
     content = RecordDict()
     _add_metrics(content, num_examples, {LOSS: loss, **metrics})
     return Message(content, reply_to=message)
 
 
 def describe(message: Message, properties: Config) -> Message:
-    """Return the reply to the strategies' query from what ``get_properties`` returned: its numbers."""
+    """Return the reply to the strategies' query: the numbers that ``get_properties`` returned."""
     record = MetricRecord({key: value for key, value in properties.items() if isinstance(value, (int, float))})
     return Message(RecordDict({METRICS: record}), reply_to=message)
 
 
 def to_records(first: str, entries: Mapping[str, Array]) -> dict[str, ArrayRecord]:
-    """Return arrays by name as records again: the model's, called ``first``, and those of ``record/entry``.
+    """Return the records of named arrays: the model's, named ``first``, and a record for each ``record/entry``.
 
-    A record's name has no dot: what stands before the "/" in a model's entry, as in ``blocks.a/b.weight``, has one.
+    A record's name has no dot. So ``blocks.a/b.weight`` is an entry of the model.
     """
     records: dict[str, dict[str, Array]] = {first: {}}
     for name, array in entries.items():
@@ -89,7 +89,7 @@ def _names(message: Message) -> list[str]:
 
 
 def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
-    """Return the arrays in records called as those of the message."""
+    """Return the arrays in records with the same names as in the message."""
     keys: Sequence[str] = list(message.content.array_records)
     first, others = keys[0], keys[1:]
     records: dict[str, dict[str, FlowerArray]] = {key: {} for key in keys}

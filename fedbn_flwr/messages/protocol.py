@@ -165,11 +165,11 @@ INFO = Key("properties", "ConfigRecord of a reply: ReplyInfo", "client", "server
 EXCHANGE = Key("fedtan", "ArrayRecord: one exchange of a synchronised step", "server, client", "client, server")
 STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistics", "server", "client")
 
-# --- config of a message: what the server tells -----------------------------------------------------------------------
+# --- config of a message from the server ------------------------------------------------------------------------------
 SERVER_ROUND = Key("server-round", "int", "server", "client")
 HOOKS = Key("rules", "str, comma list: client hooks to apply", "server", "client")
 LOCAL_ENTRIES = Key("local-entries", "str, JSON list: names of the entries that stay", "server", "client")
-LOCAL_SHA256 = Key("local-sha256", "str: SHA-256 of what a client keeps", "server, client", "client, server")
+LOCAL_SHA256 = Key("local-sha256", "str: SHA-256 of the kept state", "server, client", "client, server")
 SERIES = Key("series", "str: experiment id", "server", "client")
 RUN = Key("run", "str: this run and its resumptions", "server", "client")
 COMMITTED = Key("committed", "str, comma list: rounds of the checkpoints", "server", "client")
@@ -186,7 +186,7 @@ FIRST_BATCH = Key("fedtan-batch-size", "int: examples of this client's first bat
 
 # --- arrays as a NumPyClient takes them -------------------------------------------------------------------------------
 ARRAY_NAMES = Key("array-names", "str, JSON list: names of the arrays, in order", "codec, NumPyClient", "NumPyClient")
-MOD = Key("client-mod", "str: the mod that does the client's part", "mod", "TorchClient")
+MOD = Key("client-mod", "str: name of the mod with the client part", "mod", "TorchClient")
 
 # --- metrics of a reply -----------------------------------------------------------------------------------------------
 NUM_EXAMPLES = Key("num-examples", "int: training examples, the weight", "client", "server")
@@ -198,51 +198,48 @@ STEPS = Key("steps", "int", "client", "server")
 DROPPED_BATCHES = Key("dropped-batches", "int", "client", "server")
 EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
 
-# --- what a client part says of itself --------------------------------------------------------------------------------
+# --- entries of ReplyInfo and the query -------------------------------------------------------------------------------
 APPLIED = Key("rules-applied", "str, comma list: client hooks applied", "client", "server")
 LOCAL_HOME = Key("local-home", "str: folder or memory", "client", "server")
-LOCAL_BEGAN = Key("local-began", "str: what is kept began in this round", "client", "server")
+LOCAL_BEGAN = Key("local-began", "str: the kept state began in this round", "client", "server")
 PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
 UNUSABLE = Key("unusable", "str: why the node has no usable data", "client", "server")
 
 # --- config of a node -------------------------------------------------------------------------------------------------
 NUM_PARTITIONS = Key("num-partitions", "int", "node config", "client")
-STATE_DIR = Key("state-dir", "str: absolute folder of what is kept", "node config, run config", "client")
+STATE_DIR = Key("state-dir", "str: absolute folder of the kept state", "node config, run config", "client")
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
 DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
 
 # --- Context.state ----------------------------------------------------------------------------------------------------
 KEPT = Key("fedbn-flwr.local", "ArrayRecord: entries that stay with the client", "client", "client")
-KEPT_BY_HOOKS = Key("fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, what client hooks keep", "client", "client")
+KEPT_BY_HOOKS = Key("fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, entries of client hooks", "client", "client")
 KEPT_ABOUT = Key("fedbn-flwr.local.about", "ConfigRecord: version, fingerprint, round, begun", "client", "client")
-INBOX = Key("fedbn-flwr.inbox", "ArrayRecords inbox/RECORD: what was sent beside the model", "mod", "bn_rules")
-OUTBOX = Key(
-    "fedbn-flwr.outbox", "ConfigRecord, ArrayRecords outbox/RECORD: what to add to the reply", "bn_rules", "mod"
-)
+INBOX = Key("fedbn-flwr.inbox", "ArrayRecords inbox/RECORD: further records of the message", "mod", "bn_rules")
+OUTBOX = Key("fedbn-flwr.outbox", "ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply", "bn_rules", "mod")
 MODEL_SPEC = Key("fedbn-flwr.whole", "ConfigRecord: names and shapes of the whole model", "mod", "mod")
 STEP_MODEL = Key("fedbn-flwr.step.model", "ArrayRecord: the round's model", "client", "client")
 STEP_ANSWERS = Key("fedbn-flwr.step.answers", "ArrayRecord: exchanges answered so far", "client", "client")
 STEP_SENT = Key("fedbn-flwr.step.sent", "ArrayRecord: exchanges sent so far", "mod", "mod")
 STEP_ABOUT = Key("fedbn-flwr.step", "ConfigRecord: round and attempt", "client", "client")
-VERSION = Key("version", "int, in KEPT_ABOUT: of this form", "client", "client")
-FINGERPRINT = Key("fingerprint", "str, in KEPT_ABOUT: of the model", "client", "client")
-BEGUN = Key("begun", "int, in KEPT_ABOUT: the round in which what is kept began, else 0", "client", "client")
+VERSION = Key("version", "int, in KEPT_ABOUT: version of the format", "client", "client")
+FINGERPRINT = Key("fingerprint", "str, in KEPT_ABOUT: fingerprint of the model", "client", "client")
+BEGUN = Key("begun", "int, in KEPT_ABOUT: the round if the kept state began in it, else 0", "client", "client")
 STEP_ATTEMPT = Key("attempt", "int, in STEP_ABOUT", "client", "client")
 SPEC_SHAPES = Key("frame", "str, JSON, in MODEL_SPEC", "mod", "mod")
 STEP_GENERATORS = Key("fedbn-flwr.step.generators", "ConfigRecord: the default generators", "mod", "mod")
 
 CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
-"""What the client part says among the metrics of a ``NumPyClient``; not for whoever sums the metrics up."""
+"""Keys of the client part among the metrics of a ``NumPyClient``; they are left out of averages."""
 
-SERIES_PATTERN = re.compile(
-    r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}"
-)  # a path's component, from outside: no separator, no ".."
+# A client makes a folder name of it: no separator, no "..".
+SERIES_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return the words of the comma list ``key``; none where the key is missing."""
+    """Return the words of the comma list ``key``; none if the key is missing."""
     return tuple(word for word in str(config.get(key, "")).split(",") if word)
 
 
@@ -253,11 +250,11 @@ def merged_config(message: Message) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Continuity:
-    """The run that a message belongs to, and the rounds it may be resumed from.
+    """The run of a message, and the rounds from which it can resume.
 
     Attributes:
-        series: experiment id; runs of one experiment go on with the same client parts.
-        run: this run and its resumptions.
+        series: experiment id; runs of one experiment continue with the same client state.
+        run: id of the run and its resumptions.
         committed: rounds of the server's checkpoints; a resume starts from one of them.
     """
 
@@ -266,7 +263,7 @@ class Continuity:
     committed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the names: a client makes paths of them."""
+        """Check the ids: a client makes paths of them."""
         if not SERIES_PATTERN.fullmatch(self.series) or not _RUN.fullmatch(self.run):
             raise StateError(
                 f"series {self.series!r} and run {self.run!r} must be 1 to 64 letters, digits, '-' or '_' (a series: "
@@ -274,12 +271,12 @@ class Continuity:
             )
 
     def write(self) -> dict[str, str]:
-        """Return it as entries of a message's config."""
+        """Return the entries of a message's config."""
         return {SERIES: self.series, RUN: self.run, COMMITTED: ",".join(map(str, self.committed))}
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Continuity | None:
-        """Return what a message's config holds; None where the server sends nothing."""
+        """Return the run in a message's config; None if the server does not send it."""
         if SERIES not in config:
             return None
         return cls(str(config[SERIES]), str(config[RUN]), tuple(map(int, comma_list(config, COMMITTED))))
@@ -287,13 +284,13 @@ class Continuity:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageConfig:
-    """What every message with the model tells a client.
+    """The config of every message with the model.
 
     Attributes:
         server_round: counted from 1.
-        local_entries: names of the entries that stay with the client; empty where nothing does.
-        local_sha256: hash of what the client shall go on from, "" for nothing; None where the client decides.
-        continuity: the run, for what the client keeps on disk.
+        local_entries: names of the entries that stay with the client.
+        local_sha256: hash of the state that the client must restore, "" for no state; None = the client decides.
+        continuity: the run, for the client's state folder.
     """
 
     server_round: int = 1
@@ -303,7 +300,7 @@ class MessageConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """Return what a message's config holds; keys that are not of this class are passed over."""
+        """Return the values of a message's config; other keys are ignored."""
         return cls(**cls._entries(config))
 
     @classmethod
@@ -316,24 +313,25 @@ class MessageConfig:
         }
 
     def write(self) -> dict[str, Any]:
-        """Return it as entries of a message's config; what is not set is left out."""
-        told: dict[str, Any] = {SERVER_ROUND: self.server_round}
-        told |= self.continuity.write() if self.continuity else {}
+        """Return the entries of a message's config, without values that are not set."""
+        entries: dict[str, Any] = {SERVER_ROUND: self.server_round}
+        if self.continuity:
+            entries |= self.continuity.write()
         if self.local_entries:
-            told[LOCAL_ENTRIES] = json.dumps(list(self.local_entries))
+            entries[LOCAL_ENTRIES] = json.dumps(list(self.local_entries))
         if self.local_sha256 is not None:
-            told[LOCAL_SHA256] = self.local_sha256
-        return told
+            entries[LOCAL_SHA256] = self.local_sha256
+        return entries
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(MessageConfig):
-    """What a training message tells a client. What a hook is told beside this is declared in the method's file.
+    """The config of a training message. The entries of a client hook are declared in the method's file.
 
     Attributes:
         hooks: names of the client hooks to apply, in order.
         frozen: whether BN is frozen in this round, for the learning rate.
-        by_messages: whether the synchronised step travels in messages of this kind.
+        by_messages: whether this message is part of a synchronised step by messages.
     """
 
     hooks: tuple[str, ...] = ()
@@ -346,13 +344,13 @@ class TrainConfig(MessageConfig):
         return {**super()._entries(config), **own, "by_messages": ATTEMPT in config}
 
     def write(self) -> dict[str, Any]:
-        """Return it as entries of a message's config; what is not set is left out."""
+        """Return the entries of a message's config, without values that are not set."""
         return super().write() | ({HOOKS: ",".join(self.hooks)} if self.hooks else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(MessageConfig):
-    """What an evaluation message tells a client.
+    """The config of an evaluation message.
 
     Attributes:
         test_sets: names of the test sets to use; empty for all.
@@ -367,14 +365,14 @@ class EvaluateConfig(MessageConfig):
 
 @dataclass(frozen=True)
 class ReplyInfo:
-    """What a client part says of itself in a reply.
+    """What the client part reports in a reply.
 
     Attributes:
         applied: names of the client hooks that the training applied.
-        local_sha256: hash of what the client keeps, "" for nothing.
-        durable: whether that lies in a state folder too.
-        began: whether it began in this round.
-        partition_id: which partition the client holds; None where it does not say.
+        local_sha256: hash of the kept state, "" if nothing is kept.
+        durable: whether the kept state is also in a state folder.
+        began: whether the kept state began in this round.
+        partition_id: the client's partition; None if the reply does not name it.
     """
 
     applied: frozenset[str] = frozenset()
@@ -385,34 +383,34 @@ class ReplyInfo:
 
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
-        """Return what a reply says; an error, or a client without a client part, says nothing."""
-        said: Mapping[str, Any] = (reply.content.config_records.get(INFO) if reply.has_content() else None) or {}
-        own = said.get(PARTITION_ID)
+        """Return the report of a reply; an empty one for an error or for a client without a client part."""
+        info: Mapping[str, Any] = (reply.content.config_records.get(INFO) if reply.has_content() else None) or {}
+        own = info.get(PARTITION_ID)
         return cls(
-            frozenset(comma_list(said, APPLIED)),
-            str(said.get(LOCAL_SHA256, "")),
-            said.get(LOCAL_HOME) == "folder",
-            LOCAL_BEGAN in said,
+            frozenset(comma_list(info, APPLIED)),
+            str(info.get(LOCAL_SHA256, "")),
+            info.get(LOCAL_HOME) == "folder",
+            LOCAL_BEGAN in info,
             own if isinstance(own, int) and own >= 0 else None,
         )
 
     def write(self) -> dict[str, str]:
-        """Return what is said of the kept part, as entries of a reply; empty where nothing is kept."""
+        """Return the reply's entries about the kept state; empty if nothing is kept."""
         if not self.local_sha256:
             return {}
-        said: dict[str, str] = {LOCAL_SHA256: self.local_sha256, LOCAL_HOME: "folder" if self.durable else "memory"}
-        return said | ({LOCAL_BEGAN: "anew"} if self.began else {})
+        info: dict[str, str] = {LOCAL_SHA256: self.local_sha256, LOCAL_HOME: "folder" if self.durable else "memory"}
+        return info | ({LOCAL_BEGAN: "anew"} if self.began else {})
 
 
 @dataclass(frozen=True)
 class NodeProperties:
-    """What a node answers when it is asked who it is; None where it does not say.
+    """A node's answer to the query; None for what it does not say.
 
     Attributes:
-        partition_id: which part of the data it holds.
-        num_examples: training examples it holds.
+        partition_id: the part of the data that it holds.
+        num_examples: number of its training examples.
         batch_size: examples of its first batch.
-        unusable: why it cannot take part; "" where it can.
+        unusable: why it cannot take part; "" if it can.
     """
 
     partition_id: int | None = None
@@ -422,19 +420,19 @@ class NodeProperties:
 
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
-        """Return what a reply to the query says; negative numbers count as not said."""
-        said: dict[str, int] = {}
+        """Return the properties in a reply to the query; negative numbers are ignored."""
+        numbers: dict[str, int] = {}
         for metrics in reply.content.metric_records.values():
-            said |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
+            numbers |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
         info: Mapping[str, Any] = reply.content.config_records.get(INFO) or {}
-        numbers = (said.get(PARTITION_ID), said.get(NUM_EXAMPLES), said.get(BATCH_SIZE))
-        return cls(*numbers, str(info.get(UNUSABLE, "")))
+        known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
+        return cls(*known, str(info.get(UNUSABLE, "")))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
-        said = {PARTITION_ID: self.partition_id, NUM_EXAMPLES: self.num_examples, BATCH_SIZE: self.batch_size}
+        numbers = {PARTITION_ID: self.partition_id, NUM_EXAMPLES: self.num_examples, BATCH_SIZE: self.batch_size}
         records: dict[str, MetricRecord | ConfigRecord] = {}
-        records[METRICS] = MetricRecord({str(key): value for key, value in said.items() if value is not None})
+        records[METRICS] = MetricRecord({str(key): value for key, value in numbers.items() if value is not None})
         if self.unusable:
             records[INFO] = ConfigRecord({UNUSABLE: self.unusable})
         return records

@@ -1,4 +1,4 @@
-"""State dicts to Flower's ArrayRecords and back: dtype, shape and order exact, 0-dim and int64 entries included."""
+"""State dicts to Flower's ArrayRecords and back, exact in dtype, shape and order, also for 0-dim and int64 entries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NPY = re.compile(
 
 
 def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
-    """Return the tensors as NumPy arrays, detached and on the CPU; memory is shared where torch allows it.
+    """Return the tensors as NumPy arrays, detached and on the CPU; they share memory if torch allows it.
 
     Raises:
         StateError: an entry's dtype has no NumPy counterpart (bfloat16, float8), by name.
@@ -51,25 +51,25 @@ def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
 
 
 def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
-    """Return an ArrayRecord with the entries of a state dict (tensors) or of a state (arrays), in their order."""
+    """Return an ArrayRecord with the entries of a state dict (tensors) or of a state (arrays), in the same order."""
     if any(isinstance(value, torch.Tensor) for value in state.values()):
         state = to_state(state)  # type: ignore[arg-type]
     return ArrayRecord({name: FlowerArray(np.asarray(array)) for name, array in state.items()})
 
 
 def from_record(record: ArrayRecord) -> dict[str, Array]:
-    """Return the record's arrays by name; each is a fresh copy."""
+    """Return a fresh copy of each of the record's arrays, by name."""
     return {name: decode(array) for name, array in record.items()}
 
 
 def decode(array: FlowerArray) -> Array:
-    """Return a Flower array's numbers, a fresh copy: ``array.numpy()`` that may be called in several threads at once.
+    """Return a fresh copy of a Flower array as NumPy array, as ``array.numpy()`` does, but thread-safe.
 
-    NumPy reads the header of its format with ``ast``, which in threads of Python 3.11.7 now and then raises
+    NumPy reads the header of its format with ``ast``, which in threads of Python 3.11.7 sometimes raises
     "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
     """
     if (header := _NPY.match(array.data)) is None:
-        return array.numpy()  # another version, Fortran order, or no array at all: NumPy says what is wrong
+        return array.numpy()  # another version, Fortran order or no array: NumPy reads it or raises
     shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
     flat = np.frombuffer(array.data, dtype=header["dtype"].decode(), offset=header.end())
     return flat.reshape(shape).copy()
@@ -81,7 +81,7 @@ def tensors(state: State) -> dict[str, torch.Tensor]:
 
 
 def num_bytes(record: ArrayRecord) -> tuple[int, int]:
-    """Return the payload in bytes of floating entries, and of all others (the int64 counters), without headers."""
+    """Return the bytes of floating entries and of all others (int64 counters), without headers."""
     floats = others = 0
     for array in record.values():
         dtype = np.dtype(array.dtype)

@@ -1,1 +1,1 @@
-"""What every strategy stands on: Flower's calls, nodes, messages and replies, and the parts any method may use."""
+"""The server half that all strategies share: Flower's calls, nodes, messages, replies, optional parts of a method."""

@@ -1,7 +1,7 @@
-"""The server's messages: what each node is sent, and whose replies came back.
+"""The server's messages: what each node receives, and whose replies came back.
 
-A node gets the whole state until it has had the common start, the shared entries from then on. After a resume it is
-told the hash of what it shall go on from, until it has answered once.
+A node receives the whole state until it is initialised, and the shared entries after that. After a resume its messages
+also name the hash of the state to restore, until it has answered once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ logger = logging.getLogger("flwr")
 
 
 class Dispatcher:
-    """Addresses the messages of a run and puts its replies in order.
+    """Builds the messages of a run and sorts its replies.
 
     Args:
-        nodes: the nodes of the run; the caller notes there who has had the start.
+        nodes: the nodes of the run; the caller marks there which nodes are initialised.
         timeout: seconds to wait for replies.
-        arrays_key: the record of the model.
-        config_key: the record of what the clients are told.
-
-    Attributes:
-        timeout: as given.
+        arrays_key: the name of the model's record.
+        config_key: the name of the config's record.
     """
 
     def __init__(self, nodes: NodeRegistry, timeout: float, arrays_key: str, config_key: str) -> None:
@@ -46,7 +43,7 @@ class Dispatcher:
         self._answered: set[str] = set()
 
     def expect_hashes(self, hashes: Mapping[str, str]) -> None:
-        """Tell each node what it shall go on from, by label ("" where it is not in ``hashes``), until it answers."""
+        """Send each node, until it answers, the hash of the state to restore: by label, "" for a missing label."""
         self._expected_hashes = dict(hashes)
 
     def address(
@@ -55,20 +52,14 @@ class Dispatcher:
         message_type: str,
         arrays: ArrayRecord,
         local: Sequence[str],
-        told: Mapping[str, Any],
+        config: Mapping[str, Any],
         traffic: Traffic,
         extras: Mapping[str, ArrayRecord],
     ) -> list[Message]:
-        """Return a message for each node, and count what they carry; the same arrays to several are one broadcast.
+        """Return a message for each node and count its bytes; the same arrays to several nodes are one broadcast.
 
-        Args:
-            nodes: whom to ask.
-            message_type: Flower's.
-            arrays: the whole state.
-            local: the names of the entries that stay with the clients.
-            told: what the clients are told.
-            traffic: where to count.
-            extras: further records.
+        ``arrays`` is the whole state, ``local`` names its entries that stay with the clients, ``extras`` holds further
+        records.
         """
         own = set(local)
         shared = ArrayRecord({name: array for name, array in arrays.items() if name not in own}) if own else arrays
@@ -82,12 +73,12 @@ class Dispatcher:
         messages = []
         for node in nodes:
             content = RecordDict({self._arrays_key: models[node.node_id], **extras})
-            content[self._config_key] = ConfigRecord({**told, **self._expected_hash(node)})
+            content[self._config_key] = ConfigRecord({**config, **self._expected_hash(node)})
             messages.append(Message(content, node.node_id, message_type))
         return messages
 
     def in_order(self, replies: Iterable[Message], report: RoundReport) -> list[tuple[Node, Message]]:
-        """Return the replies by partition id; note the nodes that were asked and did not answer."""
+        """Return the replies in the order of partition ids; report the nodes that did not answer."""
         pairs = [(self._nodes.identify_sender(message), message) for message in replies]
         answered = {node.node_id for node, _ in pairs}
         self._answered |= {node.label for node, message in pairs if message.has_content() or is_app_error(message)}
@@ -100,5 +91,5 @@ class Dispatcher:
 
     def _expected_hash(self, node: Node) -> dict[str, str]:
         if self._expected_hashes is None or node.label in self._answered or node.partition_id is None:
-            return {}  # who it is is not known: what it has kept may be what is expected
+            return {}  # an unknown node may hold the right state already
         return {LOCAL_SHA256: self._expected_hashes.get(node.label, "")}

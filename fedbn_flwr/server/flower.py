@@ -1,7 +1,7 @@
-"""Flower's calls, the same for every method: who is asked, what travels, what is refused, what is noted.
+"""Flower's calls, the same for every method: sample nodes, send messages, check replies, report the round.
 
-A round has two kinds of message, training and evaluation. ``server.dispatch`` addresses them, ``server.replies`` reads
-the replies. What a method does is in the hooks of ``server.method``.
+A round has two kinds of message, training and evaluation. ``server.dispatch`` builds them, ``server.replies`` reads the
+replies. What differs between methods is in the hooks of ``server.method``.
 """
 
 from __future__ import annotations
@@ -40,21 +40,18 @@ logger = logging.getLogger("flwr")
 
 
 class Server(Method[P]):
-    """A method as Flower runs it: through ``start``, or through the calls of a loop of Flower's.
+    """A method as Flower runs it: by ``start``, or by the single calls of one of Flower's own loops.
 
     Attributes:
         run: the state of the run.
         nodes: the nodes of the run.
-        dispatcher: addresses the messages.
-        reports: what happened, round by round.
-        parts: the split of the model's state; None until the first arrays, where it was not given.
-        continuity: what clients are told of the run, for their state folders; None = nothing.
+        dispatcher: builds the messages.
+        tests: the names in ``eval_on``.
     """
 
     def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        tests = self.params.eval_on.split(",")
-        self.tests = tuple(name.strip() for name in tests)
+        self.tests = tuple(name.strip() for name in self.params.eval_on.split(","))
         self._saved: tuple[int, dict[str, Any]] | None = None
         self._early_replies: list[Message] = []
         self.run = RunState(self.name, parts)
@@ -72,13 +69,14 @@ class Server(Method[P]):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds as Flower's own loop does, without its pauses. ``timeout`` also bounds the wait for nodes.
+        """Run the rounds as Flower's own loop does, without its pauses. ``timeout`` also limits the wait for nodes.
 
-        After ``load_state_dict`` the rounds go on where it says, and ``initial_arrays`` are the global model of then.
+        After ``load_state_dict`` the run continues after the given round; ``initial_arrays`` is then the global model
+        of that round.
 
         Raises:
-            EngineError: not enough nodes within the timeout.
-            ConfigError: settings that do not fit this run.
+            EngineError: not enough nodes connect within the timeout.
+            ConfigError: a setting does not fit this run.
         """
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.own_loop = True
@@ -88,34 +86,25 @@ class Server(Method[P]):
             return evaluate_fn(server_round, self._for_tests(arrays)) if evaluate_fn else None
 
         result = run_rounds(
-            self,
-            polling(grid),
-            initial_arrays,
-            after,
-            num_rounds,
-            timeout,
-            train_config,
-            evaluate_config,
-            test,
+            self, polling(grid), initial_arrays, after, num_rounds, timeout, train_config, evaluate_config, test
         )
-        if not result.arrays:  # no round had enough usable replies: the previous global model is the initial one
-            result.arrays = initial_arrays
-        result.arrays = self._for_tests(_over(result.arrays, self.completion(SHARED_BN)))
+        arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
+        result.arrays = self._for_tests(_replaced(arrays, self.completion(SHARED_BN)))
         return result
 
     def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
-        """Forget an earlier run and get ready for this one; ``start`` does this first.
+        """Prepare a new run and forget an earlier one; ``start`` calls this first.
 
         Args:
-            initial_arrays: the common start.
-            num_rounds: rounds of the run; None where a loop of Flower's keeps it to itself.
+            initial_arrays: the initial state of the global model.
+            num_rounds: rounds of the run; None if Flower's loop does not say.
             timeout: seconds to wait for nodes and for replies.
 
         Returns:
-            The round to go on after: 0, or the one given to ``load_state_dict``.
+            The last finished round: 0, or the round given to ``load_state_dict``.
 
         Raises:
-            ConfigError: settings that do not fit this run.
+            ConfigError: a setting does not fit this run.
         """
         self.run = RunState(self.name, self.parts, self.continuity, num_rounds)
         self._connect(timeout)
@@ -131,15 +120,15 @@ class Server(Method[P]):
         return after
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to checkpoint of a begun run, without the model: JSON values and arrays by name."""
+        """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
         own = {name: getattr(self, name) for name in self._checkpoint_keys()}
         return {**self.run.checkpoint(self.nodes.initialised_labels), **own}
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
-        """Let the next ``start`` go on after ``server_round`` with what ``state_dict`` returned then.
+        """Let the next ``start`` continue after ``server_round`` with the ``state_dict`` of that round.
 
         Raises:
-            ConfigError: it is the state of another method.
+            ConfigError: the state belongs to another method.
         """
         wanted = {*self._checkpoint_keys(), *RunState("").checkpoint([])}
         if set(state) != wanted:
@@ -149,12 +138,12 @@ class Server(Method[P]):
 
     @property
     def reports(self) -> list[RoundReport]:
-        """What happened, round by round."""
+        """The report of each round, oldest first."""
         return self.run.reports
 
     @property
     def parts(self) -> Parts | None:
-        """The split of the model's state; None until the first arrays, where it was not given."""
+        """The split of the model's state; without ``parts=`` it is None before the first arrays."""
         return self.run.known_parts
 
     @parts.setter
@@ -163,7 +152,7 @@ class Server(Method[P]):
 
     @property
     def continuity(self) -> Continuity | None:
-        """What clients are told of the run, for their state folders; None = nothing."""
+        """The run as it is sent to clients with a state folder; None = not sent."""
         return self.run.continuity
 
     @continuity.setter
@@ -186,10 +175,10 @@ class Server(Method[P]):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample nodes with data and address a message to each; see ``flwr.serverapp.strategy.Strategy``.
+        """Return a training message for each sampled node with data; see ``flwr.serverapp.strategy.Strategy``.
 
-        A loop of Flower's sends what is returned here once. Under such a loop a synchronised round therefore runs here
-        to its last reply, and nothing is left to send.
+        One of Flower's own loops sends the returned messages once. A synchronised round needs several messages: under
+        such a loop it runs completely in this call, which then returns no messages.
         """
         self.run.know(arrays)
         if not self.run.begun:
@@ -219,12 +208,12 @@ class Server(Method[P]):
         nodes = self.nodes.sample(able, count, "train", server_round)
         logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
         hooks = self.hooks_for(server_round)
-        self.run.hooks_told = frozenset(hooks)
-        told = TrainConfig(**vars(self._common(server_round)), hooks=tuple(hooks)).write()
-        for own in hooks.values():
-            told |= own
+        self.run.hooks_sent = frozenset(hooks)
+        sent = {**config, **TrainConfig(**vars(self._common(server_round)), hooks=tuple(hooks)).write()}
+        for entries in hooks.values():
+            sent |= entries
         extras = {key: to_record(state) for key, state in self.extras(server_round).items()}
-        return self._address(nodes, MessageType.TRAIN, arrays, {**config, **told}, report.train, extras)
+        return self._address(nodes, MessageType.TRAIN, arrays, sent, report.train, extras)
 
     def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages and return the replies that came in time."""
@@ -233,7 +222,7 @@ class Server(Method[P]):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Refuse bad replies by name, average the rest; below ``min_replies`` keep the previous model."""
+        """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
         report, initialised = self.run.report, self.nodes.initialised
         pairs = self.dispatcher.in_order([*self._early_replies, *replies], report)
         self._early_replies = []
@@ -250,7 +239,7 @@ class Server(Method[P]):
         report.participants = [reply.node.partition_id for reply in usable]
         report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
-        if lacking and not usable:  # every further round would end like this one
+        if lacking and not usable:  # every further round would fail in the same way
             raise lacking[0]
         if len(usable) < self.params.min_replies:
             report.kept_previous = True
@@ -274,7 +263,7 @@ class Server(Method[P]):
             parts=self.run.parts,
             local=self.local,
             before=before,
-            hooks=self.run.hooks_told - self.implicit_hooks,
+            hooks=self.run.hooks_sent - self.implicit_hooks,
             arrays_key=self.arrayrecord_key,
             count_key=self.weighted_by_key,
         )
@@ -291,7 +280,7 @@ class Server(Method[P]):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Every ``eval_every`` rounds and in the last: re-estimate where asked, and ask nodes to evaluate."""
+        """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
         if server_round % self.params.eval_every and server_round != self.run.num_rounds:
             return []
         if (self.recalibrates or RECALIBRATED in self.tests) and any(self.run.parts.moments()):
@@ -301,42 +290,42 @@ class Server(Method[P]):
         present = [node for node in self._present(grid, self.min_evaluate_nodes) if not node.unusable]
         count = max(share_of(self.fraction_evaluate, len(present)), self.min_evaluate_nodes)
         nodes = self.nodes.sample(present, count, "evaluate", server_round)
-        told = {**config, **self._common(server_round).write()}
-        # A client without BN parts of its own takes the average, where there is one, in place of the initial ones.
-        arrays = self._for_tests(_over(arrays, self.completion(SHARED_BN)))
-        return self._address(nodes, MessageType.EVALUATE, arrays, told, self.run.report.evaluate, {})
+        sent = {**config, **self._common(server_round).write()}
+        # A client that has no BN parts of its own yet takes the average, if there is one, not the initial ones.
+        arrays = self._for_tests(_replaced(arrays, self.completion(SHARED_BN)))
+        return self._address(nodes, MessageType.EVALUATE, arrays, sent, self.run.report.evaluate, {})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Average the clients' metrics; keep each client's own in the report."""
+        """Average the clients' metrics; write each client's metrics to the report."""
         report, count_key = self.run.report, self.weighted_by_key
         pairs = [pair for pair in self.dispatcher.in_order(replies, report) if not tested_nothing(pair[1], count_key)]
         good, refused = sort_out(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
-        # A client that lost its own part needs the start again.
+        # A client that lost its own part needs the whole state again.
         self.nodes.initialised.difference_update(node.node_id for node, m, _ in refused if m.has_error())
         report.evaluations |= {node.label: numbers for node, _, numbers in good}
         return self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
 
     @property
     def recalibrates(self) -> bool:
-        """Whether every test and the final model take re-estimated statistics."""
+        """Whether every test and the final model use re-estimated statistics."""
         return self.reestimates or self.params.recalibrate
 
     def completion(self, test: str) -> State:
-        """Return the entries to put over the global state for "recalibrated" or "averaged-bn"; empty where not asked.
+        """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty.
 
-        "recalibrated" is there in rounds with a test, from ``configure_evaluate`` on.
+        The entries of "recalibrated" exist after ``configure_evaluate`` of a round with a test.
         """
         if test == SHARED_BN and SHARED_BN in self.tests:
             return self.run.latest_bn.average(self.run.parts, self.params.variance)
         return self.run.reestimated if test == RECALIBRATED else {}
 
     def _for_tests(self, arrays: ArrayRecord) -> ArrayRecord:
-        return _over(arrays, self.run.reestimated) if self.recalibrates else arrays
+        return _replaced(arrays, self.run.reestimated) if self.recalibrates else arrays
 
     def _reestimate(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
-        """Re-estimate the statistics from all clients with data under ``arrays``; none without usable replies."""
+        """Re-estimate the statistics of ``arrays`` from all clients with data; no usable replies: no statistics."""
         report, like, parts = self.run.report, from_record(arrays), self.run.parts
-        # What the method needs is a cost of its training; what only a further test needs is one of testing.
+        # Re-estimation that the method needs counts as training traffic, else as evaluation traffic.
         traffic = report.train if self.recalibrates else report.evaluate
         nodes = [node for node in self._present(grid, 1) if node.num_examples != 0]
         messages = self._address(nodes, STATISTICS_QUERY, arrays, self._common(server_round).write(), traffic, {})
@@ -354,9 +343,9 @@ class Server(Method[P]):
         found = [moments for _, _, moments in good]
         self.run.reestimated = pooled(found, like, parts) if len(found) >= self.params.min_replies else {}
         if not self.run.reestimated:
-            logger.warning("round %d: no statistics gathered from %d usable replies", server_round, len(found))
+            logger.warning("round %d: no statistics re-estimated from %d usable replies", server_round, len(found))
 
-    # --- what the calls share ----------------------------------------------------------------------------------------
+    # --- shared by the calls ----------------------------------------------------------------------------------------
 
     def _present(self, grid: Grid, at_least: int) -> list[Node]:
         return self.nodes.present(grid, max(self.min_available_nodes, at_least))
@@ -365,7 +354,7 @@ class Server(Method[P]):
         return self.run.parts.select(self.local)
 
     def _common(self, server_round: int) -> MessageConfig:
-        """Return what clients are told with every message that carries the model."""
+        """Return the config entries of every message with the model."""
         return MessageConfig(server_round=server_round, local_entries=self._local_entries(), continuity=self.continuity)
 
     def _address(
@@ -373,13 +362,13 @@ class Server(Method[P]):
         nodes: Sequence[Node],
         message_type: str,
         arrays: ArrayRecord,
-        told: Mapping[str, Any],
+        config: Mapping[str, Any],
         traffic: Traffic,
         extras: Mapping[str, ArrayRecord],
     ) -> list[Message]:
-        return self.dispatcher.address(nodes, message_type, arrays, self._local_entries(), told, traffic, extras)
+        return self.dispatcher.address(nodes, message_type, arrays, self._local_entries(), config, traffic, extras)
 
 
-def _over(arrays: ArrayRecord, entries: State) -> ArrayRecord:
-    """Return the record with some entries replaced; itself where there are none to replace."""
+def _replaced(arrays: ArrayRecord, entries: State) -> ArrayRecord:
+    """Return the record with ``entries`` replaced."""
     return ArrayRecord({**arrays, **to_record(entries)}) if entries else arrays

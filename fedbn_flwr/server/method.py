@@ -1,12 +1,14 @@
-"""What makes a method: its name, its settings, and the hooks that the server calls."""
+"""The interface of a method: its name, its settings, and the hooks that the server calls."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, get_args
 
+from flwr.app import Message
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -30,18 +32,18 @@ def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -
     """Return a field of ``Params``: its default, its meaning and its limits (``ge``, ``gt``, ``le``, ``lt``).
 
     The config key, its default in ``[tool.flwr.app.config]`` and its row in the documentation are made from the field.
-    ``group`` is the group of keys that it stands in.
+    ``group`` is its group of config keys.
     """
     return Field(default, description=meaning, json_schema_extra={"group": group}, **limits)
 
 
 class Params(BaseModel):
-    """The settings of a method: frozen, and checked when they are made. Each field is a ``setting``.
+    """The settings of a method, frozen and validated. Each field is a ``setting``.
 
-    Those that stand here every strategy has; a method adds its own.
+    Every strategy has the settings of this class; a method adds its own.
 
     Raises:
-        ConfigError: every value that is out of range, by name.
+        ConfigError: all values that are out of range, by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -49,33 +51,37 @@ class Params(BaseModel):
     variance: Variance = setting("mean", "average of running variances; pooled adds the spread of the client means")
     recalibrate: bool = setting(
         False,
-        "every test and the saved model take BN statistics that are re-estimated from the clients' data (as staticbn "
-        "does); training does not see them. eval-on=recalibrated tests so and saves the model as trained",
+        "every test and the saved model use BN statistics re-estimated from the clients' data (as staticbn does); "
+        "training does not use them. eval-on=recalibrated tests with them, but saves the model as trained",
     )
-    min_replies: int = setting(1, "usable replies below which a round keeps the previous model", "rounds", ge=1)
-    eval_every: int = setting(1, "evaluate every so many rounds, and after the last", "rounds", ge=1)
+    min_replies: int = setting(1, "with fewer usable replies a round keeps the previous model", "rounds", ge=1)
+    eval_every: int = setting(1, "evaluate after every so many rounds, and after the last", "rounds", ge=1)
     eval_on: str = setting(
         "",
-        "comma list of tests; empty = global, or personal-own where parts are local. averaged-bn: clients of fedbn, "
-        "silobn, mtfl share their BN parts, whose average completes the global model, saved so. recalibrated: the "
-        "global model with re-estimated statistics (see recalibrate), beside the plain one",
+        "comma list of tests; empty = global, or personal-own for a method with local parts. averaged-bn: clients of "
+        "fedbn, silobn, mtfl share their BN parts, and the tested and saved global model holds their average. "
+        "recalibrated: the global model with re-estimated statistics (see recalibrate)",
         "rounds",
     )
     seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
     momentum_scope: MomentumScope = setting(
-        "none", "SGD's momentum between rounds: forgotten, kept by the client, or averaged", "local training"
+        "none",
+        "SGD's momentum between rounds: none = reset, local = kept by the client, global = averaged",
+        "local training",
     )
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}  # of a union: one is enough
+            first = {
+                problem["loc"][:1]: problem for problem in reversed(error.errors())
+            }  # a union gives several problems for one field
             raise ConfigError("\n".join(map(self._problem, reversed(first.values())))) from error
 
     @classmethod
     def _problem(cls, problem: Any) -> str:
-        """Return pydantic's problem in plain words: the setting, its value, what is allowed."""
+        """Return pydantic's problem as text: the setting, its value, what is allowed."""
         name, value = str(problem["loc"][0]), problem["input"]
         if problem["type"] == "literal_error":
             return str(unknown_name(name, value, get_args(cls.model_fields[name].annotation)))
@@ -88,7 +94,7 @@ class Params(BaseModel):
 
 
 def limits(field: FieldInfo) -> str:
-    """Return the numbers that a field allows, in words; "" where there is no limit."""
+    """Return the limits of a field in words; "" without limits."""
     signs = ("ge", "gt", "le", "lt")
     found = {sign: getattr(limit, sign) for limit in field.metadata for sign in signs if hasattr(limit, sign)}
     if found.keys() >= {"ge", "lt"}:
@@ -100,13 +106,13 @@ def limits(field: FieldInfo) -> str:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run is told beside the method's own settings, as far as a method may object to it.
+    """Settings of a run outside the method's ``Params`` that may conflict with the method.
 
     Attributes:
         num_rounds: R.
         norm: the normalisation of the model.
         sgd_momentum: momentum of the clients' SGD.
-        tests: what is tested, the names of ``eval-on``.
+        tests: the names in ``eval-on``.
     """
 
     num_rounds: int
@@ -117,12 +123,12 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a client hook is made from.
+    """The input of a ``HookFactory``.
 
     Attributes:
         config: the config of the training message; the keys of a method are declared in its file.
         local_entries: names of the entries that stay with this client.
-        reducer: takes part in the exchanges of a step that travels in messages; None in every other round.
+        reducer: the reducer of a synchronised step by messages; None otherwise.
     """
 
     config: Mapping[str, Any]
@@ -135,24 +141,24 @@ P = TypeVar("P", bound=Params, default=Params)
 
 
 class Method(FlowerFedAvg, Generic[P]):
-    """The interface between a method and ``server.flower``, which calls the hooks in the order they stand here.
+    """The interface between a method and ``server.flower``, which calls the hooks in the order below.
 
-    ``FedAvg`` writes all of them; a method overrides those in which it differs.
+    ``FedAvg`` implements all hooks; another method overrides those that differ.
 
     Attributes:
-        name: in configs and messages.
-        summary_line: what the tables say of it.
-        source: its paper.
+        name: the name in configs and messages.
+        summary_line: the description in the tables.
+        source: the paper.
         local: the parts of the state that stay with the clients.
-        needs_batchnorm: whether it makes no sense without BatchNorm.
-        reestimates: whether the method itself tests with re-estimated statistics.
+        needs_batchnorm: whether the method is useless without BatchNorm.
+        reestimates: whether the method always tests with re-estimated statistics.
         synchronises: whether a local step exchanges statistics between the clients.
-        Params: the class of its settings; the fields are constructor arguments.
-        client_hooks: its client halves: what makes each of them, by name.
-        implicit_hooks: client hooks that need no word from the client: what they do shows in the reply, or a client may
-            leave them out.
-        keys: what it sends beside the keys of ``messages.protocol``.
-        checkpoint_keys: the attributes to checkpoint, beside those of its bases.
+        Params: the class of the settings; its fields are constructor arguments.
+        client_hooks: factories of the client hooks, by name.
+        implicit_hooks: client hooks that the reply need not name as applied: the reply shows their effect, or a client
+            may leave them out.
+        keys: message keys of the method that are not in ``messages.protocol``.
+        checkpoint_keys: attributes to checkpoint, without those of the base classes.
         params: the settings.
     """
 
@@ -178,7 +184,9 @@ class Method(FlowerFedAvg, Generic[P]):
             super().__init__(*args, **kwargs)
         except TypeError as error:
             allowed = ", ".join(sorted(fields))
-            message = f"{type(self).__name__}: {error}. Beside Flower's own arguments it takes: {allowed}, parts."
+            message = (
+                f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}, parts."
+            )
             raise ConfigError(message) from error
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
@@ -189,17 +197,17 @@ class Method(FlowerFedAvg, Generic[P]):
     @classmethod
     @abstractmethod
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
-        """Return why these settings cannot be used in such a run, a line each, in the words of the config keys."""
+        """Return why these settings cannot be used in such a run: one line each, with the names of the config keys."""
 
     @classmethod
     @abstractmethod
     def exchange_cost(cls, params: P) -> tuple[int, int]:
-        """Return what a synchronised BN layer costs beside the model: exchanges, and rows of its channels each way."""
+        """Return the additional cost of a synchronised BN layer: exchanges, and rows of its channels each way."""
 
     @classmethod
     @abstractmethod
     def extra_copies(cls, params: P) -> tuple[int, int]:
-        """Return how often the trainable floats travel beside the model: of shared entries, and of all."""
+        """Return how many more copies of the trainable floats travel with the model: of shared entries, and of all."""
 
     @classmethod
     def needs_all_at_once(cls, params: P) -> bool:
@@ -212,7 +220,7 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @abstractmethod
     def begin(self) -> None:
-        """Check the settings against the run (``num_rounds``, ``parts``) and forget an earlier run."""
+        """Check the settings against the run (``num_rounds``, ``parts``) and reset the method's state."""
 
     @abstractmethod
     def phase(self, server_round: int) -> str:
@@ -220,16 +228,20 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @abstractmethod
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Return the client hooks to apply in this round, in order, each with what the clients are told for it."""
+        """Return the client hooks of this round, in order, each with its config entries."""
 
     @abstractmethod
     def extras(self, server_round: int) -> Mapping[str, State]:
-        """Return what goes to the clients beside the model, by record; a client may answer in these records alone."""
+        """Return the further records sent with the model; a client may answer in no other records."""
+
+    @abstractmethod
+    def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
+        """Send the training messages and return the replies; a synchronised step has its exchanges here."""
 
     @abstractmethod
     def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply that breaks the method's own law, with a ReplyError."""
+        """Raise ReplyError for a reply that breaks a rule of the method."""
 
     @abstractmethod
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Return the new global state from the round's replies (in order of partition id) and the state before."""
+        """Return the new global state, given the round's replies (in order of partition id) and the state before."""

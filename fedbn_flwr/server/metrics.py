@@ -16,10 +16,10 @@ logger = logging.getLogger("flwr")
 
 
 def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
-    """Average the clients' metrics, weighted by ``weighted_by_key``: each metric over the clients that report it.
+    """Return the average of each metric over the clients that report it, weighted by ``weighted_by_key``.
 
-    Flower's own average divides by the weight of all clients, also where only some have the metric (a test set of
-    their own), and fails on values of different shapes; these are left out here, with a warning.
+    Flower's own average divides by the weight of all clients, even if only some report the metric. It also fails on
+    values of different shapes; here these are left out with a warning.
     """
     values: dict[str, list[tuple[float, Any]]] = {}
     for content in contents:

@@ -47,7 +47,7 @@ MomentumScope = Literal["none", "local", "global"]
 
 
 class MomentumBuffers(ClientHook):
-    """Client half: SGD starts the round with the buffers that were sent or kept, and hands them on at its end."""
+    """Client half: SGD starts the round with the sent or kept buffers, and returns or keeps them at the end."""
 
     def __init__(self, scope: MomentumScope, local: frozenset[str]) -> None:
         self._scope = scope
@@ -57,11 +57,11 @@ class MomentumBuffers(ClientHook):
         self._optimizer: torch.optim.SGD | None = None
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take the server's buffers, and the kept ones over them."""
+        """Take the server's buffers; kept buffers replace them."""
         self._start = {**sent.get(MOMENTUM, {}), **kept}
 
     def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
-        """Put the buffers into the optimizer.
+        """Load the buffers into the optimizer.
 
         Raises:
             ConfigError: the optimizer has no momentum.
@@ -75,11 +75,11 @@ class MomentumBuffers(ClientHook):
                 optimizer.state[parameter]["momentum_buffer"] = self._start[name].to(parameter).clone()
 
     def reply(self) -> Extras:
-        """Return the buffers of shared entries, where the server averages them."""
+        """Return the buffers of shared entries if the server averages them."""
         return {MOMENTUM: self._buffers(shared=True)} if self._scope == "global" else {}
 
     def keep(self) -> Entries:
-        """Return the buffers that stay: all of them, or those of local parts."""
+        """Return the buffers that stay with the client: all of them, or those of local parts."""
         return self._buffers(shared=False) | (self._buffers(shared=True) if self._scope == "local" else {})
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class MomentumBuffers(ClientHook):
 
 
 def average_buffers(sent: Sequence[State], weights: Sequence[float]) -> dict[str, Any]:
-    """Return the p-weighted mean of the clients' buffers, entry by entry over the clients that have it."""
+    """Return the p-weighted mean of the clients' buffers, each entry over the clients that have it."""
     p = normalise(weights)
     averaged = {}
     for name in dict.fromkeys(name for state in sent for name in state):

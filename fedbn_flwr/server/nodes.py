@@ -1,7 +1,7 @@
 """The nodes of a run, by partition id, and seeded sampling among them.
 
-Flower's node ids are new random numbers in every run. Partition ids are not: sampling, the order of sums and the
-clients' random streams use these. Each node is asked once which partition it holds.
+Flower's node ids are new random numbers in every run; partition ids stay the same. So sampling, the order of sums and
+the clients' random streams use partition ids. The server asks each node once which partition it holds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger("flwr")
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the run; None where its app did not say.
+    """A node of the run; None for what its app did not say.
 
     Attributes:
-        node_id: Flower's.
-        partition_id: which part of the data it holds.
-        num_examples: training examples it holds.
-        batch_size: of its first local step.
-        unusable: why it cannot take part; "" where it can.
+        node_id: Flower's id.
+        partition_id: the part of the data that it holds.
+        num_examples: number of its training examples.
+        batch_size: examples in its first local step.
+        unusable: why it cannot take part; "" if it can.
     """
 
     node_id: int
@@ -44,29 +44,29 @@ class Node:
 
     @property
     def label(self) -> str:
-        """The partition id, or the node id where there is none."""
+        """The partition id; the node id if the partition id is unknown."""
         return str(self.node_id if self.partition_id is None else self.partition_id)
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sorting key: by partition id, then the nodes without one by node id."""
+        """Sorting key: nodes by partition id first, then nodes without partition id by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
     def __str__(self) -> str:
-        """Name the node in messages."""
+        """Return the name of the node in messages."""
         return f"node {self.node_id}" + ("" if self.partition_id is None else f" (partition {self.partition_id})")
 
 
 class NodeRegistry:
-    """The nodes seen so far in a run, and which of them have had the common start.
+    """The nodes seen so far in a run, and which of them are initialised.
 
     Args:
-        seed: of the sampling; each (purpose, round) draws from a stream of its own.
+        seed: seed of the sampling; each (purpose, round) has a random stream of its own.
         timeout: seconds to wait for enough nodes, and for their answers.
 
     Attributes:
-        initialised: the ids of the nodes that have had the common start.
-        silent: node id to why a node did not say who it is when it was last asked; it is asked again.
+        initialised: ids of the nodes that have received the initial state.
+        silent: node id to the reason why a node did not answer the last query; it is asked again.
     """
 
     def __init__(self, seed: int, timeout: float) -> None:
@@ -79,18 +79,18 @@ class NodeRegistry:
 
     @property
     def initialised_labels(self) -> list[str]:
-        """The labels of the nodes that have had the common start."""
+        """The labels of the initialised nodes."""
         return sorted({self.node(node_id).label for node_id in self.initialised} | self._expected)
 
     def expect_initialised(self, labels: Iterable[str]) -> None:
-        """Mark the nodes with these labels as initialised, each when it is first seen: node ids change."""
+        """Mark the nodes with these labels as initialised when they are first seen."""
         self._expected = set(labels)
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
-        """Return the connected nodes by partition id, asking new ones for it; wait until there are ``at_least``.
+        """Wait for ``at_least`` connected nodes, query the new ones, and return all in the order of partition ids.
 
         Raises:
-            EngineError: fewer nodes than needed are connected when the time is up.
+            EngineError: too few nodes are connected after the timeout.
         """
         node_ids = self._wait(grid, at_least)
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
@@ -103,7 +103,7 @@ class NodeRegistry:
         return sorted(known, key=lambda node: node.order)
 
     def sample(self, nodes: list[Node], count: int, purpose: str, server_round: int) -> list[Node]:
-        """Return ``count`` of the nodes, drawn without replacement from the round's own stream, in their order."""
+        """Return ``count`` of the nodes in the same order, drawn without replacement with the round's own stream."""
         if count >= len(nodes):
             return nodes
         drawn = numpy_generator(self._seed, f"sample-{purpose}", server_round).choice(len(nodes), count, replace=False)
@@ -114,7 +114,7 @@ class NodeRegistry:
         return self._nodes.get(node_id, Node(node_id))
 
     def identify_sender(self, reply: Message) -> Node:
-        """Return the node that sent a reply; one that did not answer the query may name its partition in the reply."""
+        """Return the sender of a reply; a node that did not answer the query may name its partition in the reply."""
         node = self.node(reply.metadata.src_node_id)
         own = ReplyInfo.read(reply).partition_id
         taken = {known.partition_id for known in self._nodes.values()}
@@ -138,7 +138,7 @@ class NodeRegistry:
         return node_ids
 
     def _distinct(self, found: Mapping[int, Node], connected: set[int]) -> dict[int, Node]:
-        """Return the new nodes whose partition no other connected node holds; the others are asked again later.
+        """Return the new nodes whose partition no other connected node holds; query the others again later.
 
         Raises:
             ConfigError: two nodes claim the same partition from the start.
@@ -170,19 +170,19 @@ class NodeRegistry:
                     logger.warning("%s takes no part: %s", found[node_id], found[node_id].unusable)
             elif is_app_error(reply):  # the app has no answer to a query
                 found[node_id] = Node(node_id)
-            elif node_id in node_ids:  # on Flower's own grid the SuperLink answers for a lost node
+            elif node_id in node_ids:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
         for node_id in node_ids:
-            if node_id not in found:  # it may come back, and then its name matters: what it keeps goes by it
+            if node_id not in found:  # it may return, and its kept state is found by its partition id
                 why = self.silent.setdefault(node_id, "no answer")
                 logger.warning("node %s did not say who it is (%s); asked again later", node_id, why)
         unnamed = [node_id for node_id, node in found.items() if node.partition_id is None]
         if unnamed:
             logger.warning(
-                "%d of %d nodes did not answer the query for their partition id: until they tell it in a reply "
-                "(ClientApp(mods=[local_bn])) their order is that of node ids, which change from run to run, and what "
-                "is sampled or summed is not repeatable. To answer, wrap the app with fedbn_flwr.client_app, or "
-                "register @app.query() and return answer_query(msg, context, loader).",
+                "%d of %d nodes did not answer the query for their partition id. Until a reply names it "
+                "(ClientApp(mods=[local_bn])), they are ordered by node ids, which change in every run: sampling and "
+                "sums are not repeatable. To answer, wrap the app with fedbn_flwr.client_app, or register @app.query() "
+                "and return answer_query(msg, context, loader).",
                 len(unnamed),
                 len(found),
             )

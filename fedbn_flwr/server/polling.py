@@ -13,16 +13,16 @@ from fedbn_flwr.transport.polling_grid import pull, push
 __all__ = ["Enough", "send_until"]
 
 Enough = Callable[[Mapping[int, Message], float], bool]
-"""``enough(replies, seconds)``: whether to stop, given the replies so far by node id and the seconds waited."""
+"""``enough(replies, seconds)``: whether to stop, given the replies by node id and the seconds waited so far."""
 
 _SHARE, _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.001, 0.1
 
 
 def send_until(grid: Grid, messages: Sequence[Message], enough: Enough) -> dict[int, Message]:
-    """Send all messages; return the replies by node id, once all are there or ``enough`` says so.
+    """Send all messages; return the replies by node id when all have arrived or ``enough`` returns True.
 
-    Unlike ``Grid.send_and_receive`` this does not wait for clients the caller has given up. It polls every 2% of the
-    time waited, at least 1 ms and at most 0.1 s.
+    Unlike ``Grid.send_and_receive`` this does not wait for clients that the caller has given up. The pause between
+    polls is 2% of the time waited so far, at least 1 ms and at most 0.1 s.
 
     Raises:
         EngineError: the messages could not be pushed.

@@ -40,7 +40,7 @@ __all__ = ["from_entries", "pooled", "to_entries"]
 
 
 def to_entries(moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what travels: ``PATH.count`` (int64), ``PATH.mean`` and ``PATH.m2`` in the dtype of the running mean.
+    """Return the entries to send: ``PATH.count`` (int64), ``PATH.mean`` and ``PATH.m2`` in the running mean's dtype.
 
     Args:
         moments: by path of the layer.
@@ -56,12 +56,12 @@ def to_entries(moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor])
 
 
 def from_entries(state: State, like: State, parts: Parts) -> dict[str, Moments]:
-    """Return a client's moments by layer; layers it did not call are absent.
+    """Return a client's moments by layer; layers that it did not call are left out.
 
     Args:
-        state: what the client sent.
+        state: the entries that the client sent.
         like: the global state.
-        parts: its split.
+        parts: the split of the global state.
 
     Raises:
         ReplyError: an entry is missing, unknown, misshapen or not finite, a count is below 1, an M2 negative.
@@ -93,7 +93,7 @@ def from_entries(state: State, like: State, parts: Parts) -> dict[str, Moments]:
 def pooled(replies: Sequence[Mapping[str, Moments]], like: State, parts: Parts) -> dict[str, Any]:
     """Return the running statistics of all clients' data together, by entry, in the global state's dtypes.
 
-    A layer with fewer than two values has none. Counters are left as they are: they count training batches.
+    A layer with fewer than two values is left out, and so are counters, which count training batches.
     """
     entries: dict[str, Any] = {}
     for layer in parts.layers:

@@ -1,4 +1,4 @@
-"""Reading the clients' replies: what makes one usable, and why another is refused."""
+"""Reading and checking the clients' replies."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Reply:
     """A usable reply.
 
     Attributes:
-        node: who sent it.
-        num_examples: the weight's count |D_i|.
+        node: the sender.
+        num_examples: |D_i|, for the weight.
         state: the shared entries.
-        metrics: numbers of the client's training.
+        metrics: metrics of the client's training.
         extras: further records, by name.
-        sizes: bytes of each record it came in.
+        sizes: bytes of each record.
     """
 
     node: Node
@@ -49,15 +49,15 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a reply to a round's training messages must be.
+    """The requirements for a reply to a round's training messages.
 
     Attributes:
-        strategy: its name, for errors.
+        strategy: name of the strategy, for errors.
         parts: the split of the model's state.
         local: the parts that stay with the client.
         before: the global state that was sent.
-        hooks: the client hooks that the client must say it applied.
-        arrays_key: the record of the model.
+        hooks: the client hooks that the reply must name as applied.
+        arrays_key: name of the model's record.
         count_key: the metric that weights the reply.
     """
 
@@ -70,11 +70,11 @@ class Terms:
     count_key: str
 
     def read(self, node: Node, message: Message) -> Reply:
-        """Return the reply of a node.
+        """Return the checked reply of a node.
 
         Raises:
-            ReplyError: it is an error, has no count, or its arrays are missing, misshapen or not finite.
-            ClientPartError: it shows that the app lacks the method's client part.
+            ReplyError: the reply is an error, has no count, or its arrays are missing, misshapen or not finite.
+            ClientPartError: the reply shows that the app lacks the method's client part.
         """
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key)
@@ -89,7 +89,7 @@ class Terms:
         return Reply(node, count, state, metrics, extras, sizes)
 
     def _refuse_missing_part(self, state: State, message: Message) -> None:
-        """Refuse a reply from an app that lacks what the method needs at the client, by what is missing."""
+        """Refuse a reply from an app without the method's client part; the error names what is missing."""
         part_of = self.parts.part_of
         if kept := [name for name in state if part_of.get(name) in self.local]:
             raise ClientPartError(
@@ -107,13 +107,9 @@ class Terms:
 def sort_out(
     replies: Iterable[tuple[Node, Message]], read: Callable[[Node, Message], Read], report: RoundReport, what: str = ""
 ) -> tuple[list[tuple[Node, Message, Read]], list[tuple[Node, Message, ReplyError]]]:
-    """Read all replies; return the usable ones, and the refused ones with why, each in their order.
+    """Read all replies; return the usable replies, and the refused ones with the error, both in the given order.
 
-    Args:
-        replies: with who sent each.
-        read: raises a ReplyError on what cannot be used.
-        report: takes note of the refusals.
-        what: the kind of reply; "" where it is the training's.
+    ``read`` raises ReplyError for a bad reply, ``report`` notes it, ``what`` is the kind of reply ("" = training).
     """
     usable, refused = [], []
     for node, message in replies:
@@ -127,10 +123,10 @@ def sort_out(
 
 
 def read_metrics(message: Message, count_key: str) -> dict[str, float]:
-    """Return the numbers of a reply, its count among them.
+    """Return the numbers of a reply, including its count.
 
     Raises:
-        ReplyError: it is an error; there is not one MetricRecord; the count is no finite number above 0.
+        ReplyError: the reply is an error or has not one MetricRecord, or its count is not a finite number above 0.
     """
     if message.has_error():
         reason = str(message.error.reason)
@@ -145,10 +141,10 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
 
 
 def read_arrays(message: Message, arrays_key: str) -> tuple[State, dict[str, State], list[Size]]:
-    """Return the entries, those of further records, and the bytes of all records.
+    """Return the model's entries, further records by name, and the bytes of all records.
 
     Raises:
-        ReplyError: the record of the model is missing, or what came cannot be read.
+        ReplyError: the model's record is missing, or an array cannot be read.
     """
     try:
         states: dict[str, State] = {key: from_record(r) for key, r in message.content.array_records.items()}
@@ -161,7 +157,7 @@ def read_arrays(message: Message, arrays_key: str) -> tuple[State, dict[str, Sta
 
 
 def tested_nothing(message: Message, count_key: str) -> bool:
-    """Tell whether a client without test data answered an evaluation: nothing to average, nothing wrong."""
+    """Return whether a client without test data answered an evaluation: nothing to average, but no error."""
     if not message.has_content():
         return False
     return [metrics.get(count_key) for metrics in message.content.metric_records.values()] == [0]

@@ -1,4 +1,4 @@
-"""What a strategy notes down of each round, measured from the messages it built and received."""
+"""The report and the traffic of a round, measured from the messages sent and received."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["RoundReport", "Traffic"]
 
 @dataclass
 class Traffic:
-    """Bytes of the arrays in the messages; floats and others (int64 counters) apart, headers not counted.
+    """Bytes of the arrays in the messages, without headers; integer entries (int64 counters) are counted separately.
 
     Attributes:
         exchanges: round trips between the server and its clients.
-        down: bytes of floats the server sent; one broadcast of the same arrays counts once, as in the papers.
-        up: bytes of floats all clients sent.
-        counters_down: bytes of integer entries the server sent, counted likewise.
-        counters_up: bytes of integer entries all clients sent.
+        down: bytes of floats that the server sent; one broadcast of the same arrays counts once, as in the papers.
+        up: bytes of floats that all clients sent.
+        counters_down: bytes of integer entries that the server sent; a broadcast counts once.
+        counters_up: bytes of integer entries that all clients sent.
     """
 
     exchanges: int = 0
@@ -27,11 +27,11 @@ class Traffic:
 
     @property
     def megabytes(self) -> float:
-        """Floats down and up in the papers' MB, 2^20 bytes."""
+        """Floats down and up in MB of 2^20 bytes, as in the papers."""
         return (self.down + self.up) / 2**20
 
     def plus(self, other: Traffic, times: int = 1) -> Traffic:
-        """Return this traffic and ``times`` the other's."""
+        """Return the sum of this traffic and ``times`` the other."""
         names = [field.name for field in fields(self)]
         return Traffic(*(getattr(self, name) + times * getattr(other, name) for name in names))
 
@@ -41,23 +41,23 @@ class Traffic:
         self.counters_down += size[1]
 
     def count_up(self, size: tuple[int, int]) -> None:
-        """Count one client's arrays."""
+        """Count one client's arrays: (bytes of floats, bytes of others)."""
         self.up += size[0]
         self.counters_up += size[1]
 
 
 @dataclass
 class RoundReport:
-    """One round as the server saw it.
+    """The server's report of one round.
 
     Attributes:
         server_round: counted from 1.
-        phase: the method's own name for this stretch ("train", "frozen", ...).
+        phase: the method's phase ("train", "frozen", ...).
         train: traffic of the training messages.
         evaluate: traffic of the evaluation messages.
-        participants: partition ids whose replies were used, in order.
-        rejected: node id to why its reply was refused.
-        kept_previous: too few usable replies, so the global model did not change.
+        participants: partition ids of the replies that were used, in order.
+        rejected: node id to the reason why its reply was refused.
+        kept_previous: whether the global model did not change, for too few usable replies.
         metrics: averaged training metrics.
         clients: training metrics by partition id.
         evaluations: evaluation metrics by partition id.
@@ -75,6 +75,6 @@ class RoundReport:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def reject(self, node_id: int, reason: str) -> None:
-        """Note why a node's reply was refused, behind what was noted of it in this round before."""
+        """Add the reason why a node's reply was refused to earlier reasons of this round."""
         before = self.rejected.get(node_id)
         self.rejected[node_id] = reason if before is None else f"{before}; {reason}"

@@ -1,4 +1,4 @@
-"""The state of a run: what the server knows of the model, the rounds and the clients, and what it checkpoints."""
+"""The server's state of a run: model, rounds and clients, and the part of it that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ logger = logging.getLogger("flwr")
 
 @dataclass
 class RunState:
-    """What the server knows of a run.
+    """The server's state of a run.
 
     Attributes:
-        strategy: the name of the method, for messages.
-        known_parts: the split of the model's state; None until the first arrays, where it was not given.
-        num_rounds: R; None where a loop of Flower's keeps it to itself.
+        strategy: the name of the method, for errors.
+        known_parts: the split of the model's state; if not given, None before the first arrays.
+        continuity: the run as it is sent to clients with a state folder.
+        num_rounds: R; None if Flower's loop does not say.
         own_loop: whether the loop over the rounds is ``server.rounds``.
         begun: whether the method's ``begin`` was called for this run.
-        reports: what happened, round by round.
-        arrays: the global model, as training goes on with it; tests may complete it.
+        reports: the report of each round.
+        arrays: the global model that training continues with; tests may complete it.
         before: the global state that was sent in this round.
-        hooks_told: the client hooks that were asked for in this round.
-        num_able: nodes with training data, N of the papers.
-        reestimated: running statistics for the model after this round.
-        latest_bn: what clients shared of their BN for tests.
-        local_hashes: the SHA-256 of what each client keeps, by label.
-        volatile: clients that keep something in memory alone.
-        continuity: what clients are told of the run, for their state folders.
+        hooks_sent: the client hooks that this round's messages name.
+        num_able: number of nodes with training data, N of the papers.
+        reestimated: re-estimated running statistics of the model after this round.
+        latest_bn: the BN parts that clients shared for tests.
+        local_hashes: the SHA-256 of each client's kept state, by label.
+        volatile: labels of clients whose kept state is in memory only.
     """
 
     strategy: str
@@ -53,7 +53,7 @@ class RunState:
     reports: list[RoundReport] = field(default_factory=list)
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     before: State = field(default_factory=dict)
-    hooks_told: frozenset[str] = frozenset()
+    hooks_sent: frozenset[str] = frozenset()
     num_able: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
     latest_bn: LatestBN = field(default_factory=LatestBN)
@@ -67,7 +67,7 @@ class RunState:
 
     @property
     def parts(self) -> Parts:
-        """The split of the model's state; ConfigError before the first arrays, where it was not given."""
+        """The split of the model's state; ConfigError if it is not known yet."""
         if self.known_parts is None:
             raise ConfigError(
                 "the split of the state is not known before the first arrays; pass parts=split_state(model)"
@@ -76,7 +76,7 @@ class RunState:
 
     @property
     def total_rounds(self) -> int:
-        """The number of rounds of the run; ConfigError where the loop that runs them keeps it to itself."""
+        """The number of rounds of the run; ConfigError if Flower's loop does not say."""
         if self.num_rounds is None:
             raise ConfigError(
                 f"strategy {self.strategy!r} needs the number of rounds, which is not known where its own start() is "
@@ -86,10 +86,10 @@ class RunState:
         return self.num_rounds
 
     def know(self, arrays: ArrayRecord) -> None:
-        """Split the state by the names of the arrays, or check that a given split fits them.
+        """Split the state by the names of the arrays, or check that the given split fits them.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the given split does not fit.
         """
         if self.known_parts is None:
             self.known_parts = split_state(arrays)
@@ -99,7 +99,7 @@ class RunState:
             )
 
     def note_kept(self, node: Node, message: Message) -> None:
-        """Note the hash of what the client keeps now, whether its reply is used or not, and whether it is durable."""
+        """Note the hash of the client's kept state and whether it is durable, even if the reply is refused."""
         info = ReplyInfo.read(message)
         if not info.local_sha256:
             return
@@ -114,11 +114,7 @@ class RunState:
         self.volatile = sorted(others if info.durable else [*others, node.label])
 
     def checkpoint(self, initialised: Sequence[str]) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run: JSON values and arrays by name.
-
-        Args:
-            initialised: the labels of the nodes that have had the common start.
-        """
+        """Return the run's entries of a checkpoint, given the labels of the initialised nodes."""
         return {
             "local_hashes": self.local_hashes,
             "volatile": self.volatile,
@@ -128,7 +124,7 @@ class RunState:
         }
 
     def restore(self, saved: dict[str, Any]) -> list[str]:
-        """Take out of ``saved`` what ``checkpoint`` returned; return the labels of the initialised nodes."""
+        """Restore and remove the entries of ``checkpoint`` in ``saved``; return the labels of the initialised nodes."""
         self.local_hashes, self.volatile = saved.pop("local_hashes"), saved.pop("volatile")
         self.reestimated, self.latest_bn = saved.pop("gathered"), LatestBN(saved.pop("shared_bn"))
         labels: list[str] = saved.pop("started")

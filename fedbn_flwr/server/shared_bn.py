@@ -37,46 +37,46 @@ SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "se
 
 
 class ShareBN(ClientHook):
-    """Client half: hand a copy of the local parts to the server after training."""
+    """Client half: send a copy of the local parts to the server after training."""
 
     def __init__(self, local: frozenset[str]) -> None:
         self._local = local
         self._own: dict[str, torch.Tensor] = {}
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Take the copy."""
+        """Copy the local parts."""
         self._own = {name: value.clone() for name, value in model.state_dict().items() if name in self._local}
         return {}
 
     def reply(self) -> Extras:
-        """Return it."""
+        """Return the copy."""
         return {SHARED_BN: self._own}
 
 
 class LatestBN:
-    """Server half: what each client shared last, and its number of examples.
+    """Server half: the parts that each client shared last, and its number of examples.
 
     Args:
-        tree: what ``tree`` was before.
+        tree: the property ``tree`` of an earlier object.
     """
 
     def __init__(self, tree: Sequence[Any] = ()) -> None:
-        # By partition id, or by node id where there is none: node ids change when a node or a run begins again.
+        # By partition id, or by node id if unknown: node ids change when a node or a run restarts.
         self._latest: dict[tuple[bool, int], tuple[State, float]] = {(a, b): (state, n) for a, b, state, n in tree}
 
     @property
     def tree(self) -> list[list[Any]]:
-        """All of it, as lists, mappings and arrays."""
+        """The content as lists, mappings and arrays."""
         return [[*key, *self._latest[key]] for key in sorted(self._latest)]
 
     def take(self, order: tuple[bool, int, int], shared: State, num_examples: float) -> None:
-        """Keep what the client of this sorting key shared, where it shared something."""
+        """Keep the parts of the client with this sorting key (``Node.order``), if it shared any."""
         if shared:
             silent, partition_id, node_id = order
             self._latest[silent, node_id if silent else partition_id] = shared, num_examples
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
-        """Return the p-weighted average over all clients that ever shared; empty before the first."""
+        """Return the p-weighted average over all clients that have shared parts; empty before the first."""
         latest = [self._latest[order] for order in sorted(self._latest)]
         if not latest:
             return {}

@@ -1,4 +1,4 @@
-"""The server's half of a synchronised step: sends the training messages, answers the exchanges, counts the traffic."""
+"""The server half of a synchronised step: send the training messages, answer the exchanges, count the traffic."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ENDED = "ended its work before the step was done"
 
 @dataclass(frozen=True)
 class Limits:
-    """When a synchronised step is given up.
+    """The limits after which a synchronised step is given up.
 
     Attributes:
-        exchange_timeout: seconds an exchange waits for its last client, from its first.
+        exchange_timeout: seconds that an exchange waits for its last client after its first.
         reply_timeout: seconds to wait for the models.
-        min_members: clients below which the step is given up.
+        min_members: smallest number of clients.
     """
 
     exchange_timeout: float
@@ -53,12 +53,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The exchanges of one round, done.
+    """The result of a synchronised step.
 
     Attributes:
         replies: the clients' replies, with their models.
-        traffic: what the exchanges moved, without the models.
-        dropped: node id to why the client was dropped during the step.
+        traffic: traffic of the exchanges, without the models.
+        dropped: node id to the reason why the client was dropped.
     """
 
     replies: list[Message]
@@ -69,14 +69,9 @@ class StepResult:
 def step_by_barrier(
     grid: Grid, barriers: BarrierGrid, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits
 ) -> StepResult:
-    """Let the clients wait for each other at a barrier in this process; each gets its one training message.
+    """Send each client one training message; the clients wait for each other at a barrier in this process.
 
-    Args:
-        grid: the federation.
-        barriers: the same grid, as one that knows barriers.
-        messages: the round's training messages.
-        members: the round's clients by node id.
-        limits: when the step is given up.
+    ``barriers`` is the same object as ``grid``.
     """
     barrier, barrier_id = Barrier(members, limits.exchange_timeout, limits.min_members), str(uuid4())
     barriers.open_barrier(barrier_id, barrier)
@@ -89,22 +84,22 @@ def step_by_barrier(
 def step_by_channel(
     grid: Grid, channel: ChannelServer, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits
 ) -> StepResult:
-    """Let the clients exchange through the server's port; each gets its one training message, with its own token.
+    """Send each client one training message with its own token; the clients exchange through the server's port.
 
     Raises:
-        EngineError: Flower's simulation does not run them all at once.
+        EngineError: Flower's simulation does not run all clients at the same time.
     """
     barrier = Barrier(members, limits.exchange_timeout, limits.min_members)
     tokens = channel.admit(barrier)
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         CHANNEL_ADDRESS: channel.address,
         CHANNEL_CA: channel.certificate,
         CHANNEL_TIMEOUT: limits.exchange_timeout,
     }
     try:
-        own = [with_config(m, {**told, CHANNEL_TOKEN: tokens[m.metadata.dst_node_id]}) for m in messages]
+        own = [with_config(m, {**config, CHANNEL_TOKEN: tokens[m.metadata.dst_node_id]}) for m in messages]
         result = _run(grid, own, barrier, limits)
-        if in_simulation(grid) and barrier.late:  # no machine is slow there: it would be so in every round
+        if in_simulation(grid) and barrier.late:  # it would fail in every round
             raise EngineError(f"{len(barrier.late)} of {len(members)} clients {barrier.late[0]}")
         return result
     finally:
@@ -112,10 +107,10 @@ def step_by_channel(
 
 
 def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limits) -> StepResult:
-    """Send the messages; return when all clients that were not dropped have replied, or when the time is up."""
+    """Send the messages; wait until all clients that were not dropped have replied, at most ``reply_timeout``."""
 
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-        for node_id in replies:  # a client that was done with the step is not dropped by this
+        for node_id in replies:  # a client that has finished the step is not dropped
             barrier.leave(node_id, ENDED)
         return seconds > limits.reply_timeout or all(i in replies or i in barrier.dropped for i in barrier.members)
 
@@ -127,12 +122,12 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
 def step_by_messages(
     grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits
 ) -> StepResult:
-    """Send the exchanges in training messages, as many as it takes; the last replies hold the models.
+    """Send the exchanges as training messages; the last replies hold the models.
 
-    Every message after the first carries the newest answer alone: model, batch and earlier answers stay in the
-    client's ``Context.state``. A client that fails, stalls or sends what cannot be used is dropped, and the others
-    repeat the step. Clients that are done with the step do the rest of the round (local steps 2..E) and reply with the
-    model within ``limits.reply_timeout``.
+    Messages after the first hold only the newest answer: model, batch and earlier answers stay in the client's
+    ``Context.state``. A client that fails, stalls or sends an unusable tensor is dropped, and the others repeat the
+    step. Clients that have finished the step do the rest of the round (local steps 2..E) and reply with the model
+    within ``limits.reply_timeout``.
     """
     first = {message.metadata.dst_node_id: message for message in messages}
     left = dict(members)
@@ -140,8 +135,8 @@ def step_by_messages(
     traffic = Traffic()
     attempt, answer, begun = 0, ArrayRecord(), False
     while len(left) >= limits.min_members:
-        told: dict[str, Any] = {ATTEMPT: attempt, UNION: sum(member.batch_size for member in left.values())}
-        outgoing = [_exchange(first[node_id], answer, told, begun) for node_id in left]
+        config: dict[str, Any] = {ATTEMPT: attempt, UNION: sum(member.batch_size for member in left.values())}
+        outgoing = [_exchange(first[node_id], answer, config, begun) for node_id in left]
         replies = send_until(grid, outgoing, _patience(limits))
         begun = True
         sent, done, lost = _sort(left, replies, limits)
@@ -152,7 +147,7 @@ def step_by_messages(
             (tag, _), *_ = sent.values()
             try:
                 total = combine(tag, [sent[i][1] for i in left], [left[i].weight for i in left])
-            except FedBNError as error:  # what all of them sent is no exchange
+            except FedBNError as error:  # all clients sent the same unusable tensor
                 lost = dict.fromkeys(left, f"sent what cannot be combined: {error}")
         if lost:
             dropped |= lost
@@ -167,7 +162,7 @@ def step_by_messages(
 
 
 def _patience(limits: Limits) -> Enough:
-    """Return when one round trip has waited enough: the exchange's time from the first tensor on, else the models'."""
+    """Return the rule that ends a wait: ``exchange_timeout`` after the first tensor, ``reply_timeout`` without one."""
     since: list[float] = []
 
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
@@ -178,17 +173,17 @@ def _patience(limits: Limits) -> Enough:
     return enough
 
 
-def with_config(message: Message, told: Mapping[str, Any]) -> Message:
-    """Return the message with further entries in its config."""
+def with_config(message: Message, config: Mapping[str, Any]) -> Message:
+    """Return a copy of the message with further entries in its config."""
     content = RecordDict(dict(message.content))
     for key, record in message.content.config_records.items():
-        content[key] = ConfigRecord({**record, **told})
+        content[key] = ConfigRecord({**record, **config})
     return Message(content, message.metadata.dst_node_id, message.metadata.message_type)
 
 
-def _exchange(first: Message, answer: ArrayRecord, told: Mapping[str, Any], begun: bool) -> Message:
-    """Return the message of one exchange: the model only in the first of the round."""
-    message = with_config(first, told)
+def _exchange(first: Message, answer: ArrayRecord, config: Mapping[str, Any], begun: bool) -> Message:
+    """Return the message of one exchange; only the first one of the round holds the model."""
+    message = with_config(first, config)
     if begun:
         for key in message.content.array_records:
             message.content[key] = ArrayRecord()
@@ -202,7 +197,7 @@ _Sent = tuple[str, torch.Tensor]
 def _sort(
     left: Mapping[int, Member], replies: Mapping[int, Message], limits: Limits
 ) -> tuple[dict[int, _Sent], dict[int, Message], dict[int, str]]:
-    """Sort the replies: tensors of the next exchange, models of clients that are done, and who is lost and why."""
+    """Sort the replies: tensors of the next exchange, models of finished clients, and the reasons of lost clients."""
     sent: dict[int, _Sent] = {}
     done: dict[int, Message] = {}
     lost: dict[int, str] = {}
@@ -236,7 +231,7 @@ def _tensors_of(reply: Message) -> ArrayRecord:
 
 
 def _read(record: ArrayRecord) -> _Sent:
-    """Return tag and tensor of an exchange; ReplyError where there is not one finite floating tensor."""
+    """Return tag and tensor of an exchange; ReplyError if the record is not one finite floating tensor."""
     if len(record) != 1:
         raise ReplyError(f"sent {len(record)} tensors in one exchange")
     try:

@@ -1,7 +1,7 @@
-"""A barrier that reduces: it collects a tensor from every client of a round and gives all of them the answer.
+"""A barrier that reduces: it collects a tensor from every client of a round and returns the answer to all of them.
 
-In process the clients' own threads wait here. Over the gRPC channel the server's threads wait for them. A member that
-leaves, stalls, or sends what cannot be used is dropped, and the others repeat the step, so that it stays exact.
+In process the clients' own threads wait here; with the gRPC channel threads of the server wait for them. A member that
+leaves, stalls or sends an unusable tensor is dropped, and the others repeat the step, so the step stays exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Barrier", "BarrierGrid", "Member", "local_reducer", "use_reducers"]
 
 @dataclass(frozen=True)
 class Member:
-    """A client of the round: its weight |D_i|, the examples b_i of its first batch, and its name in messages."""
+    """A client of the round: its weight |D_i|, the examples b_i of its first batch, and its name in error messages."""
 
     weight: float
     batch_size: int
@@ -46,20 +46,20 @@ class _Exchange:
 
 
 class Barrier:
-    """The members of one round; thread-safe.
+    """The barrier of one round; thread-safe.
 
     Args:
-        members: by node id, in the order in which sums are taken.
-        timeout: seconds an exchange waits for its last member, from its first.
-        min_members: members below which the step is given up.
+        members: the members by node id, in the order of sums.
+        timeout: seconds that an exchange waits for its last member after its first.
+        min_members: smallest number of members; with fewer the step is given up.
 
     Attributes:
         members: as given.
-        dropped: node id to the reason why it was dropped.
-        late: the reasons of those that had not even begun the step in time.
-        exchanges: exchanges answered, of all attempts.
-        bytes_down: bytes of the answers, each broadcast counted once.
-        bytes_up: bytes of what the members sent.
+        dropped: node id to the reason why the member was dropped.
+        late: reasons of the members that did not begin the step in time.
+        exchanges: answered exchanges of all attempts.
+        bytes_down: bytes of the answers; each broadcast counts once.
+        bytes_up: bytes of the members' tensors.
     """
 
     def __init__(self, members: Mapping[int, Member], timeout: float, min_members: int = 1) -> None:
@@ -79,14 +79,14 @@ class Barrier:
         return _MemberReducer(self, node_id)
 
     def begin(self, node_id: int) -> tuple[int, int]:
-        """Return (attempt, examples in the union of the batches of the members that are left)."""
+        """Return (attempt, examples in the union of the batches of the remaining members)."""
         with self._changed:
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
             return self._exchange.attempt, sum(self.members[i].batch_size for i in self._left())
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
-        """Wait for all members' tensors of this exchange and return the answer; see ``Reducer.reduce``."""
+        """Return the answer when all members' tensors of this exchange are there; see ``Reducer.reduce``."""
         with self._changed:
             self._refuse_dropped(node_id)
             exchange = self._exchange
@@ -101,7 +101,7 @@ class Barrier:
             self._answer_if_complete()
             while exchange.answer is None and not exchange.aborted:
                 in_time = self._changed.wait(exchange.deadline - time.monotonic())
-                if not in_time and exchange is self._exchange:  # no other thread has noticed before this one
+                if not in_time and exchange is self._exchange:  # no other thread has noticed it yet
                     missing = {i: self._late(i, tag) for i in self._left() if i not in exchange.sent}
                     self.late += [reason for i, reason in missing.items() if i not in self._begun]
                     self._drop(missing)
@@ -111,13 +111,13 @@ class Barrier:
             raise RetryStep("a client was lost in mid-step")
 
     def close(self, node_id: int) -> None:
-        """Note that a member needs no more exchanges."""
+        """Mark a member that needs no more exchanges."""
         with self._changed:
             self._closed.add(node_id)
             self._answer_if_complete()
 
     def leave(self, node_id: int, reason: str) -> None:
-        """Note that a member is gone; a member that has not closed its reducer is dropped."""
+        """Drop a member that has left without closing its reducer."""
         with self._changed:
             if node_id in self._left() and node_id not in self._closed:
                 self._drop({node_id: reason})
@@ -135,7 +135,7 @@ class Barrier:
             raise Dropped(f"{len(self._left())} clients are left for the synchronised step, {self._min_members} needed")
 
     def _late(self, node_id: int, tag: str) -> str:
-        """Return why a member that has not sent exchange ``tag`` in time is dropped."""
+        """Return the reason for dropping a member that did not send exchange ``tag`` in time."""
         if node_id in self._begun:
             return f"did not send exchange '{tag}' within {self._timeout:g} s"
         return (
@@ -145,14 +145,14 @@ class Barrier:
         )
 
     def _drop(self, reasons: Mapping[int, str]) -> None:
-        """Drop members and abort the exchange: those left begin the step again."""
+        """Drop members and abort the exchange; the others repeat the step."""
         self.dropped.update(reasons)
         self._exchange.aborted = True
         self._exchange = _Exchange(self._exchange.attempt + 1)
         self._changed.notify_all()
 
     def _answer_if_complete(self) -> None:
-        """Answer the exchange once every member left has sent, or drop those that do not fit the others."""
+        """Answer the exchange if every remaining member has sent; drop members whose tensor does not fit the others."""
         exchange, left = self._exchange, self._left()
         if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
             return
@@ -168,7 +168,7 @@ class Barrier:
         weights = [self.members[i].weight for i in order]
         try:
             exchange.answer = combine(usual[0], [exchange.sent[i][1] for i in order], weights)
-        except FedBNError as error:  # what all of them sent is no exchange
+        except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(order, f"sent what cannot be combined: {error}"))
             return
         self.exchanges += 1
@@ -182,10 +182,10 @@ class BarrierGrid(Protocol):
     """A grid whose clients run in this process and can wait at a barrier."""
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """Let the members of a barrier run at the same time and find it by its id."""
+        """Let the members of the barrier run at the same time, and find it by its id."""
 
     def close_barrier(self, barrier_id: str) -> None:
-        """Forget a barrier."""
+        """Remove the barrier."""
 
 
 class _MemberReducer:
@@ -207,13 +207,13 @@ class _MemberReducer:
         self._barrier.close(self._node_id)
 
 
-# Finds this client's reducer by the barrier's id: set by the engine around a client's work.
+# Returns this client's reducer for a barrier id; the engine sets it around a client's work.
 _FIND: ContextVar[Callable[[str], Reducer]] = ContextVar("reducers")
 
 
 @contextmanager
 def use_reducers(find: Callable[[str], Reducer]) -> Iterator[None]:
-    """Let the code of the block find its reducers through ``find(barrier_id)``."""
+    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block."""
     token = _FIND.set(find)
     try:
         yield

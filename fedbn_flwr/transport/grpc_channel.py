@@ -1,7 +1,7 @@
 """The gRPC channel: clients in other processes or on other machines reduce through one port of the server.
 
-Clients only connect outwards. Every call carries a token that belongs to one node for one round. A call without a valid
-token is refused before it reaches a barrier. TLS is required unless the port is bound to the loopback interface.
+Clients only open outgoing connections. Every call has a token that belongs to one node for one round. A call without a
+valid token is refused before it reaches a barrier. TLS is required except on the loopback interface.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ __all__ = ["ChannelReducer", "ChannelServer", "is_loopback"]
 
 _SERVICE, _METHOD = "fedbn.Channel", "Call"
 _MAX_BYTES = 4 * 2**20  # far above three rows of any layer's channels
-_MAX_CALLS = 512  # calls that wait at the same time: one per client of a round
+_MAX_CALLS = 512  # calls that wait at the same time, one per client of a round
 _OPTIONS = [("grpc.max_receive_message_length", _MAX_BYTES), ("grpc.max_send_message_length", _MAX_BYTES)]
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES = ("float32", "float64")
 
 
 class ChannelServer:
     """The server's end: a gRPC port that finds the barrier of a round by the caller's token.
 
     Args:
-        bind: ``host:port``; port 0 takes a free one.
-        address: what clients are told to connect to; "" = ``bind`` with the port in use.
+        bind: ``host:port``; port 0 takes a free port.
+        address: the address that clients connect to; "" = ``bind`` with the port in use.
         tls_dir: folder with ``ca.crt``, ``server.crt`` and ``server.key``; "" = plaintext, on loopback only.
 
     Raises:
-        ConfigError: plaintext beyond loopback, missing certificates, or an address that cannot be bound.
+        ConfigError: plaintext on another interface than loopback, missing certificates, or an address that cannot be
+            bound.
     """
 
     def __init__(self, bind: str, address: str = "", tls_dir: str = "") -> None:
@@ -52,7 +53,7 @@ class ChannelServer:
                 "allowed on loopback only. Set fedtan-tls-dir to a folder with ca.crt, server.crt and server.key."
             )
         self._reducers: dict[str, tuple[Barrier, int]] = {}
-        # A port that another process listens on is an error, not shared with it.
+        # A port that another process uses is an error; it is not shared.
         options = [*_OPTIONS, ("grpc.so_reuseport", 0)]
         self._server = grpc.server(ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="channel"), options=options)
         handler = grpc.unary_unary_rpc_method_handler(self._call)
@@ -78,7 +79,7 @@ class ChannelServer:
         return tokens
 
     def dismiss(self, barrier: Barrier) -> None:
-        """Let the tokens of a barrier expire."""
+        """Remove the tokens of a barrier."""
         self._reducers = {token: reducer for token, reducer in self._reducers.items() if reducer[0] is not barrier}
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ def _answer(
         if waiting:
             barrier.leave(node_id, f"lost its connection in exchange '{tag}'")
 
-    context.add_callback(ended)  # called at the end of every call, also of one that asks the client to begin again
+    context.add_callback(ended)  # runs at the end of every call, also after RetryStep
     try:
         answer = barrier.reduce(node_id, attempt, tag, tensor)
     finally:
@@ -144,23 +145,21 @@ class ChannelReducer:
 
     Args:
         address: ``host:port`` of the channel.
-        token: this node's for this round.
+        token: this node's token for this round.
         certificate: PEM of the CA; b"" = plaintext, to loopback only.
-        timeout: seconds the server waits in an exchange; a call may take a little longer.
+        timeout: seconds that the server waits in an exchange; a call may take a little longer.
 
     Raises:
-        ConfigError: plaintext beyond loopback.
+        ConfigError: plaintext to another address than loopback.
     """
 
     def __init__(self, address: str, token: str, certificate: bytes, timeout: float) -> None:
-        if not certificate and not is_loopback(address):
+        if certificate:
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(certificate), _OPTIONS)
+        elif is_loopback(address):
+            self._channel = grpc.insecure_channel(address, _OPTIONS)
+        else:
             raise ConfigError(f"the channel at {address!r} is not on loopback and has no TLS: refused")
-        credentials = grpc.ssl_channel_credentials(certificate) if certificate else None
-        self._channel = (
-            grpc.secure_channel(address, credentials, _OPTIONS)
-            if credentials
-            else grpc.insecure_channel(address, _OPTIONS)
-        )
         self._address, self._token, self._deadline = address, token, timeout + 30
         self._call = self._channel.unary_unary(f"/{_SERVICE}/{_METHOD}")
         self._attempt = 0
@@ -184,11 +183,11 @@ class ChannelReducer:
         self._channel.close()
 
     def _ask(self, header: Mapping[str, Any], tensor: Tensor | None = None) -> tuple[dict[str, Any], Tensor | None]:
-        # The port was open before the token was handed out: what cannot connect at first is refused or misled.
-        patient = header["op"] != "begin"
+        # The port is open before a client has its token: if the first call cannot connect, waiting does not help.
+        wait = header["op"] != "begin"
         token = (("token", self._token),)
         try:
-            reply = self._call(_pack(header, tensor), metadata=token, timeout=self._deadline, wait_for_ready=patient)
+            reply = self._call(_pack(header, tensor), metadata=token, timeout=self._deadline, wait_for_ready=wait)
         except grpc.RpcError as error:
             code = getattr(error, "code", lambda: "unknown")()
             details = getattr(error, "details", lambda: "")()
@@ -202,7 +201,7 @@ class ChannelReducer:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether ``host:port`` names the loopback interface."""
+    """Return whether ``host:port`` is on the loopback interface."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -211,7 +210,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _pack(header: Mapping[str, Any], tensor: Tensor | None = None) -> bytes:
-    """Return a frame: length of the header (4 bytes, big-endian), header (JSON), the tensor's bytes."""
+    """Return the bytes of a call: length of the header (4 bytes, big-endian), header (JSON), the tensor's bytes."""
     body = b""
     if tensor is not None:
         array = tensor.detach().cpu().contiguous().numpy()
@@ -221,19 +220,19 @@ def _pack(header: Mapping[str, Any], tensor: Tensor | None = None) -> bytes:
     return struct.pack(">I", len(text)) + text + body
 
 
-def _unpack(frame: bytes) -> tuple[dict[str, Any], Tensor | None]:
-    """Return header and tensor of a frame.
+def _unpack(data: bytes) -> tuple[dict[str, Any], Tensor | None]:
+    """Return header and tensor of a call.
 
     Raises:
-        ValueError, KeyError, TypeError, struct.error, RecursionError: it is none.
+        ValueError, KeyError, TypeError, struct.error, RecursionError: the bytes are not a call.
     """
-    (length,) = struct.unpack_from(">I", frame)
-    header = json.loads(frame[4 : 4 + length])
+    (length,) = struct.unpack_from(">I", data)
+    header = json.loads(data[4 : 4 + length])
     if not isinstance(header, dict):
         raise ValueError("the header is no mapping")
     if "dtype" not in header:
         return header, None
     if header["dtype"] not in _DTYPES:
         raise ValueError(f"dtype {header['dtype']!r} is none of {', '.join(_DTYPES)}")
-    array = np.frombuffer(frame, dtype=header["dtype"], offset=4 + length)
+    array = np.frombuffer(data, dtype=header["dtype"], offset=4 + length)
     return header, torch.from_numpy(array.reshape(header["shape"]).copy())

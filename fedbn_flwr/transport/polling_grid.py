@@ -1,4 +1,4 @@
-"""Sending and receiving without Flower's pauses: a Grid that polls quickly and knows who sent every reply."""
+"""Sending and receiving without Flower's pauses: a Grid that polls quickly and knows the sender of every reply."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ __all__ = ["ImmediateGrid", "PollingGrid", "in_simulation", "over_network", "pol
 
 logger = logging.getLogger("flwr")
 
-# Seconds between polls, from the first to those of a long wait: each takes the SuperLink's database for a moment.
+# Seconds between polls, at first and in a long wait; each poll uses the SuperLink's database.
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
 
 
 class ImmediateGrid(Grid):
-    """A grid whose ``send_and_receive`` returns as soon as the last reply is there."""
+    """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
 
 
 def polling(grid: Grid) -> ImmediateGrid:
-    """Return ``grid`` where it answers at once, else a ``PollingGrid`` around it."""
+    """Return ``grid`` if it is an ``ImmediateGrid``, else a ``PollingGrid`` around it."""
     return grid if isinstance(grid, ImmediateGrid) else PollingGrid(grid)
 
 
 def in_simulation(grid: Grid) -> bool:
-    """Return whether the grid is that of Flower's simulation."""
+    """Return whether the grid belongs to Flower's simulation."""
     return is_simulation_grid(grid.inner if isinstance(grid, PollingGrid) else grid)
 
 
 def over_network(grid: Grid) -> bool:
-    """Return whether the grid's nodes are processes of their own, which come and go."""
+    """Return whether the grid's nodes are separate processes, which may come and go."""
     return is_network_grid(grid.inner if isinstance(grid, PollingGrid) else grid)
 
 
 class PollingGrid(ImmediateGrid):
     """Any Grid, polled quickly.
 
-    Flower's own ``send_and_receive`` sleeps between polls (0.1 s in simulation, 3 s over a network) and an error reply
-    for a lost node does not carry that node's id. This one polls after 2 ms, then ever later up to 0.25 s, and maps
-    replies by ``reply_to_message_id``.
+    Flower's own ``send_and_receive`` sleeps between polls (0.1 s in simulation, 3 s over a network), and an error reply
+    for a lost node does not have that node's id. This grid polls after 2 ms, then with longer pauses up to 0.25 s, and
+    finds the sender by ``reply_to_message_id``.
 
     Attributes:
         inner: the grid that is polled.
@@ -88,10 +88,9 @@ class PollingGrid(ImmediateGrid):
         return self.inner.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send all messages and return the replies that came within ``timeout`` seconds, in any order.
+        """Send all messages and return the replies that arrive within ``timeout`` seconds, in any order.
 
-        Nodes that did not answer in time are named in the log; the reply of a lost node (an error) carries the id of
-        that node.
+        The log names nodes that do not answer in time. The error reply for a lost node has the id of that node.
 
         Raises:
             EngineError: the messages could not be pushed.
@@ -116,14 +115,14 @@ class PollingGrid(ImmediateGrid):
 
 
 def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
-    """Push the messages; return message id -> node id of those that went out.
+    """Push the messages; return message id -> node id of the messages that were accepted.
 
     Raises:
         EngineError: the messages could not be pushed.
     """
     node_ids = [message.metadata.dst_node_id for message in messages]
     message_ids = list(grid.push_messages(messages))
-    if len(message_ids) != len(messages):  # Flower's answer to a payload it refuses as a whole
+    if len(message_ids) != len(messages):  # Flower refused all messages
         raise EngineError(
             f"only {len(message_ids)} of {len(messages)} messages could be pushed (too large? the log says why)"
         )
@@ -133,9 +132,9 @@ def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
 
 
 def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
-    """Return the replies that are there, and take the messages they answer out of ``waiting``.
+    """Return the replies that have arrived, and remove the answered messages from ``waiting``.
 
-    The error reply for a lost node does not carry that node's id: every reply is given that of the node asked.
+    Each reply gets the id of the node that was asked: Flower's error reply for a lost node does not have it.
     """
     replies = []
     for reply in grid.pull_messages(list(waiting)):

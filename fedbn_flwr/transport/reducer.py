@@ -1,4 +1,4 @@
-"""A client's way into the exchanges of a synchronised step."""
+"""The interface through which a client takes part in the exchanges of a synchronised step."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["Dropped", "Reducer", "RetryStep"]
 
 
 class RetryStep(FedBNError):
-    """Another client was lost during the step. Repeat the step; those who are left take part."""
+    """Another client was lost during the step. Repeat the step with the remaining clients."""
 
 
 class Dropped(FedBNError):
-    """This client is out of the round: it came too late, sent what cannot be used, or too few clients are left."""
+    """This client is out of the round: it was too late, sent an unusable tensor, or too few clients remain."""
 
 
 class Reducer(Protocol):
-    """Sends a client's tensors and returns the answers of all clients, by whatever transport."""
+    """Sends a client's tensors and returns the reduced tensors of all clients, by any transport."""
 
     def begin(self) -> int:
-        """Begin the step, or repeat it after ``RetryStep``; return the examples in the union of all clients' batches.
+        """Begin the step, or repeat it after ``RetryStep``; return the number of examples in all clients' batches.
 
         Raises:
             Dropped: this client is out of the round.
         """
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        """Send ``tensor`` and return the answer of all clients to exchange ``tag``.
+        """Send ``tensor`` and return the reduced tensor of all clients in exchange ``tag``.
 
         Raises:
             RetryStep: the step must be repeated.
@@ -38,4 +38,4 @@ class Reducer(Protocol):
         """
 
     def close(self) -> None:
-        """Tell the server that the step is done: no more exchanges follow."""
+        """End the step: this client sends no more exchanges."""

@@ -1,7 +1,7 @@
 """A synchronised step replayed from recorded answers.
 
-The step runs again from its beginning for every message, with the same batch and the same random numbers. An exchange
-that has an answer takes it. The first exchange without an answer ends the run: it is what the client sends next.
+For every message the step runs again from its beginning, with the same batch and the same random numbers. An exchange
+with a recorded answer uses it. The first exchange without an answer stops the step: the client sends it next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedbn_flwr.errors import DataError, FedBNError
 
 __all__ = ["Pending", "Replay"]
 
-_SAME = 1e-2, 1e-5  # relative, absolute: above what the order of a sum on a GPU may change, far below another batch
+_SAME = 1e-2, 1e-5  # relative, absolute: more than the order of a sum on a GPU changes, far less than another batch
 
 
 class Pending(FedBNError):
@@ -23,7 +23,7 @@ class Pending(FedBNError):
 
     Attributes:
         tag: the exchange.
-        tensor: what this client sends.
+        tensor: the tensor that this client sends.
     """
 
     def __init__(self, tag: str, tensor: Tensor) -> None:
@@ -33,12 +33,13 @@ class Pending(FedBNError):
 
 
 class Replay:
-    """A reducer that takes its answers from a record.
+    """A reducer that returns recorded answers.
 
     Args:
-        answers: by tag.
+        answers: the recorded answers by tag.
         union_batch_size: examples in the union of all clients' batches.
-        sent: what this client sent before, by tag, where the training is not ours and may not repeat itself.
+        sent: the tensors that this client sent before, by tag; given for a user's training, which may not repeat
+            itself exactly.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Replay:
         """Return the recorded answer.
 
         Raises:
-            Pending: there is none yet.
-            DataError: the step did not repeat itself.
+            Pending: there is no answer yet.
+            DataError: the step did not repeat itself exactly.
         """
         if tag not in self._answers:
             raise Pending(tag, tensor)

@@ -79,7 +79,7 @@ def test_clients_are_told_what_to_go_on_from_until_they_have_answered(federate, 
     }
     assert told == {0: "", 1: "0" * 64, 2: ""}, "nothing is known of 0 and 2: they begin again"
     (reason,) = outcome.strategy.reports[0].rejected.values()
-    assert "this client shall go on from the part it kept with SHA-256 000000000000" in reason
+    assert "the server expects the part that this client kept with SHA-256 000000000000" in reason
     assert "no state folder (state-dir)" in reason
     assert [report.participants for report in outcome.strategy.reports] == [[0, 2], [0, 1, 2]]
     assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
