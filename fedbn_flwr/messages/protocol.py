@@ -15,7 +15,7 @@ other file writes such a name (``tests/messages/test_protocol.py``).
 | `server-round` | int | server | client | 0.1 |
 | `rules` | str, comma list: client hooks to apply | server | client | 0.1 |
 | `local-entries` | str, JSON list: names of the entries that stay | server | client | 0.1 |
-| `local-sha256` | str: SHA-256 of what a client keeps | server, client | client, server | 0.1 |
+| `local-sha256` | str: SHA-256 of the kept state | server, client | client, server | 0.1 |
 | `series` | str: experiment id | server | client | 0.1 |
 | `run` | str: this run and its resumptions | server | client | 0.1 |
 | `committed` | str, comma list: rounds of the checkpoints | server | client | 0.1 |
@@ -30,7 +30,7 @@ other file writes such a name (``tests/messages/test_protocol.py``).
 | `fedtan-union` | int: examples in the union of the first batches | server | client | 0.1 |
 | `fedtan-batch-size` | int: examples of this client's first batch | server | client | 0.1 |
 | `array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
-| `client-mod` | str: the mod that does the client's part | mod | TorchClient | 0.1 |
+| `client-mod` | str: name of the mod with the client part | mod | TorchClient | 0.1 |
 | `num-examples` | int: training examples, the weight | client | server | 0.1 |
 | `loss` | float: mean loss on the first test set | client | server | 0.1 |
 | `train-loss` | float | client | server | 0.1 |
@@ -41,27 +41,27 @@ other file writes such a name (``tests/messages/test_protocol.py``).
 | `examples-tested` | int | client | server | 0.1 |
 | `rules-applied` | str, comma list: client hooks applied | client | server | 0.1 |
 | `local-home` | str: folder or memory | client | server | 0.1 |
-| `local-began` | str: what is kept began in this round | client | server | 0.1 |
+| `local-began` | str: the kept state began in this round | client | server | 0.1 |
 | `partition-id` | int | client, node config | server, client | 0.1 |
 | `batch-size` | int: examples of the first batch | client | server | 0.1 |
 | `unusable` | str: why the node has no usable data | client | server | 0.1 |
 | `num-partitions` | int | node config | client | 0.1 |
-| `state-dir` | str: absolute folder of what is kept | node config, run config | client | 0.1 |
+| `state-dir` | str: absolute folder of the kept state | node config, run config | client | 0.1 |
 | `data-path` | str: the node's own data | node config | client | 0.1 |
 | `data-classes` | str, comma list: classes of the node's own data | node config | client | 0.1 |
 | `fedbn-flwr.local` | ArrayRecord: entries that stay with the client | client | client | 0.1 |
-| `fedbn-flwr.rules` | ArrayRecord: HOOK/NAME, what client hooks keep | client | client | 0.1 |
+| `fedbn-flwr.rules` | ArrayRecord: HOOK/NAME, entries of client hooks | client | client | 0.1 |
 | `fedbn-flwr.local.about` | ConfigRecord: version, fingerprint, round, begun | client | client | 0.1 |
-| `fedbn-flwr.inbox` | ArrayRecords inbox/RECORD: what was sent beside the model | mod | bn_rules | 0.1 |
-| `fedbn-flwr.outbox` | ConfigRecord, ArrayRecords outbox/RECORD: what to add to the reply | bn_rules | mod | 0.1 |
+| `fedbn-flwr.inbox` | ArrayRecords inbox/RECORD: further records of the message | mod | bn_rules | 0.1 |
+| `fedbn-flwr.outbox` | ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply | bn_rules | mod | 0.1 |
 | `fedbn-flwr.whole` | ConfigRecord: names and shapes of the whole model | mod | mod | 0.1 |
 | `fedbn-flwr.step.model` | ArrayRecord: the round's model | client | client | 0.1 |
 | `fedbn-flwr.step.answers` | ArrayRecord: exchanges answered so far | client | client | 0.1 |
 | `fedbn-flwr.step.sent` | ArrayRecord: exchanges sent so far | mod | mod | 0.1 |
 | `fedbn-flwr.step` | ConfigRecord: round and attempt | client | client | 0.1 |
-| `version` | int, in KEPT_ABOUT: of this form | client | client | 0.1 |
-| `fingerprint` | str, in KEPT_ABOUT: of the model | client | client | 0.1 |
-| `begun` | int, in KEPT_ABOUT: the round in which what is kept began, else 0 | client | client | 0.1 |
+| `version` | int, in KEPT_ABOUT: version of the format | client | client | 0.1 |
+| `fingerprint` | str, in KEPT_ABOUT: fingerprint of the model | client | client | 0.1 |
+| `begun` | int, in KEPT_ABOUT: the round if the kept state began in it, else 0 | client | client | 0.1 |
 | `attempt` | int, in STEP_ABOUT | client | client | 0.1 |
 | `frame` | str, JSON, in MODEL_SPEC | mod | mod | 0.1 |
 | `fedbn-flwr.step.generators` | ConfigRecord: the default generators | mod | mod | 0.1 |

@@ -73,7 +73,7 @@ def run_rounds(
             logger.info("Training: %s", metrics)
             result.train_metrics_clientapp[server_round] = metrics
         messages = strategy.configure_evaluate(server_round, arrays, evaluate_config, grid)
-        replies = grid.send_and_receive(messages, timeout=timeout)
+        replies = list(grid.send_and_receive(messages, timeout=timeout))
         metrics = strategy.aggregate_evaluate(server_round, replies)
         if metrics is not None:
             logger.info("Evaluation: %s", metrics)
