@@ -299,5 +299,5 @@ def test_our_own_client_needs_no_mod_and_says_so(make: Any, mlp, datasets) -> No
 
 
 def test_rules_left_out_end_the_run(client_fn, mlp) -> None:
-    with pytest.raises(ClientPartError, match="did not apply the rule 'proximal'"):
+    with pytest.raises(ClientPartError, match="did not apply the client hook 'proximal'"):
         by_the_loop(FedProx(), ClientApp(client_fn=client_fn(ruled=False), mods=[local_bn]), mlp())

@@ -226,7 +226,7 @@ def test_a_delta_that_is_no_distance_is_refused(federate, datasets, mlp, delta: 
     (reason,) = run.strategy.reports[0].rejected.values()
     assert "(partition 2): metric 'statistics-delta' is " in reason
     assert reason.endswith(
-        "missing: the client's training must apply the rule 'report-drift'"
+        "missing: the client's training must apply the client hook 'report-drift'"
         if delta is None
         else f"is {delta}, which must be a finite number >= 0"
     )
