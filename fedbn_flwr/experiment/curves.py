@@ -19,9 +19,9 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
     """Return a PNG of the runs' curves.
 
     Args:
-        runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all it measured, several runs
-            show the first of the test metrics each has.
-        title: above the picture.
+        runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all its metrics, several runs show
+            the first test metric of each.
+        title: title of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
         axis.grid(alpha=0.3)
         if axis.lines and len(runs) == 1:
             axis.legend(fontsize="small")
-    if len(runs) > 1:  # the same names on both sides: one legend, and off the curves
+    if len(runs) > 1:  # both panels have the same names: one legend below them
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     if title:
         figure.suptitle(title)
@@ -53,6 +53,6 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
 
 
 def _frozen_starts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[int]:
-    """Return the first frozen round of a single run, to mark it."""
+    """Return a list with the first frozen round of a single run, to mark it; else an empty list."""
     (lines,) = runs.values() if len(runs) == 1 else ([],)
     return [line["round"] for line in lines if line.get("phase") == "frozen"][:1]
