@@ -66,7 +66,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 
 
 def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
-    data = _server_data(config, config.num_clients)
+    data = _server_data(config)
     model = make_model(config)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
@@ -154,10 +154,10 @@ def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
     return torch_generator(seed, purpose, server_round, "union")
 
 
-def _server_data(config: Config, num_nodes: int) -> PartitionedData | None:
+def _server_data(config: Config) -> PartitionedData | None:
     """Return the data of the server; None if only the nodes have the data and no test of the server needs it."""
     try:
-        return partitioned_data(config, num_nodes)
+        return partitioned_data(config, config.num_clients)
     except DataError:
         if any(name in GLOBAL_TESTS for name in config.evaluations()):
             raise
