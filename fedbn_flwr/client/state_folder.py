@@ -99,8 +99,8 @@ class StateFolder:
                     file.path.unlink(missing_ok=True)
         except OSError as error:
             raise StateError(
-                f"state folder {self.path} cannot be written: {error}. What this client kept of earlier rounds is "
-                "there; make room, or name another folder (state-dir)."
+                f"state folder {self.path} cannot be written: {error}. The state of earlier rounds stays. Free disk "
+                "space, or set another folder (state-dir)."
             ) from error
 
     def _standing(self, files: Iterable[_File], committed: int) -> _File | None:

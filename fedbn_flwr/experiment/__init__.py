@@ -1,4 +1,4 @@
-"""The harness: typed configs, runs, sweeps and their output folders."""
+"""Experiments: typed configs, runs, sweeps and their output folders."""
 
 from __future__ import annotations
 

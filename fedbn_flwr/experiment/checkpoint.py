@@ -1,8 +1,8 @@
-"""Checkpoints of the server: the last two in ``OUT/checkpoint``, each with all that an exact resume needs.
+"""Checkpoints of the server: the last two in ``OUT/checkpoint``, each with everything that an exact resume needs.
 
-That is the global model, the strategy's ``state_dict()``, and the name of the run, by which clients with a state folder
-find what they kept then. Every random draw has a stream of its own by seed, purpose, round and partition, so no
-generator needs saving; the history and the ledger stand in ``metrics.jsonl``, which a resume cuts back.
+A checkpoint holds the global model, the strategy's ``state_dict()``, and the id of the run, with which clients find
+their kept state in the state folder. Every random draw has its own stream by seed, purpose, round and partition, so no
+generator is saved. History and traffic are in ``metrics.jsonl``; a resume removes later rounds from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("flwr")
 
 _VERSION, _KEPT = 1, 2
 _FILE = re.compile(r"round-(\d+)\.safetensors")
-# Where things lie, how long to wait and how often to save may change; anything else would make another run.
+# A resume may change places of files, timeouts and how often to save; any other change would make another run.
 _FREE = frozenset(
     (
         *("num-server-rounds", "out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
@@ -45,10 +45,10 @@ class Checkpoint:
     """A run after a round.
 
     Attributes:
-        server_round: the last round that is done; 0 before the first.
+        server_round: the last finished round; 0 before the first.
         state: the global model.
         strategy: ``state_dict()`` of the strategy.
-        run: names the run and its resumptions; see ``Continuity``.
+        run: id of the run and its resumptions; see ``Continuity``.
         resumed_after: the rounds after which the run was resumed so far.
     """
 
@@ -64,8 +64,8 @@ class Checkpoints:
 
     Args:
         out: the run's folder.
-        config: the resolved config; a checkpoint of a run with another one is refused.
-        fingerprint: of the model, by names, layer types and shapes.
+        config: the resolved config; a checkpoint with another config is refused.
+        fingerprint: the fingerprint of the model: names, layer types and shapes.
     """
 
     def __init__(self, out: Path, config: Config, fingerprint: str) -> None:
@@ -75,37 +75,37 @@ class Checkpoints:
 
     @property
     def rounds(self) -> list[int]:
-        """The rounds of the checkpoints that stand, oldest first."""
+        """The rounds of the existing checkpoints, oldest first."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint; remove all but the last two.
+        """Write a checkpoint; keep only the last two.
 
         Raises:
-            EngineError: the folder cannot be written; the checkpoints before stay.
+            EngineError: the folder cannot be written; earlier checkpoints stay.
         """
         about = {**self._owner, "config": self._config.to_mapping(), "versions": versions()}
         try:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
-            write_checked(self._path(checkpoint.server_round), {**about, **_shallow(checkpoint)})
+            write_checked(self._path(checkpoint.server_round), {**about, **vars(checkpoint)})
             for old in self.rounds[:-_KEPT]:
                 self._path(old).unlink()
         except OSError as error:
-            stand = ", ".join(map(str, self.rounds)) or "none"
+            existing = ", ".join(map(str, self.rounds)) or "none"
             raise EngineError(
                 f"the checkpoint of round {checkpoint.server_round} cannot be written to {self.folder}: {error}. "
-                f"Checkpoints that stand: round {stand}. Make room and go on with --resume (resume=true)."
+                f"Existing checkpoints: round {existing}. Free disk space and continue with --resume (resume=true)."
             ) from error
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest good checkpoint, None where there is none at all.
+        """Return the newest good checkpoint; None if there are no checkpoints.
 
-        A file that is damaged or of another run is named in the log with the reason, and the one before it is taken.
+        A damaged checkpoint, or one of another run, is skipped with a warning that gives the reason.
 
         Raises:
-            ConfigError: there are checkpoints, and none can be used: every reason.
+            ConfigError: there are checkpoints, but none can be used; the error gives all reasons.
         """
         reasons: list[str] = []
         for server_round in reversed(self.rounds):
@@ -121,7 +121,7 @@ class Checkpoints:
         return None
 
     def go_on(self, server_round: int) -> None:
-        """Set aside what lies past the round a run goes on after: it was refused, and would count as one of the two."""
+        """Rename checkpoints after the round of a resume: they were refused, and must not count among the last two."""
         for later in (r for r in self.rounds if r > server_round):
             self._path(later).rename(self._path(later).with_suffix(".refused"))
 
@@ -136,8 +136,8 @@ class Checkpoints:
         if changed:
             listed = "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
             raise ConfigError(
-                f"{path} belongs to a run with other settings: {listed}. A resume may change "
-                f"{', '.join(sorted(_FREE - {'out', 'resume'}))} alone; for other settings choose another folder."
+                f"{path} belongs to a run with other settings: {listed}. A resume may only change "
+                f"{', '.join(sorted(_FREE - {'out', 'resume'}))}; for other settings choose another folder."
             )
         if content["fingerprint"] != self._owner["fingerprint"]:
             raise StateError(f"{path} belongs to another model: its names, layer types or shapes changed")
@@ -155,16 +155,16 @@ class Checkpoints:
 
 
 class CheckpointManager:
-    """Saves a run while it goes, and tells its clients which run their part belongs to.
+    """Saves checkpoints during a run, and gives the strategy the run's ``continuity`` for its clients.
 
     Args:
-        checkpoints: where to.
+        checkpoints: the checkpoints of the run's folder.
         config: the resolved config.
-        strategy: whose state is saved.
-        saved: the checkpoint the run goes on from.
+        strategy: the strategy to save; it is restored from ``saved``.
+        saved: the checkpoint to resume from.
 
     Raises:
-        ConfigError: clients kept something in memory alone, which is gone.
+        ConfigError: clients kept state in memory only, which is lost.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class CheckpointManager:
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
         if saved and (volatile := saved.strategy["volatile"]):
             raise ConfigError(
-                f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory alone, and it is gone. Give "
+                f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "
                 "runs of this strategy a state folder (state-dir) from the start."
             )
         if saved:
@@ -183,28 +183,24 @@ class CheckpointManager:
             strategy.load_state_dict(saved.strategy, saved.server_round)
             checkpoints.go_on(saved.server_round)
         self._run = saved.run if saved else uuid4().hex[:16]
-        self._tell()
+        self._update_continuity()
 
     def after_round(self, server_round: int) -> None:
-        """Save where it is due: before the first round, every ``checkpoint-every`` rounds, and after the last."""
+        """Save a checkpoint before the first round, every ``checkpoint-every`` rounds, and after the last."""
         every = self._config.checkpoint_every
         if not every or (server_round % every and server_round != self._config.num_server_rounds):
             return
         state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
         self._checkpoints.save(Checkpoint(server_round, state, strategy, self._run, self.resumed_after))
-        self._tell()
+        self._update_continuity()
         if self._strategy.run.volatile and not self._warned:
             self._warned = True
             logger.warning(
-                "client(s) %s keep their part in memory alone: this run cannot be resumed. Set state-dir, in the "
+                "client(s) %s keep their part in memory only: this run cannot be resumed. Set state-dir, in the "
                 "run's config or in each node's.",
                 ", ".join(self._strategy.run.volatile),
             )
 
-    def _tell(self) -> None:
+    def _update_continuity(self) -> None:
         committed = tuple(self._checkpoints.rounds)
         self._strategy.continuity = Continuity(self._config.series or self._run, self._run, committed)
-
-
-def _shallow(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {name: getattr(checkpoint, name) for name in Checkpoint.__dataclass_fields__}

@@ -1,6 +1,6 @@
 """The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
 
-The settings of the methods are not written here: they are the fields of the strategies' ``Params``.
+The settings of the methods come from the strategies' ``Params``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "re
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
-STATE_IN_OUT = "out"  # the state-dir of clients that share the server's files: in the run's folder
+STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
-"""Keys of the release before, which YAML, ``--set`` and checkpoints may still have."""
+"""Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
 
 logger = logging.getLogger("flwr")
 
@@ -63,14 +63,14 @@ class Config(_MethodSettings):
     norm: str = _key("what", "batch", "normalisation of the model; `fedbn-flwr list norms`")
     norm_groups: int = _key("what", 2, "groups of `norm=group`", ge=1)
     wsconv_gain: bool = _key("what", True, "learnable gain per channel of `norm=wsconv`")
-    activation: str = _key("what", "relu", "activation that `norm=wsconv` scales for: relu or identity")
+    activation: str = _key("what", "relu", "activation for which `norm=wsconv` scales: relu or identity")
     renorm_rmax: float = _key("what", 3.0, "r_max of `norm=batch-renorm`", ge=1)
     renorm_dmax: float = _key("what", 5.0, "d_max of `norm=batch-renorm`", ge=0)
     model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, or torchvision:NAME")
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
     dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
     image_size: int = _key(
-        "what", 0, "height of the images, pixels; 0 = as published; a model that needs another takes its own", ge=0
+        "what", 0, "height of the images, pixels; 0 = as published, or the height that the model needs", ge=0
     )
     data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
     partition: str = _key("what", "classes", "split over the clients; `fedbn-flwr list partitions`")
@@ -82,8 +82,8 @@ class Config(_MethodSettings):
     num_clients: int = _key(
         "what",
         0,
-        "clients; in process they are made (0 = 5, or the groups of `natural` and `domain`); under Flower the "
-        "federation has them (0 = all)",
+        "clients; in process 0 = 5, or the number of groups of `natural` and `domain`; under Flower the size of the "
+        "federation, 0 = any size",
         ge=0,
     )
 
@@ -93,21 +93,19 @@ class Config(_MethodSettings):
     round_timeout: float = _key("rounds", 3600.0, "seconds to wait for the replies of a round, and for nodes", gt=0)
     local_steps: int = _key("local training", 0, "E steps per round, each on a batch drawn with replacement", ge=0)
     local_epochs: int = _key(
-        "local training", 1, "E passes over the local data per round; not beside local-steps", ge=0
+        "local training", 1, "E passes over the local data per round; not together with local-steps", ge=0
     )
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
     augment: str = _key("local training", "", "comma list of `cropN` (pad N, crop back) and `flip`; empty = none")
     learning_rate: float = _key("local training", 0.1, "learning rate of SGD in round 1", gt=0)
-    lr_decay_at: str = _key(
-        "local training", "", "comma list: a round (int; from the next on), a fraction of R, or `freeze`"
-    )
+    lr_decay_at: str = _key("local training", "", "comma list: decay after a round (int), a fraction of R, or `freeze`")
     lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
     sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; see momentum-scope", ge=0, lt=1)
     weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
     bn_momentum: float = _key(
         "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
     )
-    device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda where there is one")
+    device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda if available")
     amp: bool = _key("local training", False, "bfloat16 autocast in the forward passes of training")
     torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)
 
@@ -118,17 +116,21 @@ class Config(_MethodSettings):
     checkpoint_every: int = _key(
         "files",
         10,
-        "checkpoint before round 1, every so many rounds and after the last; 0 = none",
+        "checkpoint before round 1, after every so many rounds and after the last; 0 = none",
         ge=0,
     )
     state_dir: str = _key(
         "files",
         "",
-        "absolute folder of each node where clients keep their part; `out` = OUT/checkpoint/clients (set by "
-        "`fedbn-flwr run`); empty = in memory; a node's own `state-dir` comes first",
+        "absolute folder on each node in which clients keep their part; `out` = OUT/checkpoint/clients (set by "
+        "`fedbn-flwr run`); empty = in memory; a node's own `state-dir` takes precedence",
     )
-    series: str = _key("files", "", "ties runs together whose clients go on with the part they kept; empty = this run")
-    resume: bool = _key("files", False, "go on from the last checkpoint in `out`; an empty folder starts a run")
+    series: str = _key(
+        "files",
+        "",
+        "experiment id: runs with the same id continue with the parts that clients kept; empty = this run only",
+    )
+    resume: bool = _key("files", False, "continue from the last checkpoint in `out`; with an empty folder start a run")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -145,7 +147,7 @@ class Config(_MethodSettings):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        """Check what no single key can tell, all of it, and report every problem at once."""
+        """Check the keys together, and report all problems at once."""
         problems: list[str] = []
         _try(problems, lambda: self._known("strategy", self.strategy, [*STRATEGIES, CENTRALIZED]))
         _try(problems, lambda: self._known("norm", self.norm, NORMS))
@@ -168,7 +170,7 @@ class Config(_MethodSettings):
             run = RunSettings(self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations())
             _try(problems, lambda: problems.extend(method.conflicts(self.params(), run)))
         elif self.recalibrate:
-            problems.append(f"recalibrate gathers statistics from clients, and strategy={self.strategy} has none")
+            problems.append(f"recalibrate re-estimates statistics on clients, and strategy={self.strategy} has none")
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
         if self.series and not SERIES_PATTERN.fullmatch(self.series):
@@ -178,13 +180,13 @@ class Config(_MethodSettings):
         return self
 
     def _one_task(self) -> None:
-        """Check that the model is known and learns what the data teach."""
-        learned = model_info(self.model).task
-        taught = DATASETS[self.dataset].task if self.dataset in DATASETS else learned
-        if taught != learned:
-            allowed = ", ".join(name for name, info in MODELS.items() if info.task == taught)
+        """Check that the model is known, and that it is for the task of the data set."""
+        task = model_info(self.model).task
+        needed = DATASETS[self.dataset].task if self.dataset in DATASETS else task
+        if task != needed:
+            allowed = ", ".join(name for name, info in MODELS.items() if info.task == needed)
             raise ConfigError(
-                f"dataset={self.dataset} is for {taught.name}, model={self.model} for {learned.name}. Use another data "
+                f"dataset={self.dataset} is for {needed.name}, model={self.model} for {task.name}. Use another data "
                 f"set, or one of the models {allowed}"
             )
 
@@ -216,7 +218,7 @@ class Config(_MethodSettings):
         return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
 
     def params(self) -> Params:
-        """Return the settings of the run's method; a key that holds "the method's own" takes the method's default."""
+        """Return the settings of the run's method; 0 for "the method's own default" is replaced by that default."""
         kind: type[Params] = STRATEGIES[self.strategy].Params
         own = own_default(STRATEGIES.values())
         given = {name: getattr(self, name) for name in kind.model_fields}
@@ -228,7 +230,7 @@ class Config(_MethodSettings):
         return method is not None and (method.reestimates or self.recalibrate or "recalibrated" in self.evaluations())
 
     def evaluations(self) -> tuple[str, ...]:
-        """Return what to test with what; the first is the headline of the run."""
+        """Return the names in ``eval-on`` or their default; the first one gives the run's main metric."""
         if asked := split(self.eval_on):
             return tuple(asked)
         local = self.strategy in STRATEGIES and STRATEGIES[self.strategy].local
@@ -239,13 +241,13 @@ class Config(_MethodSettings):
         """Return the config of a flat mapping of keys to scalars.
 
         Args:
-            values: the settings; keys left out take their defaults.
-            complete: ``values`` holds every key, set by the user or not, as Flower's run config does; a key with its
-                default value then counts as not set.
+            values: the settings; missing keys take their defaults.
+            complete: whether ``values`` holds all keys, as Flower's run config does; a key with its default value then
+                counts as not set.
 
         Raises:
-            ConfigError: every problem found, one a line: unknown keys with the nearest one, wrong types, values out
-                of range, settings that contradict each other.
+            ConfigError: all problems, one per line: unknown keys with the nearest known key, wrong types, values out of
+                range, settings that contradict each other.
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         lines: list[str] = []
@@ -262,7 +264,7 @@ class Config(_MethodSettings):
                 config = cls.model_validate(remaining)
                 break
             except ValidationError as error:
-                # Settings are checked against each other only once each is valid: go on without the bad ones.
+                # Keys are checked together only if each one is valid: repeat without the bad ones.
                 lines += [line for problem in error.errors() for line in _explain(problem, list(fields))]
                 bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
                 if not bad:
@@ -270,7 +272,7 @@ class Config(_MethodSettings):
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if lines:
             raise ConfigError("\n".join(lines))
-        if config.strategy in STRATEGIES:  # a key that holds "the method's own" takes the method's default
+        if config.strategy in STRATEGIES:  # 0 for "the method's own default"
             config = config.model_copy(update=config.params().model_dump())
         return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
 
@@ -279,7 +281,7 @@ class Config(_MethodSettings):
         """Return the config of a YAML file and ``key=value`` overrides (values are read as YAML).
 
         Raises:
-            ConfigError: the file is missing or no mapping, an override has no "=", or as ``make``.
+            ConfigError: the file is missing or is no mapping, an override has no "=", or as ``make``.
         """
         values: dict[str, Any] = {}
         if path is not None:
@@ -345,7 +347,7 @@ def _try(problems: list[str], check: Any) -> None:
 
 
 def _explain(problem: Any, keys: Sequence[str]) -> list[str]:
-    """Return pydantic's problem in the words of the user: key, value, what is allowed."""
+    """Return pydantic's problem as text with the config key, its value and what is allowed."""
     key = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         near = difflib.get_close_matches(key, keys, n=1)

@@ -19,9 +19,9 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
     """Return a PNG of the runs' curves.
 
     Args:
-        runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all it measured, several runs
-            show the first of the test metrics each has.
-        title: above the picture.
+        runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all its metrics, several runs show
+            the first test metric of each.
+        title: title of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -29,6 +29,7 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2)
+    frozen = [line["round"] for lines in runs.values() for line in lines if line.get("phase") == "frozen"]
     for axis, (label, keys) in zip(axes, _PANELS, strict=True):
         for name, lines in runs.items():
             present = [key for key in keys if any(line.get(key) is not None for line in lines)]
@@ -36,23 +37,17 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
                 points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
                 style = "--" if key.startswith("train") else "-"
                 axis.plot(*zip(*points, strict=True), style, label=name or key, linewidth=1.3)
-        for start in _frozen_starts(runs):
-            axis.axvline(start, color="grey", linewidth=0.8, linestyle=":")
+        if frozen and len(runs) == 1:
+            axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set_xlabel("server round")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         if axis.lines and len(runs) == 1:
             axis.legend(fontsize="small")
-    if len(runs) > 1:  # the same names on both sides: one legend, and off the curves
+    if len(runs) > 1:  # both panels have the same names: one legend below them
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     if title:
         figure.suptitle(title)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
-
-
-def _frozen_starts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[int]:
-    """Return the first frozen round of a single run, to mark it."""
-    (lines,) = runs.values() if len(runs) == 1 else ([],)
-    return [line["round"] for line in lines if line.get("phase") == "frozen"][:1]

@@ -17,9 +17,9 @@ def domain_rows(summaries: Summaries, paper: Mapping[str, Any]) -> list[dict[str
     """Return a row for each method, split and domain, in percent, and one for the average of the domains.
 
     Args:
-        summaries: the finished runs of each (method, split). A run counts where its headline was measured by domain:
-            the global model on each domain's test set, or the clients of each domain on their own.
-        paper: by METHOD/SPLIT a mapping of domains and "average" to the paper's numbers; other entries are passed over.
+        summaries: the finished runs of each (method, split). A run counts if its main metric was measured by domain:
+            with the global model on each domain's test set, or with the clients of each domain on their own test sets.
+        paper: by METHOD/SPLIT a mapping of domains and "average" to the paper's numbers; other entries are ignored.
     """
     rows: list[dict[str, Any]] = []
     for (method, split), done in summaries.items():
@@ -43,7 +43,7 @@ def domain_rows(summaries: Summaries, paper: Mapping[str, Any]) -> list[dict[str
 
 
 def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as a table: domains in columns, mean ± std, the paper's numbers on a line of their own."""
+    """Return the rows as a table: domains in columns, mean ± std, the paper's numbers on a separate line."""
     domains = [*dict.fromkeys(row["domain"] for row in rows if row["domain"] != AVERAGE), AVERAGE]
     lines = [
         f"# {name}, by domain",

@@ -1,4 +1,4 @@
-"""What a strategy does with a model, foretold: shared, kept and frozen parts, floats, bytes and exchanges per round."""
+"""Predict what a strategy does with a model: shared, kept and frozen parts; floats, bytes and exchanges per round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import image_shape
-from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import STRATEGIES
@@ -28,13 +28,13 @@ __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of equal rounds.
+    """Consecutive rounds with equal traffic.
 
     Attributes:
-        name: what distinguishes it.
-        rounds: how many; None = found out during the run.
-        traffic: of each round.
-        frozen: the parts that do not change in it (they travel all the same).
+        name: the name of the phase.
+        rounds: number of rounds; None = found out during the run.
+        traffic: traffic of each round.
+        frozen: the parts that do not change (they are sent all the same).
     """
 
     name: str
@@ -45,18 +45,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The foreseen cost of a strategy on a model.
+    """The predicted cost of a strategy on a model.
 
     Attributes:
         parts: the split of the model's state.
-        floats: number of floating entries' elements by part.
+        floats: number of elements of floating entries by part.
         counters: number of elements of integer entries by part.
         local: the parts that stay with the clients.
-        synchronised: the channels of each BatchNorm call that a synchronised step meets, in order; empty elsewhere.
-        phases: the run's rounds in order.
-        gathering: what gathering BN statistics adds in each round with a test; None where the method does not.
+        synchronised: the channels of each BatchNorm call in a synchronised step, in order; empty without such a step.
+        phases: the phases of the run in order.
+        gathering: additional traffic of re-estimated BN statistics in each round with a test; None without.
         plain: traffic of a round of FedAvg with the same model.
-        warnings: where the method would do nothing, or part of it.
+        warnings: why the method would have no effect, or only a part of it.
     """
 
     parts: Parts
@@ -94,13 +94,13 @@ class Inspection:
 
 
 def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Config | None = None) -> Inspection:
-    """Foretell what ``strategy`` moves per training round between the server and ``num_clients`` clients.
+    """Return the predicted traffic of ``strategy`` between the server and ``num_clients`` clients of a round.
 
     Args:
-        model: the model; one forward pass in eval mode finds out which BatchNorm calls a synchronised step meets.
+        model: the model; one forward pass in eval mode finds the BatchNorm calls of a synchronised step.
         strategy: a key of ``STRATEGIES``.
         num_clients: clients of a round.
-        config: for the number of rounds, the model's input and the method's settings; default: the defaults.
+        config: gives the number of rounds, the model's input and the method's settings; None = all defaults.
 
     Raises:
         KeyError: the strategy is not in ``STRATEGIES``.
@@ -108,20 +108,19 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     config = (config or Config.make({})).model_copy(update={"strategy": strategy})
     method, params = STRATEGIES[strategy], config.params()
     parts = split_state(model)
+    state = to_state(model.state_dict())
     floats, counters = dict.fromkeys(Part, 0), dict.fromkeys(Part, 0)
-    shared, everything = [0, 0], [0, 0]
-    for name, array in to_state(model.state_dict()).items():
-        part = parts.part_of[name]
-        is_float = bool(np.issubdtype(array.dtype, np.inexact))
-        (floats if is_float else counters)[part] += array.size
-        kind = 0 if is_float else 1
-        everything[kind] += array.nbytes
-        if part not in method.local:
-            shared[kind] += array.nbytes
-    plain = Traffic(1, everything[0], num_clients * everything[0], everything[1], num_clients * everything[1])
-    start = Traffic(1, everything[0], num_clients * shared[0], everything[1], num_clients * shared[1])
-    later = Traffic(1, shared[0], num_clients * shared[0], shared[1], num_clients * shared[1])
-    # What accompanies the model (variates, momentum) starts at zero and is not sent down in the first round.
+    for name, array in state.items():
+        numbers = floats if np.issubdtype(array.dtype, np.inexact) else counters
+        numbers[parts.part_of[name]] += array.size
+    everything = num_bytes(to_record(state))
+    shared = num_bytes(to_record({name: a for name, a in state.items() if parts.part_of[name] not in method.local}))
+
+    def one_round(down: tuple[int, int], up: tuple[int, int]) -> Traffic:
+        return Traffic(1, down[0], num_clients * up[0], down[1], num_clients * up[1])
+
+    plain, start, later = one_round(everything, everything), one_round(everything, shared), one_round(shared, shared)
+    # Further records (variates, momentum) start at zero and are not sent down in the first round.
     shared_copies, all_copies = method.extra_copies(params)
     extra = sum(
         p.numel() * p.element_size() * (all_copies + shared_copies * (parts.part_of[name] not in method.local))
@@ -144,9 +143,8 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     gathering = None
     if (method.reestimates or config.recalibrate) and (layers := len(list(parts.moments()))):
         tested = -(-config.num_server_rounds // config.eval_every)
-        up = sum(array.nbytes for name, array in to_state(model.state_dict()).items() if name in parts.statistics)
-        moved = Traffic(1, later.down - extra, num_clients * up, later.counters_down, num_clients * 8 * layers)
-        gathering = Phase("gathering", tested, moved)
+        statistics = sum(state[name].nbytes for name in parts.statistics)
+        gathering = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
     warnings = _warnings(parts, strategy)
     return Inspection(parts, floats, counters, method.local, calls, phases, gathering, plain, warnings)
 
@@ -154,14 +152,14 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
 def _phases(
     start: Traffic, later: Traffic, exchanges: Traffic | None, rounds: int, freezes: tuple[str, At, bool] | None
 ) -> tuple[Phase, ...]:
-    """Cut the rounds into stretches of equal ones.
+    """Split the rounds into phases.
 
     Args:
         start: traffic of round 1, without the synchronised step.
-        later: of the other rounds.
-        exchanges: of a synchronised step, which is taken until BN is frozen; None where the method has none.
-        rounds: of the run.
-        freezes: see ``Freezing.freezes``; None = never.
+        later: traffic of the other rounds.
+        exchanges: traffic of the synchronised step, which each round has until BN is frozen; None = no such step.
+        rounds: rounds of the run.
+        freezes: see ``Freezing.freezes``; None = BN is never frozen.
     """
     _, at, affine = freezes or ("", rounds, False)
     last = freeze_round(at, rounds)
@@ -185,7 +183,7 @@ def _phases(
 
 
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
-    """Return the channels of each BatchNorm call of a forward pass, in order: a layer used twice stands twice."""
+    """Return the channels of each BatchNorm call in a forward pass, in order; a layer called twice counts twice."""
     parameter = next(model.parameters())
     found: list[int] = []
 

@@ -1,7 +1,7 @@
 """The config keys of the methods, derived from the strategies' ``Params``.
 
-A key may belong to several methods. Where they disagree about its default, the config's default is 0 and means "the
-method's own"; a type or a limit on which they disagree is an error.
+Several methods may have the same key. If their defaults differ, the config's default is 0, for "the method's own
+default". If their types or limits differ, this is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Methods = Iterable[type[FedAvg[Any]]]
 
 
 def methods_with(methods: Methods, field: str) -> list[type[FedAvg[Any]]]:
-    """Return the methods that have the setting ``field`` beside those of every method."""
+    """Return the methods that have the setting ``field``; none for a setting of every method."""
     return [m for m in methods if field in m.Params.model_fields and field not in Params.model_fields]
 
 
@@ -30,7 +30,7 @@ def method_fields(methods: Methods) -> dict[str, Any]:
     """Return (type, field) of each setting by name, for pydantic's ``create_model``.
 
     Raises:
-        ConfigError: two methods disagree about the type or the limits of a setting.
+        ConfigError: two methods declare a setting with different types or limits.
     """
     methods = list(methods)
     own = own_default(methods)
@@ -51,7 +51,7 @@ def method_fields(methods: Methods) -> dict[str, Any]:
 
 
 def own_default(methods: Methods) -> dict[str, Any]:
-    """Return the config's default, 0, of each setting whose default depends on the method."""
+    """Return the config's default, 0, of each setting whose default differs between methods."""
     methods = list(methods)
     names = {name for method in methods for name in method.Params.model_fields}
     defaults = {name: [field.default for field in _declared(methods, name)] for name in names}

@@ -1,4 +1,4 @@
-"""A node's side of a run: from its Flower context to its client."""
+"""The client of a node, made from its Flower context."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["client_fn"]
 
 
 def client_fn(context: Context) -> TorchClient:
-    """Make a node's client from its Flower context: run config and partition id in, everything else follows.
+    """Return a node's client, made from the run config and the node config in its Flower context.
 
-    A node whose config has a ``data-path`` trains and tests on the data there, in place of a partition.
+    A node with a ``data-path`` in its config trains and tests on the data there, not on a partition.
 
     Raises:
-        ConfigError: the node was told neither (``partition-id`` and ``num-partitions``, or ``data-path``).
-        DataError: its own data cannot be used.
+        ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``.
+        DataError: the node's own data cannot be used.
     """
     config = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)
@@ -47,7 +47,7 @@ def client_fn(context: Context) -> TorchClient:
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:
-    """Return the folder in which a node keeps its part; one that stands for the run's own lies in its output."""
+    """Return a node's state folder; for ``state-dir=out`` it is in the run's output folder."""
     if (str(context.node_config.get(STATE_DIR, "")) or config.state_dir) == STATE_IN_OUT:
         return Path(config.out) / "checkpoint" / "clients"
     return state_dir(context, config.state_dir)
@@ -80,6 +80,6 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
     return split.train_view(partition_id), {"own": split.test_view(partition_id), "global": split.test_view()}
 
 
-@functools.lru_cache(maxsize=4)  # a pure function, called for every message
+@functools.lru_cache(maxsize=4)  # called for every message
 def _config(items: tuple[tuple[str, Any], ...]) -> Config:
     return Config.make(dict(items), complete=True)

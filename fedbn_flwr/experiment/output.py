@@ -1,4 +1,4 @@
-"""The output folder of a run, written so that a reader never sees half a file."""
+"""The output folder of a run; its files are written atomically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["RunFolder", "lock_folder", "read_metrics", "versions"]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions a result depends on."""
+    """Return the versions of the packages that a result depends on."""
     names = ("fedbn-flwr", "flwr", "torch", "torchvision", "numpy", "ray", "flwr-datasets")
     found = {"python": platform.python_version()}
     for name in names:
@@ -38,17 +38,17 @@ def versions() -> dict[str, str]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``; a last line cut short by a killed process is left out."""
+    """Return the lines of a ``metrics.jsonl``; an incomplete last line of a killed process is left out."""
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @contextmanager
 def lock_folder(path: Path) -> Iterator[None]:
-    """Make a run's folder and lock it: no other process, left over from a killed command, writes to it meanwhile.
+    """Make and lock a run's folder, so that no other process, left from a killed command, writes to it.
 
     Raises:
-        ConfigError: another process does, or the folder cannot be made.
+        ConfigError: another process has the lock, or the folder cannot be made.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -68,15 +68,15 @@ def lock_folder(path: Path) -> Iterator[None]:
 class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
-    With ``tensorboard=true`` event files in ``tensorboard/``, too.
+    With ``tensorboard=true`` it also has event files in ``tensorboard/``.
 
     Args:
-        path: the folder; made here, with its parents.
-        config: the fully resolved config.
-        after: the round a run goes on after, in the folder it began in; None for a run that begins.
+        path: the folder; it is made with its parents.
+        config: the resolved config.
+        after: the last finished round of a run to resume; None for a new run.
 
     Raises:
-        ConfigError: the folder is in use or cannot be made; the history up to ``after`` is not in it.
+        ConfigError: the folder is in use or cannot be made, or it lacks rounds up to ``after``.
     """
 
     def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
@@ -95,16 +95,16 @@ class RunFolder:
 
     @staticmethod
     def refuse_used(path: Path) -> None:
-        """Raise ConfigError where the folder holds anything: results are never overwritten."""
+        """Raise ConfigError if the folder is not empty: results are never overwritten."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"out={str(path)!r} is in use; results are never overwritten. Choose another folder.")
 
     @staticmethod
     def begun(path: Path) -> bool:
-        """Tell whether a run began in the folder; remove what a killed process left half written.
+        """Return whether a run began in the folder; remove incomplete files of a killed process.
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: the folder holds other files.
         """
         remove_leftovers(path)
         names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
@@ -114,26 +114,26 @@ class RunFolder:
 
     @staticmethod
     def num_clients(path: Path) -> int:
-        """Return with how many clients the folder's run began; 0 where there is none."""
+        """Return the number of clients with which the folder's run began; 0 without a run."""
         config = path / "config.yaml"
         content = yaml.safe_load(config.read_text()) if config.is_file() else None
         return int(content.get("num-clients", 0)) if isinstance(content, dict) else 0
 
     def _cut_back(self, after: int) -> None:
-        """Take the rounds past ``after`` out of ``metrics.jsonl``: they are done again."""
+        """Remove the rounds after ``after`` from ``metrics.jsonl``: they are repeated."""
         lines = read_metrics(self.path / "metrics.jsonl")
         if [line["round"] for line in lines[:after]] != list(range(1, after + 1)):
             raise ConfigError(
-                f"{self.path / 'metrics.jsonl'} lacks rounds of 1 to {after}; put it back, or start anew."
+                f"{self.path / 'metrics.jsonl'} lacks some of the rounds 1 to {after}. Restore it, or start a new run."
             )
-        if (self.path / "metrics.jsonl").exists():  # also where its only line was cut short
+        if (self.path / "metrics.jsonl").exists():  # also if its only line is incomplete
             write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, in one write, on the disk before it returns; and to TensorBoard.
+        """Append one round to ``metrics.jsonl``, in one write with fsync, and to TensorBoard.
 
         Raises:
-            EngineError: it could not be written, or in part only, which no reader takes for a line.
+            EngineError: the line was not written, or only in part; readers ignore an incomplete line.
         """
         data = (json.dumps(_clean(line)) + "\n").encode()
         with self._writing():
@@ -148,7 +148,7 @@ class RunFolder:
                 self._tensorboard.add_round(line)
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
-        """Write the model (with what it holds as metadata), the curves and, last, the summary."""
+        """Write the model (with ``about`` as metadata), the curves and, last, the summary."""
         from fedbn_flwr.experiment.curves import draw_curves
 
         with self._writing():
@@ -164,13 +164,13 @@ class RunFolder:
             yield
         except OSError as error:
             raise EngineError(
-                f"out={str(self.path)!r} cannot be written: {error}. What is there stays; make room and go on with "
-                "--resume (resume=true)."
+                f"out={str(self.path)!r} cannot be written: {error}. Existing files stay. Free disk space and "
+                "continue with --resume (resume=true)."
             ) from error
 
 
 def _clean(value: Any) -> Any:
-    """Return the value with numbers JSON does not have (NaN, infinity) as null, so that any reader can read it."""
+    """Return the value with NaN and infinity, which JSON does not have, as None."""
     if isinstance(value, Mapping):
         return {key: _clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The data of a run and their split over the clients: the same on every node."""
+"""The data of a run and its split over the clients, the same on every node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedbn_flwr.experiment.setup import image_shape, pick_device
 
 __all__ = ["PartitionedData", "count_clients", "partitioned_data"]
 
-DEFAULT_CLIENTS = 5  # in process, where num-clients=0 finds no federation to count
+DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
 
 
 @dataclass(frozen=True)
 class PartitionedData:
-    """The data of a run and its split: training and test examples of each client by index."""
+    """The data of a run and its split: indices of each client's training and test examples."""
 
     dataset: Dataset
     train: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
@@ -28,17 +28,17 @@ class PartitionedData:
     augment: Augment | None
 
     def train_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's training data; of all clients together without a partition id."""
+        """Return a client's training data; without a partition id that of all clients together."""
         own = np.concatenate(self.train) if partition_id is None else self.train[partition_id]
         return Subset(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std, augment=self.augment)
 
     def test_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's own test data, or the whole test set."""
+        """Return a client's own test data; without a partition id the whole test set."""
         own = None if partition_id is None else self.test[partition_id]
         return Subset(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
 
     def domain_views(self) -> dict[str, Subset]:
-        """Return the test set of each domain (group) that has one, by name; empty where the data have no groups."""
+        """Return the test set of each domain (group) by name; empty if the data have no groups."""
         data, groups = self.dataset, self.dataset.test.groups
         if groups is None:
             return {}
@@ -46,31 +46,31 @@ class PartitionedData:
         return {name: Subset(data.test, own, mean=data.mean, std=data.std) for name, own in found.items() if len(own)}
 
     def domain_of(self, partition_id: int) -> str | None:
-        """Return the domain all of a client's test data come from; None where there is no such."""
+        """Return the domain of a client's test data; None if they come from several domains or none."""
         groups = self.test_view(partition_id).groups
         own = [] if groups is None else torch.unique(groups).tolist()
         return self.dataset.group_names[own[0]] if len(own) == 1 else None
 
 
 def count_clients(config: Config) -> int:
-    """Return ``num_clients`` or, where it is not set, the groups of a split by group and 5 for the others.
+    """Return ``num_clients``; if it is 0, the number of groups for a split by group, and 5 for other splits.
 
     Raises:
-        DataError: the data is not there.
+        DataError: the data is missing.
     """
     if config.num_clients or not PARTITIONS[config.partition].by_group:
         return config.num_clients or DEFAULT_CLIENTS
     groups = _dataset(config).train.groups
-    return DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))  # no groups: the split says what is wrong
+    return DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))  # without groups the split raises
 
 
 def partitioned_data(config: Config, num_clients: int) -> PartitionedData:
-    """Load the data and split it over ``num_clients``.
+    """Return the data of a run, split over ``num_clients``.
 
     Raises:
-        DataError: the data is not there, or cannot be split as asked.
+        DataError: the data is missing, or it cannot be split in this way.
     """
-    # Only what the data and their split depend on: runs that differ in anything else share them.
+    # Runs with the same values of these keys share the data and its split.
     return _partitioned(num_clients, _dataset(config), *(getattr(config, key) for key in _SPLIT_KEYS))
 
 
@@ -85,20 +85,10 @@ _SPLIT_KEYS = (
 )
 
 
-# A pure function of its arguments, kept for the last few: Flower calls client_fn for every message, and all clients of
-# a process share one copy of the images.
+# Cached, because Flower calls client_fn for every message; all clients of a process share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
-    of = dict(zip(_SPLIT_KEYS, values, strict=True))
-    train, test = split_dataset(
-        data,
-        of["partition"],
-        num_clients,
-        seed=of["seed"],
-        alpha=of["partition_alpha"],
-        classes_per_client=of["classes_per_client"],
-        num_shards=of["num_shards"],
-        shards_per_client=of["shards_per_client"],
-        domain_share=of["domain_share"],
-    )
-    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(of["augment"]))
+    options = dict(zip(_SPLIT_KEYS, values, strict=True))
+    augment, partition, alpha = (options.pop(key) for key in ("augment", "partition", "partition_alpha"))
+    train, test = split_dataset(data, partition, num_clients, alpha=alpha, **options)
+    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment))

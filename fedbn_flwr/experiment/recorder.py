@@ -1,4 +1,4 @@
-"""What is written of a run: a tested line for each round, and model, curves and summary at the end."""
+"""Recording a run: test the global model and write a line each round; write model, curves and summary at the end."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ logger = logging.getLogger("flwr")
 OnRound = Callable[[Mapping[str, Any]], None]
 """Called with each line of ``metrics.jsonl``."""
 
-_COMPLETED = (SHARED_BN, RECALIBRATED)  # tests of the global model with other BN entries
+_COMPLETED = (SHARED_BN, RECALIBRATED)  # tests of the global model with some BN entries replaced
 GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
 GLOBAL_TESTS |= {name: f"test-{name}" for name in _COMPLETED}
-"""Each test of the global model, and what its metrics' names begin with."""
+"""Each test of the global model, and the prefix of its metrics."""
 
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 
 class Recorder:
-    """Evaluates the global model where asked, and writes a line for each round."""
+    """Tests the global model if ``eval-on`` asks for it, and writes a line for each round."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Recorder:
         self._clock = time.monotonic()
 
     def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: called with round 0 before the first and after every round."""
+        """Write the line of a round; Flower's ``evaluate_fn``, called with round 0 before the first round."""
         if server_round == 0 or self._strategy is None:
             self._clock = time.monotonic()
             return None
@@ -70,7 +70,7 @@ class Recorder:
         return MetricRecord({"accuracy": line["test-accuracy"]}) if "test-accuracy" in line else None
 
     def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
-        """Evaluate if it is due, add the line of the round and hand it on."""
+        """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
         for key in (TRAIN_LOSS, TRAIN_ACCURACY, DELTA):
             if key in report.metrics:
@@ -102,7 +102,10 @@ class Recorder:
         return line
 
     def _tested(self, state: State | None) -> dict[str, Any]:
-        """Test the global model as asked, on the whole test set and on each domain's; None = the model as it is."""
+        """Return the tests of ``eval-on`` with the global model, on the whole test set and each domain's.
+
+        ``state`` is loaded into the model first; None = the model is up to date.
+        """
         line: dict[str, Any] = {}
         domains: dict[str, dict[str, float]] = {}
         if self._test is None:
@@ -110,7 +113,7 @@ class Recorder:
         for name in (name for name in self._config.evaluations() if name in GLOBAL_TESTS):
             entries = self._strategy.completion(name) if self._strategy else {}
             if name in _COMPLETED and not entries:
-                continue  # nothing was gathered or shared; the log says why
+                continue  # no statistics were re-estimated or shared; the log gives the reason
             if state is not None:
                 self._model.load_state_dict(tensors({**state, **entries}))
             by_batch, prefix = name == "global-batch-statistics", GLOBAL_TESTS[name] + "-"
@@ -149,7 +152,7 @@ class Recorder:
         return summary
 
     def close(self) -> None:
-        """Free the device memory of the test model."""
+        """Move the test model to the CPU, to free the device's memory."""
         self._model.cpu()
 
     def _due(self, server_round: int) -> bool:
@@ -198,7 +201,7 @@ def _personal_domains(
 
 
 def _contents(strategy: FedAvg[Any] | None) -> dict[str, str]:
-    """Say what each part of ``model.safetensors`` holds."""
+    """Return the metadata of ``model.safetensors``: the content of each part."""
     about = {part.value: "global" for part in Part}
     if strategy:
         averaged = strategy.completion(SHARED_BN)

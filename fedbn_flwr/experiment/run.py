@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,16 +25,16 @@ ENGINES: tuple[Engine, ...] = ("in-process", "simulation")
 
 
 def preflight(config: Config, out: Path) -> tuple[Config, Path]:
-    """Refuse what cannot run before anything is written; return the resolved config and the absolute folder.
+    """Check a run before anything is written; return the resolved config and the absolute folder.
 
     Raises:
-        FedBNError: bad settings, missing data, an impossible split, a folder in use.
+        FedBNError: settings are bad, data is missing, the split is impossible, or the folder is in use.
     """
     out = out.absolute()
     if not config.resume:
         RunFolder.refuse_used(out)
     elif config.strategy == CENTRALIZED:
-        raise ConfigError("strategy=centralized writes no checkpoints: it cannot be resumed. Run it anew.")
+        raise ConfigError("strategy=centralized writes no checkpoints: it cannot be resumed. Start a new run.")
     here = {"out": str(out)}
     if config.checkpoint_every and not config.state_dir:
         here["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
@@ -51,12 +50,12 @@ def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRo
 
     Args:
         config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group under a split by group.
-        out: the output folder, empty or absent; with ``resume`` also that of a run to go on with.
+        out: the output folder, empty or missing; with ``resume`` also that of a run to resume.
         engine: "in-process" runs the clients in threads of this process, "simulation" in Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.
 
     Raises:
-        FedBNError: bad settings, missing data, a folder in use, a federation that failed.
+        FedBNError: settings are bad, data is missing, the folder is in use, or the federation failed.
     """
     config, out = preflight(config, out)
     if config.strategy == CENTRALIZED:
@@ -64,11 +63,10 @@ def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRo
     if engine == "simulation":
         return simulate(config, out, on_round)
     workers = max(1, (os.cpu_count() or 1) // config.torch_threads)
-    run_config: Mapping[str, Any] = config.to_mapping()
     with InProcessGrid(
         client_app(client_fn),
         config.num_clients,
-        run_config=run_config,
+        run_config=config.to_mapping(),
         max_workers=workers,
         torch_threads=config.torch_threads,
         seed=config.seed,

@@ -1,4 +1,4 @@
-"""One run: the server's side, the same in every engine, and the centralized reference."""
+"""The server's side of a run, the same in every engine, and the centralized reference."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["centralized", "serve"]
 
 logger = logging.getLogger("flwr")
 
-NODE_GRACE = 15.0  # seconds for the nodes of a federation to be counted
-RETURN_GRACE = 60.0  # the same where a run is resumed: Flower refuses the key of a killed node for about 44 s
+NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
+RETURN_GRACE = 60.0  # the same for a resumed run: Flower refuses the key of a killed node for about 44 s
 
 
 def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 
     Args:
         grid: the federation.
-        config: the settings; ``num_clients`` = 0 takes all nodes there are.
+        config: the settings; ``num_clients`` = 0 takes all connected nodes.
         out: the output folder.
         on_round: called with each line of ``metrics.jsonl``.
 
@@ -49,8 +49,8 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
         The summary.
 
     Raises:
-        ConfigError: the settings cannot run here, the federation has another size, the folder is in use.
-        EngineError: no nodes, or not one round with enough usable replies.
+        ConfigError: the settings cannot run here, the federation has another size, or the folder is in use.
+        EngineError: there are no nodes, or no round had enough usable replies.
     """
     if config.strategy == CENTRALIZED:
         raise ConfigError(
@@ -66,14 +66,14 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 
 
 def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
-    data = _server_data(config, config.num_clients)
+    data = _server_data(config)
     model = make_model(config)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
     saved = checkpoints.latest() if begun else None
     if begun and saved is None and read_metrics(out / "metrics.jsonl"):
-        raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to go on from (checkpoint-every=0?).")
+        raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, pick_device(config.device))
     strategy = make_strategy(config, model, config.num_clients)
@@ -110,9 +110,9 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
 
 
 def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
-    """Run the reference: one plain torch loop over the union of the clients' data, E steps or epochs a "round".
+    """Run the reference: a plain torch loop over the union of the clients' data, E steps or epochs per "round".
 
-    The optimizer lives through all rounds; everything else is as for a client. Raises as ``serve``.
+    One optimizer is used for all rounds; everything else is as for a client. Raises as ``serve``.
     """
     check(config)
     tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
@@ -154,10 +154,10 @@ def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
     return torch_generator(seed, purpose, server_round, "union")
 
 
-def _server_data(config: Config, num_nodes: int) -> PartitionedData | None:
-    """Return the data as the server sees them; None where they are with the nodes alone and no test here needs them."""
+def _server_data(config: Config) -> PartitionedData | None:
+    """Return the data of the server; None if only the nodes have the data and no test of the server needs it."""
     try:
-        return partitioned_data(config, num_nodes)
+        return partitioned_data(config, config.num_clients)
     except DataError:
         if any(name in GLOBAL_TESTS for name in config.evaluations()):
             raise
@@ -165,9 +165,9 @@ def _server_data(config: Config, num_nodes: int) -> PartitionedData | None:
 
 
 def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
-    """Return the number of nodes, once it is the one asked for.
+    """Wait for the number of nodes in the config, and return it.
 
-    Over a network a run that is resumed goes on with fewer, too; elsewhere fewer nodes would deal the data anew.
+    Over a network a resumed run may also continue with fewer nodes; in other engines this would change the split.
     """
     wanted = config.num_clients or begun_with
     may_return = begun_with > 0 and over_network(grid)
@@ -183,10 +183,10 @@ def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
     if not found:
         raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
     if may_return and found < wanted == begun_with:
-        logger.warning("the run began with %d nodes and goes on with %d: the others may come back", wanted, found)
+        logger.warning("the run began with %d nodes and continues with %d: the others may come back", wanted, found)
         return wanted
     raise ConfigError(
         f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "
         f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes"
-        + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all there are.")
+        + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all nodes.")
     )

@@ -1,4 +1,4 @@
-"""From a config to device, model, local training and strategy: the same on every node; and what cannot run here."""
+"""Device, model, local training and strategy of a config, the same on every node, and the checks before a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pick_device(name: str) -> torch.device:
     """Return the torch device of a config's ``device``.
 
     Raises:
-        ConfigError: CUDA is asked for and not there, or the name is unknown.
+        ConfigError: the name is unknown, or there is no such CUDA device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,22 +49,22 @@ def pick_device(name: str) -> torch.device:
 
 
 def on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model on the device, 4-d weights with their channels last in memory.
+    """Return the model on the device, with 4-d weights in channels-last format.
 
-    Convolutions are faster so, on CUDA and on the CPU (ResNet-20 by a quarter), whichever way the inputs lie.
+    This makes convolutions faster on CUDA and on the CPU (ResNet-20 by a quarter), for any format of the inputs.
     """
     return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def image_shape(config: Config) -> tuple[int, int, int]:
-    """Return (channels, height, width) of the images the model of a config takes."""
+    """Return (channels, height, width) of the input images of a config's model."""
     info = DATASETS[config.dataset]
     channels, height = input_shape(config.model, info.channels, config.image_size or info.size)
     return channels, height, info.aspect * height
 
 
 def make_model(config: Config) -> nn.Module:
-    """Return the model of a config, seeded, on the CPU."""
+    """Return the model of a config on the CPU, with seeded weights."""
     info = DATASETS[config.dataset]
     channels, size, _ = image_shape(config)
     model = build_model(
@@ -103,13 +103,13 @@ def local_training(config: Config) -> LocalTraining:
 
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[Any]:
-    """Return the strategy of a config for a federation of ``num_nodes``, its parts split by the model's layer types."""
+    """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
     return STRATEGIES[config.strategy](
         fraction_train=config.fraction_train,
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
-        # They were all there at the start (``run.serve`` counts them); a round goes on without those lost since.
+        # All nodes were there at the start (``serve`` counts them); a round does not wait for nodes lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
         **config.params().model_dump(),
@@ -117,13 +117,13 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[An
 
 
 def check(config: Config) -> None:
-    """Refuse before any work what cannot run here: no such device, no such folder, a method without its layers.
+    """Check that a run can start here: the device, the folders, the layers that the method needs.
 
-    The model is built and tried on two black images: what raises there would raise in every client.
+    A forward pass of the model on two black images finds errors that would occur in every client.
 
     Raises:
-        ConfigError: every such problem, one a line; an augmentation that does not fit the images.
-        NormLayerError: the strategy needs BatchNorm and the model has none; a norm that does not fit the layers.
+        ConfigError: all problems, one per line, or an augmentation that does not fit the images.
+        NormLayerError: the strategy needs BatchNorm and the model has none, or a norm does not fit the layers.
     """
     problems = []
     try:
@@ -162,8 +162,8 @@ def check(config: Config) -> None:
         )
     if config.reestimates() and not list(split_state(model).moments()):
         raise NormLayerError(
-            f"recalibrate and eval-on=recalibrated gather BatchNorm's running statistics; model {config.model!r} with "
-            f"norm={config.norm!r} has none. Use norm='batch', or leave both out."
+            f"recalibrate and eval-on=recalibrated re-estimate BatchNorm's running statistics; model {config.model!r} "
+            f"with norm={config.norm!r} has none. Use norm='batch', or leave both out."
         )
     _try_model(config, model)
 
@@ -177,6 +177,6 @@ def _try_model(config: Config, model: nn.Module) -> None:
 
 
 def _norm_kind(module: nn.Module) -> str:
-    """Return the name of torch's normalisation class the module is, "" for other layers."""
+    """Return the name of the module's normalisation class in torch; "" for other layers."""
     names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn")]
     return names[0] if names and "Norm" in names[0] else ""

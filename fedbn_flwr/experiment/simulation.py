@@ -1,4 +1,4 @@
-"""The simulation engine: the default app through ``flwr run``, from the installed package alone."""
+"""The simulation engine: the default app through ``flwr run``; it needs only the installed package."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def simulate(
 
     Args:
         config: the settings, with ``num_clients`` and an absolute ``out``.
-        out: the output folder; the run's log goes there as ``flower.log``.
+        out: the output folder; it also gets the run's log, ``flower.log``.
         on_round: called with each line of ``metrics.jsonl`` as it appears.
-        federation_config: in place of the defaults (a CPU per torch thread, no GPU; on CUDA all clients at work share
-            the first GPU).
+        federation_config: replaces the defaults (a CPU per torch thread, no GPU; on CUDA all clients share the first
+            GPU).
 
     Raises:
         EngineError: the run did not complete.
@@ -91,19 +91,19 @@ def simulate(
 
 
 def _actors(config: Config) -> dict[str, Scalar]:
-    """Return the setting that lets all clients of a round run at once, which the channel needs: an actor for each."""
+    """Return the setting for one actor per client; the channel needs all clients of a round at the same time."""
     if not STRATEGIES[config.strategy].needs_all_at_once(config.params()):
         return {}
     return {"init-args-num-cpus": config.num_clients * config.torch_threads}
 
 
 def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> None:
-    """Hand on the lines of a growing ``metrics.jsonl`` until the run has ended."""
+    """Call ``on_round`` with the new lines of ``metrics.jsonl`` until the run ends."""
     seen = 0
     while on_round:
         last = ended.wait(0.3)
         lines = read_metrics(path)
-        seen = min(seen, len(lines))  # a resume cuts them back
+        seen = min(seen, len(lines))  # a resume removes lines
         for line in lines[seen:]:
             on_round(line)
         seen = len(lines)

@@ -1,4 +1,4 @@
-"""The split of a config seen: how many training examples of each class, and of each group, a client has."""
+"""The split of a config: numbers of training examples by client and class, and by client and group."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Counts:
 
 
 def count_split(config: Config) -> tuple[Counts, ...]:
-    """Return the tables of a config's split: by class, where images have one, and by group, where there are groups.
+    """Return the tables of a config's split: by class if images have one class, and by group if there are groups.
 
     Raises:
         ConfigError: the split does not fit the data, or the number of clients.
-        DataError: the data is not there, or cannot be split as asked.
+        DataError: the data is missing, or it cannot be split in this way.
     """
     split = partitioned_data(config, count_clients(config))
     samples, groups = split.dataset.train, split.dataset.group_names
@@ -48,7 +48,7 @@ def draw_split(config: Config, table: Counts, path: Path) -> None:
     """Write a table as a picture, see ``partition_picture``.
 
     Raises:
-        ConfigError: the file is there already, or cannot be written.
+        ConfigError: the file exists, or it cannot be written.
     """
     if path.exists():
         raise ConfigError(f"out={str(path)!r} is there; results are never overwritten. Choose another file.")

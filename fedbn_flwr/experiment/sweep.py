@@ -10,12 +10,12 @@ A study file::
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35}
 
-The paper's number may also stand by domain, ``{amazon: 61.3, average: 66.3}``: it then goes to the table by domain,
-which data sets of several domains get beside the other one.
+The paper's number may also be given by domain, ``{amazon: 61.3, average: 66.3}``: it is then shown in the table by
+domain, a second table for data sets with several domains.
 
-``methods`` and ``splits`` override ``base``, a method's settings those of the split. Each run stands in
-``OUT/METHOD/SPLIT/seed-N``; a finished one (it has a ``summary.json``) is skipped, an unfinished one goes on from its
-last checkpoint, and what cannot go on is set aside under another name.
+``methods`` and ``splits`` override ``base``; a method's settings override those of the split. Each run has the folder
+``OUT/METHOD/SPLIT/seed-N``. A finished run (with ``summary.json``) is skipped, an unfinished run is resumed from its
+last checkpoint, and the folder of a run that cannot be resumed is renamed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Settings = dict[str, Scalar]
 
 
 class Study(BaseModel):
-    """A study file. See the module for an example."""
+    """A study file; the module's docstring has an example."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,10 +69,10 @@ class Study(BaseModel):
 
         Args:
             path: the YAML file.
-            overrides: ``key=value`` settings over its ``base`` (a data folder, say).
+            overrides: ``key=value`` settings that override its ``base``, such as a data folder.
 
         Raises:
-            ConfigError: every problem found, each with the run it is in.
+            ConfigError: all problems, each with the name of the run.
         """
         try:
             read = yaml.safe_load(path.read_text())
@@ -104,7 +104,7 @@ class Study(BaseModel):
         return [f"{method}/{split}" for method in self.methods for split in self.splits]
 
     def cells(self) -> Iterator[Cell]:
-        """Yield every run that is not skipped: seed by seed, so that a cut study has whole tables first."""
+        """Yield all runs except skipped ones, seed by seed: a stopped study has complete tables for the first seeds."""
         for seed in self.seeds:
             for split, split_settings in self.splits.items():
                 for method, method_settings in self.methods.items():
@@ -147,18 +147,18 @@ def sweep(
     engine: Engine = "in-process",
     on_cell: Callable[[Cell, int, int], OnRound | None] | None = None,
 ) -> str:
-    """Do the runs of a study that are not finished, write its tables and curves, and return the Markdown table.
+    """Do the unfinished runs of a study, write its tables and curves, and return the Markdown table.
 
     Args:
         study: the grid.
-        out: folder of all runs; ``table.md``, ``table.csv`` and ``curves.png`` are written there, anew after each run;
-            ``domains.md`` and ``domains.csv`` where runs were tested by domain.
+        out: folder of all runs; ``table.md``, ``table.csv`` and ``curves.png`` are written there after each run, and
+            ``domains.md`` and ``domains.csv`` if runs were tested by domain.
         engine: as for ``run``.
-        on_cell: called before each run with the run, its index and the number of runs; what it returns follows
-            the rounds.
+        on_cell: called before each run with the run, its index and the number of runs; it returns the ``on_round`` of
+            the run.
 
     Raises:
-        FedBNError: a run failed; what is finished stays, and the same call goes on from there.
+        FedBNError: a run failed; finished runs stay, and the same call continues with the others.
     """
     cells = list(study.cells())
     for index, cell in enumerate(cells):
@@ -171,13 +171,13 @@ def sweep(
 
 
 def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None) -> None:
-    """Do a run, or the rest of one that was cut; begin anew where its checkpoints do not fit the study any more."""
+    """Resume a run, or do it from the start if its checkpoints do not fit the study."""
     if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
         try:
             run(config.model_copy(update={"resume": True}), folder, engine, on_round)
             return
         except ConfigError as error:
-            logger.warning("%s begins anew: %s", folder, error)
+            logger.warning("%s starts from the beginning: %s", folder, error)
     _set_aside(folder)
     run(config, folder, engine, on_round)
 

@@ -1,4 +1,4 @@
-"""A run's scalars for TensorBoard, the extra ``tensorboard``: another reading of ``metrics.jsonl``."""
+"""The scalars of ``metrics.jsonl`` as event files for TensorBoard; needs the extra ``tensorboard``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["TensorBoardLog"]
 
 
 class TensorBoardLog:
-    """Writes event files that ``tensorboard --logdir`` reads while the run goes on.
+    """Writes event files that ``tensorboard --logdir`` can read during the run.
 
     Args:
-        folder: of the event files.
-        after: rounds past this one are done again, and TensorBoard shall forget them.
+        folder: folder of the event files.
+        after: TensorBoard drops rounds after this one: the run repeats them.
     """
 
     def __init__(self, folder: Path, after: int) -> None:
@@ -28,7 +28,7 @@ class TensorBoardLog:
 
     @staticmethod
     def check() -> None:
-        """Raise ConfigError where TensorBoard is not installed."""
+        """Raise ConfigError if TensorBoard is not installed."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(
                 "tensorboard=true needs TensorBoard, which is not installed: pip install 'fedbn-flwr[tensorboard]', or "
@@ -36,18 +36,18 @@ class TensorBoardLog:
             )
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Write the numbers of one round, and flush them: a killed run keeps what it did."""
+        """Write and flush the numbers of one round."""
         for name, value in _scalars(line):
             self._writer.add_scalar(name, value, line["round"])
         self._writer.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._writer.close()
 
 
 def _scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield what is a number, and of each domain ``metric/domain``; clients and lists stay in ``metrics.jsonl``."""
+    """Yield the numbers of a line, those of domains as ``metric/domain``; clients and lists are left out."""
     numbers = {f"{metric}/{d}": v for metric, values in line.get("domains", {}).items() for d, v in values.items()}
     for name, value in {**line, **numbers}.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "round":

@@ -1,8 +1,8 @@
-"""Everything that travels between server and clients, and everything that lies in a client's ``Context.state``.
+"""All names in the messages between server and clients, and in a client's ``Context.state``.
 
-This file holds the name of each record and key that more than one module uses. What a single method sends is declared
-in that method's file (its ``keys``) and listed here too. ``make generate`` writes the table from the declarations; no
-other file writes such a name (``tests/messages/test_protocol.py``).
+This file declares each record name and key that more than one module uses. The keys of a single method are declared in
+the method's file (its ``keys``) and listed here too. ``make generate`` writes the table from the declarations. No other
+file may write such a name (``tests/messages/test_protocol.py``).
 
 <!-- protocol -->
 

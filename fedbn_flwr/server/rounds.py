@@ -65,16 +65,14 @@ def run_rounds(
     for server_round in range(after + 1, num_rounds + 1):
         logger.info("[ROUND %d/%d]", server_round, num_rounds)
         messages = strategy.configure_train(server_round, arrays, train_config, grid)
-        replies = strategy.run_training(server_round, messages, grid)
-        averaged, metrics = strategy.aggregate_train(server_round, replies)
+        averaged, metrics = strategy.aggregate_train(server_round, strategy.run_training(server_round, messages, grid))
         if averaged is not None:
             result.arrays = arrays = averaged
         if metrics is not None:
             logger.info("Training: %s", metrics)
             result.train_metrics_clientapp[server_round] = metrics
         messages = strategy.configure_evaluate(server_round, arrays, evaluate_config, grid)
-        replies = list(grid.send_and_receive(messages, timeout=timeout))
-        metrics = strategy.aggregate_evaluate(server_round, replies)
+        metrics = strategy.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
         if metrics is not None:
             logger.info("Evaluation: %s", metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics

@@ -79,9 +79,8 @@ class RunState:
         """The number of rounds of the run; ConfigError if Flower's loop does not say."""
         if self.num_rounds is None:
             raise ConfigError(
-                f"strategy {self.strategy!r} needs the number of rounds, which is not known where its own start() is "
-                "not called: give it rounds (int), not fractions; in Flower's legacy loop pass num_rounds= to "
-                "to_legacy."
+                f"strategy {self.strategy!r} needs the number of rounds, which only its own start() knows: set rounds "
+                "(int), not fractions; in Flower's legacy loop pass num_rounds= to to_legacy."
             )
         return self.num_rounds
 
@@ -105,8 +104,8 @@ class RunState:
             return
         if info.began and node.label in self.local_hashes:
             logger.warning(
-                "%s had lost what it kept between rounds (its memory went with its process), and began anew; "
-                "give it a state folder (state-dir)",
+                "%s had lost what it kept between rounds, because its process had ended, and started again; give it a "
+                "state folder (state-dir)",
                 node,
             )
         self.local_hashes[node.label] = info.local_sha256

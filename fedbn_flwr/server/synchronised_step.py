@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_reco
 from fedbn_flwr.server.polling import Enough, send_until
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
+from fedbn_flwr.transport.barrier import Sent, odd_ones
 from fedbn_flwr.transport.grpc_channel import ChannelServer
 from fedbn_flwr.transport.polling_grid import in_simulation
 
@@ -191,14 +191,11 @@ def _exchange(first: Message, answer: ArrayRecord, config: Mapping[str, Any], be
     return message
 
 
-_Sent = tuple[str, torch.Tensor]
-
-
 def _sort(
     left: Mapping[int, Member], replies: Mapping[int, Message], limits: Limits
-) -> tuple[dict[int, _Sent], dict[int, Message], dict[int, str]]:
+) -> tuple[dict[int, Sent], dict[int, Message], dict[int, str]]:
     """Sort the replies: tensors of the next exchange, models of finished clients, and the reasons of lost clients."""
-    sent: dict[int, _Sent] = {}
+    sent: dict[int, Sent] = {}
     done: dict[int, Message] = {}
     lost: dict[int, str] = {}
     for node_id in left:
@@ -216,21 +213,15 @@ def _sort(
                 lost[node_id] = str(error)
     limit = f"within {limits.exchange_timeout:g} s of the first" if sent else f"within {limits.reply_timeout:g} s"
     lost |= {node_id: f"did not answer an exchange {limit}" for node_id in left if node_id not in replies}
-    kinds = {node_id: (tag, tuple(t.shape), t.dtype) for node_id, (tag, t) in sent.items()}
-    if kinds:
-        usual, _ = Counter(kinds.values()).most_common(1)[0]
-        for node_id, kind in kinds.items():
-            if kind != usual:
-                lost[node_id] = f"sent {kind} where the others sent {usual}"
-                del sent[node_id]
-    return sent, done, lost
+    odd = odd_ones(sent)
+    return {i: own for i, own in sent.items() if i not in odd}, done, lost | odd
 
 
 def _tensors_of(reply: Message) -> ArrayRecord:
     return reply.content.array_records.get(EXCHANGE, ArrayRecord())
 
 
-def _read(record: ArrayRecord) -> _Sent:
+def _read(record: ArrayRecord) -> Sent:
     """Return tag and tensor of an exchange; ReplyError if the record is not one finite floating tensor."""
     if len(record) != 1:
         raise ReplyError(f"sent {len(record)} tensors in one exchange")

@@ -61,10 +61,10 @@ STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
 
 
 def make_hooks(names: Iterable[str], context: HookContext) -> dict[str, ClientHook]:
-    """Return the client hooks that a training message asks for, by name, in that order.
+    """Return the client hooks that a training message names, by name, in that order.
 
     Raises:
-        ConfigError: the message asks for a hook that this version does not have.
+        ConfigError: the message names a hook that this version does not have.
     """
     known = {name: make for strategy in STRATEGIES.values() for name, make in strategy.client_hooks.items()}
     for name in names:

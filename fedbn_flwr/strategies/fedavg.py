@@ -53,52 +53,46 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.flower import RECALIBRATED, Server
-from fedbn_flwr.server.method import HookContext, HookFactory, Params, RunSettings
+from fedbn_flwr.server.method import HookFactory, Params, RunSettings
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
-from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["FedAvg", "FedAvgParams"]
 
 
 class FedAvgParams(Params):
-    """Parameters of FedAvg: none beside those of every strategy."""
+    """Parameters of FedAvg: those of every strategy."""
 
 
 P = TypeVar("P", bound=FedAvgParams, default=FedAvgParams)
 
 
-def _momentum(context: HookContext) -> ClientHook:
-    return MomentumBuffers(context.config[SCOPE], context.local_entries)
-
-
-def _share_bn(context: HookContext) -> ClientHook:
-    return ShareBN(context.local_entries)
-
-
 class FedAvg(Server[P]):
     """Federated averaging. Takes Flower's own constructor arguments, and the fields of ``Params`` by name.
 
-    ``state_dict()`` is what to checkpoint beside the global model; after ``load_state_dict`` the next ``start`` goes on
-    from there. A subclass names in ``checkpoint_keys`` the attributes it adds.
+    ``state_dict()`` is the strategy state to checkpoint with the global model; after ``load_state_dict`` the next
+    ``start`` continues from it. A subclass names its additional attributes in ``checkpoint_keys``.
 
     Args:
         *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
-        parts: the split of the model's state (``split_state(model)``); made from the names of the initial arrays
-            where it is not given.
+        parts: the split of the model's state (``split_state(model)``); by default made from the names of the initial
+            arrays.
         **kwargs: Flower's arguments and the fields of ``Params``.
 
     Raises:
-        ConfigError: an argument nobody knows, or a value out of range.
+        ConfigError: an argument is unknown, or a value is out of range.
     """
 
     name = "fedavg"
     summary_line = "weighted average of everything, BN counters kept exact"
     source = "McMahan 2017"
     Params: ClassVar[type[Any]] = FedAvgParams
-    client_hooks: ClassVar[Mapping[str, HookFactory]] = {MOMENTUM: _momentum, "share-bn": _share_bn}
-    implicit_hooks = frozenset({"share-bn"})  # a client may leave it
+    client_hooks: ClassVar[Mapping[str, HookFactory]] = {
+        MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries),
+        "share-bn": lambda context: ShareBN(context.local_entries),
+    }
+    implicit_hooks = frozenset({"share-bn"})  # a client may leave it out
     keys: ClassVar[tuple[Key, ...]] = (MOMENTUM, SCOPE, SHARED_BN)
     checkpoint_keys: ClassVar[tuple[str, ...]] = ("momentum",)
 
@@ -112,7 +106,7 @@ class FedAvg(Server[P]):
 
     @classmethod
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
-        """Return why these settings cannot be used in such a run, a line each."""
+        """Return why these settings cannot be used in such a run, one line each."""
         found = cls._test_conflicts(params, run.tests)
         if params.momentum_scope != "none" and not run.sgd_momentum:
             found.append(f"momentum-scope={params.momentum_scope} needs sgd-momentum above 0")
@@ -120,13 +114,13 @@ class FedAvg(Server[P]):
 
     @classmethod
     def _test_conflicts(cls, params: P, tests: Sequence[str]) -> list[str]:
-        """Return which tests this method has no model for."""
+        """Return why tests have no model under this method, one line each."""
         found = []
         bn_parts, weights = cls.local - {Part.REST}, cls.local & {Part.AFFINE, Part.REST}
         if (params.recalibrate or RECALIBRATED in tests) and weights:
             found.append(
                 f"strategy {cls.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
-                "weights under which statistics could be gathered (recalibrate, eval-on=recalibrated)."
+                "weights under which statistics could be re-estimated (recalibrate, eval-on=recalibrated)."
             )
         if SHARED_BN in tests and (not bn_parts or Part.REST in weights):
             found.append(
@@ -142,21 +136,21 @@ class FedAvg(Server[P]):
 
     @classmethod
     def extra_copies(cls, params: P) -> tuple[int, int]:
-        """Return how often the trainable floats travel beside the model: of shared entries, and of all."""
+        """Return how many more copies of the trainable floats travel with the model: of shared entries, and of all."""
         return int(params.momentum_scope == "global"), 0
 
     def begin(self) -> None:
         """Start without momentum.
 
         Raises:
-            NormLayerError: statistics shall be re-estimated, and the model has no BatchNorm.
+            NormLayerError: statistics must be re-estimated, and the model has no BatchNorm.
         """
         self.momentum = {}
         asked = self.params.recalibrate or RECALIBRATED in self.tests
         if asked and not list(self.run.parts.moments()):
             raise NormLayerError(
-                "recalibration gathers BatchNorm's running statistics, and the model has none. Use recalibrate=false "
-                "and no eval-on=recalibrated, or a model with BatchNorm."
+                "recalibration re-estimates BatchNorm's running statistics, and the model has none. Use "
+                "recalibrate=false and no eval-on=recalibrated, or a model with BatchNorm."
             )
 
     def phase(self, server_round: int) -> str:
@@ -164,13 +158,13 @@ class FedAvg(Server[P]):
         return "train"
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Tell the clients what becomes of their momentum, and to share BN parts that a test averages."""
+        """Send the scope of momentum; ask for BN parts if a test averages them."""
         scope = self.params.momentum_scope
         hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {MOMENTUM: {SCOPE: scope}}
         return {**hooks, "share-bn": {}} if SHARED_BN in self.tests else hooks
 
     def extras(self, server_round: int) -> Mapping[str, State]:
-        """Send the averaged momentum; open a record for shared BN parts."""
+        """Send the averaged momentum, and an empty record for shared BN parts."""
         sent: dict[str, State] = {MOMENTUM: self.momentum} if self.params.momentum_scope == "global" else {}
         return {**sent, SHARED_BN: {}} if SHARED_BN in self.tests else sent
 
@@ -185,7 +179,7 @@ class FedAvg(Server[P]):
             check_state(shared, {name: before[name] for name in local}, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Return sum p_i x_i of the replies; average their momentum where it is global."""
+        """Return sum p_i x_i of the replies; average their momentum if it is global."""
         if self.params.momentum_scope == "global":
             sent = [reply.extras.get(MOMENTUM, {}) for reply in replies]
             self.momentum = average_buffers(sent, self.weights(replies))

@@ -67,7 +67,7 @@ class FedBSParams(FedProxParams):
 
 
 class FedBS(FedProx[FedBSParams]):
-    """Loss-weighted averaging until the losses agree, FedProx with equal weights after (``switched_after``).
+    """Loss-weighted averaging until the losses agree (round ``switched_after``), then FedProx with equal weights.
 
     Args:
         *args: as ``FedAvg``.
@@ -114,7 +114,7 @@ class FedBS(FedProx[FedBSParams]):
             )
 
     def weights(self, replies: Sequence[Reply]) -> list[float]:
-        """Return the losses in phase 1, equal weights in phase 2 or where all losses are zero."""
+        """Return the losses in phase 1; equal weights in phase 2 or if all losses are zero."""
         losses = [reply.metrics[self.loss_key] for reply in replies]
         return losses if self.switched_after is None and any(losses) else [1.0] * len(replies)
 

@@ -65,10 +65,10 @@ __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOp
 
 
 class FedOpt(FedAvg[P]):
-    """Algorithm 1: the server takes the clients' mean change for a gradient. A method writes ``step``.
+    """Algorithm 1: the server uses the clients' mean change as a gradient. A method implements ``step``.
 
-    Give a subclass the ``local`` parts of another method (``local = FedBN.local``) and those stay with the clients,
-    untouched by the optimizer.
+    A subclass may take the ``local`` parts of another method (``local = FedBN.local``): they stay with the clients, and
+    the optimizer does not change them.
     """
 
     def step(self, server_round: int, name: str, delta: Array) -> Array:
@@ -76,9 +76,9 @@ class FedOpt(FedAvg[P]):
         raise NotImplementedError
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; then step every floating entry but running statistics from where it was."""
+        """Average; then step every floating entry except running statistics from its previous value."""
         state = super().combine(server_round, replies, before)
-        # By name too: InstanceNorm's statistics are no part of BatchNorm, and variances all the same.
+        # Also by name: InstanceNorm's running variances are not in BatchNorm's parts and must not be stepped either.
         averaged = {*self.run.parts.statistics, *split_state(before).statistics}
         for name, mean in state.items():
             if name not in averaged and np.issubdtype(mean.dtype, np.floating):
@@ -116,8 +116,7 @@ class FedAdagrad(FedOpt[A]):
 
     Args:
         *args: as ``FedAvg``.
-        eta_l: the clients' learning rate, taken because Flower's strategies take it; the clients' own settings decide,
-            there and here.
+        eta_l: ignored, as in Flower's strategies; the clients' own settings give their learning rate.
         **kwargs: as ``FedAvg``.
     """
 
@@ -178,7 +177,7 @@ class FedAdam(FedAdagrad[B]):
 
 
 class FedYogi(FedAdam[FedYogiParams]):
-    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, whatever the distance."""
+    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, independent of the distance."""
 
     name = "fedyogi"
     summary_line = "FedAvg with Yogi on the server; BN statistics averaged"

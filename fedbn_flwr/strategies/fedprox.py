@@ -43,12 +43,11 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import HookContext, setting
+from fedbn_flwr.server.method import setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
-
 
 PROXIMAL_MU = Key("proximal-mu", "float: mu", "server", "client")
 
@@ -70,18 +69,14 @@ class ProximalTerm(ClientHook):
         self._received: list[tuple[nn.Parameter, Tensor]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Remember the trainable parameters as received."""
+        """Store the trainable parameters as received."""
         self._received = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return mu/2 ||w - w_received||^2 (None for mu = 0, which keeps FedAvg's bits)."""
+        """Return mu/2 ||w - w_received||^2; None for mu = 0, which keeps FedAvg's bits."""
         if self.mu == 0:
             return None
         return self.mu / 2 * torch.stack([(p - start).square().sum() for p, start in self._received]).sum()
-
-
-def _proximal(context: HookContext) -> ClientHook:
-    return ProximalTerm(float(context.config[PROXIMAL_MU]))
 
 
 class FedProx(FedAvg[P]):
@@ -91,7 +86,7 @@ class FedProx(FedAvg[P]):
     summary_line = "FedAvg with mu/2 ||w - w_global||^2 in the local loss"
     source = "Li 2020, arXiv:1812.06127"
     Params = FedProxParams
-    client_hooks = {"proximal": _proximal}
+    client_hooks = {"proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))}
     keys = (PROXIMAL_MU,)
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:

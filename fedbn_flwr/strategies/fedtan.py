@@ -107,13 +107,13 @@ BACKWARD = Key("fedtan-backward", "str: global or own", "server", "client")
 class FedTANParams(FedAvgParams):
     """Parameters of FedTAN."""
 
-    fedtan_exchanges: Exchanges = setting("3L+1", "exchanges of a round; 2L+1: mean and variance travel together")
+    fedtan_exchanges: Exchanges = setting("3L+1", "exchanges of a round; 2L+1 sends mean and variance together")
     fedtan_transport: Literal["messages", "channel"] = setting(
-        "messages", "how exchanges travel between processes; in process clients wait at a barrier"
+        "messages", "how exchanges travel between processes; in one process clients wait at a barrier"
     )
-    fedtan_timeout: float = setting(120.0, "seconds an exchange waits for its last client", gt=0)
-    fedtan_bind: str = setting("127.0.0.1:0", "where the channel listens, host:port; port 0 = a free one")
-    fedtan_address: str = setting("", "host:port that clients connect to; empty = where the channel listens")
+    fedtan_timeout: float = setting(120.0, "seconds that an exchange waits for its last client", gt=0)
+    fedtan_bind: str = setting("127.0.0.1:0", "address of the channel on the server, host:port; port 0 = a free port")
+    fedtan_address: str = setting("", "host:port that clients connect to; empty = fedtan-bind with the port in use")
     fedtan_tls_dir: str = setting("", "folder with ca.crt, server.crt, server.key; empty = loopback only")
 
 
@@ -121,9 +121,9 @@ P = TypeVar("P", bound=FedTANParams, default=FedTANParams)
 
 
 class SynchroniseFirstStep(ClientHook):
-    """Client half: the BN layers of the first step reduce through ``reducer``; a lost client makes the step repeat.
+    """Client half: the BN layers of the first step use ``reducer``; if another client is lost, the step is repeated.
 
-    ``batch_size`` is what this client said its first batch would hold; the others count on it.
+    ``batch_size`` is the size of the first batch that this client has reported; the other clients rely on it.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class SynchroniseFirstStep(ClientHook):
         self._backward: Backward = backward
 
     def synchronises(self, step: int) -> bool:
-        """Tell that the first step sees the union of the batches."""
+        """Return True for the first step, which uses the union of the batches."""
         return step == 0
 
     def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
-        """Run the first step synchronised, from the same state and batch until it comes through."""
+        """Run the first step synchronised; repeat it from the same state and batch until it succeeds."""
         if step > 0:
             return compute()
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -155,10 +155,10 @@ class SynchroniseFirstStep(ClientHook):
         """Synchronise the first step.
 
         Raises:
-            RetryStep: a client was lost: the caller repeats the step, from the same state and with the same batch.
-            Pending: the step travels in messages, and the answer to its next exchange is not there yet.
+            RetryStep: another client was lost; the caller must repeat the step with the same state and batch.
+            Pending: the step travels in messages, and its next exchange has no answer yet.
             NormLayerError: a layer cannot be synchronised.
-            DataError: the batch has another size than the server was told.
+            DataError: the batch does not have the size that this client has reported.
         """
         if step > 0:
             yield
@@ -217,7 +217,7 @@ class FedTAN(FedAvg[P]):
     _channel: ChannelServer | None = None
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
-        """Run the rounds; see ``FedAvg.start``. A channel is closed at the end."""
+        """Run the rounds as ``FedAvg.start``; close the channel at the end."""
         try:
             return super().start(*args, **kwargs)
         finally:
@@ -227,7 +227,7 @@ class FedTAN(FedAvg[P]):
 
     @classmethod
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
-        """Refuse batch-renorm, whose correction is local."""
+        """Refuse batch-renorm, which corrects locally."""
         found = super().conflicts(params, run)
         if run.norm == "batch-renorm":
             found.append(f"strategy={cls.name} synchronises BatchNorm; norm=batch-renorm corrects it locally")
@@ -240,7 +240,7 @@ class FedTAN(FedAvg[P]):
 
     @classmethod
     def exchange_cost(cls, params: P) -> tuple[int, int]:
-        """Return exchanges per layer, and rows: mean, variance (fused: and the mean's remainder), two gradients."""
+        """Return exchanges per layer, and rows: mean, variance, two gradients; 2L+1 adds the mean's remainder."""
         forward, rows = (2, 2) if params.fedtan_exchanges == "3L+1" else (1, 3)
         return (forward + 1, rows + 2) if cls.backward == "global" else (forward, rows)
 
@@ -249,11 +249,11 @@ class FedTAN(FedAvg[P]):
         return True
 
     def phase(self, server_round: int) -> str:
-        """Return "synchronised" where the round's first step is."""
+        """Return "synchronised" if the round's first step is."""
         return "synchronised" if self.synchronised(server_round) else super().phase(server_round)
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Tell the clients to synchronise their first step."""
+        """Ask the clients to synchronise their first step."""
         hooks = super().hooks_for(server_round)
         if self.synchronised(server_round):
             hooks["synchronise-first-step"] = {EXCHANGES: self.params.fedtan_exchanges, BACKWARD: self.backward}
@@ -270,8 +270,8 @@ class FedTAN(FedAvg[P]):
             node = self.nodes.node(node_id)
             self.run.report.reject(node_id, f"{node}: {reason}")
             logger.warning("round %d: %s %s; the step was redone without it", server_round, node, reason)
-        # A client that was dropped has no part in the round, whatever it trained on its own. One that never took part
-        # in an exchange goes on to be refused by what its app lacks.
+        # A dropped client's model is not used. A reply without any applied hook is passed on: it is then refused with
+        # the name of what the app lacks.
         return [
             r
             for r in step.replies
@@ -296,10 +296,10 @@ class FedTAN(FedAvg[P]):
         return step_by_channel(grid, self._channel, messages, members, limits)
 
     def _members(self, messages: Iterable[Message]) -> dict[int, Member]:
-        """Return who takes part; a node that has not told what the step needs is refused.
+        """Return the members of the step; refuse nodes that have not reported what the step needs.
 
         Raises:
-            ConfigError: none of them has.
+            ConfigError: no node has.
         """
         nodes = [self.nodes.node(message.metadata.dst_node_id) for message in messages]
         members = {

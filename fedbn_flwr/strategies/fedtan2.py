@@ -63,7 +63,7 @@ class FedTAN2(Freezing[FedTAN2Params], FedTAN[FedTAN2Params]):
 
     @classmethod
     def freezes(cls, params: FedTAN2Params) -> tuple[str, At, bool]:
-        """Return M; gamma and beta go on learning."""
+        """Return M; gamma and beta are not frozen."""
         return "fedtan-rounds", params.fedtan_rounds, False
 
     def synchronised(self, server_round: int) -> bool:

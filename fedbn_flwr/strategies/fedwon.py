@@ -50,13 +50,12 @@ from torch import nn
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import HookContext, RunSettings, setting
+from fedbn_flwr.server.method import RunSettings, setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["ClipGradients", "FedWon", "FedWonParams"]
-
 
 AGC = Key("agc", "float: lambda", "server", "client")
 
@@ -74,22 +73,18 @@ class ClipGradients(ClientHook):
         self._clipping = clipping
 
     def gradients(self, model: nn.Module) -> None:
-        """Clip all gradients but those of the classifier's last layer."""
+        """Clip all gradients except those of the classifier's last layer."""
         clip_gradients(model.parameters(), self._clipping, exclude=exclude_head(model))
 
 
-def _clip(context: HookContext) -> ClientHook:
-    return ClipGradients(float(context.config[AGC]))
-
-
 class FedWon(FedAvg[FedWonParams]):
-    """FedAvg that requires a model without BatchNorm and carries AGC."""
+    """FedAvg with AGC, for a model without BatchNorm."""
 
     name = "fedwon"
     summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
     source = "Zhuang 2024, arXiv:2306.11879"
     Params = FedWonParams
-    client_hooks = {"agc": _clip}
+    client_hooks = {"agc": lambda context: ClipGradients(float(context.config[AGC]))}
     keys = (AGC,)
 
     @classmethod
@@ -104,7 +99,7 @@ class FedWon(FedAvg[FedWonParams]):
         """Refuse a model with BatchNorm.
 
         Raises:
-            NormLayerError: naming the first layers.
+            NormLayerError: the model has BatchNorm; the error names the first layers.
         """
         super().begin()
         if paths := [layer.path for layer in self.run.parts.layers]:

@@ -66,7 +66,7 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import State, normalise
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.method import HookContext, RunSettings, setting
+from fedbn_flwr.server.method import RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
@@ -93,7 +93,7 @@ At = int | float | str  # a round, a fraction of all rounds, or "auto"
 
 
 def check_at(at: At) -> At:
-    """Return ``at`` where it is a round >= 0 (int), a fraction in [0, 1] (float) or "auto"; else raise ValueError."""
+    """Return ``at`` if it is a round >= 0 (int), a fraction in [0, 1] (float) or "auto"; else raise ValueError."""
     if isinstance(at, str) and at != "auto":
         raise ValueError(f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'")
     if isinstance(at, float) and not 0 <= at <= 1:
@@ -104,7 +104,7 @@ def check_at(at: At) -> At:
 
 
 class WindowParams(FedAvgParams):
-    """The window rule of an automatic round."""
+    """Parameters of the window rule for an automatic round."""
 
     freeze_window: int = setting(100, "window W of an automatic round, rounds; must be below R", ge=2)
     freeze_tau: float = setting(2e-3, "threshold tau of an automatic round: the variance of delta", gt=0)
@@ -120,17 +120,14 @@ class FixBNParams(WindowParams):
 
 
 def freeze_round(at: At, num_rounds: int) -> int | None:
-    """Return T* where it is known beforehand: an int as it is, a fraction as floor(f R); None for "auto"."""
+    """Return T*: an int unchanged, a fraction as floor(f R), None for "auto"."""
     if isinstance(at, str):
         return None
     return share_of(at, num_rounds) if isinstance(at, float) else at
 
 
 class FreezeBN(ClientHook):
-    """Client half after T*: BatchNorm in eval mode while the rest trains, gamma and beta learning or not.
-
-    The layers stay in eval mode when the training calls ``model.train()``.
-    """
+    """Client half after T*: BN stays in eval mode, also after ``model.train()``; ``affine`` freezes gamma and beta."""
 
     def __init__(self, affine: bool) -> None:
         self.affine = affine
@@ -138,7 +135,7 @@ class FreezeBN(ClientHook):
         self._learning: list[nn.Parameter] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Put the BN layers in eval mode; with ``affine`` also stop their parameters from learning."""
+        """Put the BN layers in eval mode; with ``affine`` also freeze their parameters."""
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self._modes = {layer: layer.training for layer in layers}
         for layer in layers:
@@ -150,9 +147,9 @@ class FreezeBN(ClientHook):
                 parameter.requires_grad_(False)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Give the layers their modes back, and let gamma and beta learn again."""
+        """Restore the layers' modes and unfreeze their parameters."""
         for layer, mode in self._modes.items():
-            del layer.train  # the instance's; the class's is there again
+            del layer.train  # the instance attribute; the class's method is used again
             layer.train(mode)
         for parameter in self._learning:
             parameter.requires_grad_(True)
@@ -170,7 +167,7 @@ class ReportDrift(ClientHook):
         self._received: list[Tensor] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Remember the statistics as received."""
+        """Store the statistics as received."""
         self._received = [s.clone() for s in _statistics(model)]
 
     def end(self, model: nn.Module) -> dict[str, float]:
@@ -188,28 +185,23 @@ def _statistics(model: nn.Module) -> list[Tensor]:
     return [s for s in pairs if s is not None]
 
 
-def _freeze(context: HookContext) -> ClientHook:
-    return FreezeBN(bool(context.config[AFFINE]))
-
-
-def _drift(_: HookContext) -> ClientHook:
-    return ReportDrift()
-
-
 W = TypeVar("W", bound=WindowParams, default=WindowParams)
 
 
 class Freezing(FedAvg[W]):
-    """What FixBN and FedTAN-II share: BN statistics that stay as they are after a round known or found out.
+    """The common base of FixBN and FedTAN-II: BN statistics are frozen after a fixed or an automatic round.
 
     Attributes:
-        frozen_after: the round after which they are frozen; None until it is known.
-        deltas: the p-weighted mean of delta_m, round by round, while it is being looked for.
+        frozen_after: the last round before the statistics are frozen; None while it is not known.
+        deltas: the p-weighted mean of delta_m in each round until then, for an automatic round.
     """
 
     needs_batchnorm = True
-    client_hooks = {"freeze-bn": _freeze, "report-drift": _drift}
-    implicit_hooks = FedAvg.implicit_hooks | {"freeze-bn"}  # by the frozen entries of the reply
+    client_hooks = {
+        "freeze-bn": lambda context: FreezeBN(bool(context.config[AFFINE])),
+        "report-drift": lambda context: ReportDrift(),
+    }
+    implicit_hooks = FedAvg.implicit_hooks | {"freeze-bn"}  # the frozen entries of the reply show it
     keys = (AFFINE, DELTA)
     checkpoint_keys = ("frozen_after", "deltas")
 
@@ -219,11 +211,11 @@ class Freezing(FedAvg[W]):
     @classmethod
     @abstractmethod
     def freezes(cls, params: W) -> tuple[str, At, bool]:
-        """Return the config key that says when to freeze, its value, and whether gamma and beta freeze too."""
+        """Return the config key of the freeze round, its value, and whether gamma and beta are frozen too."""
 
     @classmethod
     def conflicts(cls, params: W, run: RunSettings) -> list[str]:
-        """Refuse a window that does not fit into the run."""
+        """Refuse a window that is as long as the run or longer."""
         found, (key, at, _) = super().conflicts(params, run), cls.freezes(params)
         if at == "auto" and params.freeze_window >= run.num_rounds:
             found.append(
@@ -232,7 +224,7 @@ class Freezing(FedAvg[W]):
         return found
 
     def begin(self) -> None:
-        """Fix the round where it is known; check the window against the number of rounds."""
+        """Set the round if it is known; check the window against the number of rounds."""
         super().begin()
         _, at, self._affine = self.freezes(self.params)
         num_rounds = self.run.total_rounds if isinstance(at, float) else self.run.num_rounds or math.inf
@@ -249,22 +241,22 @@ class Freezing(FedAvg[W]):
         return {} if self.frozen_after is None else {"frozen-after": self.frozen_after}
 
     def frozen(self, server_round: int) -> bool:
-        """Tell whether this round trains with frozen BN."""
+        """Return whether this round trains with frozen BN."""
         return self.frozen_after is not None and server_round > self.frozen_after
 
     def phase(self, server_round: int) -> str:
-        """Return "frozen" once BN is, the method's own word before."""
+        """Return "frozen" if BN is frozen, else the method's own phase."""
         return "frozen" if self.frozen(server_round) else super().phase(server_round)
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Tell the clients to freeze, or to report delta_m while the round is being looked for."""
+        """Ask the clients to freeze BN, or to report delta_m while an automatic round is not known."""
         hooks = super().hooks_for(server_round)
         if self.frozen(server_round):
             return {**hooks, "freeze-bn": {AFFINE: self._affine, FROZEN: True}}
         return {**hooks, "report-drift": {}} if self.frozen_after is None else hooks
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply that changed what is frozen, or lacks delta_m while it is needed."""
+        """Refuse a reply that changed a frozen entry, or that lacks delta_m while it is needed."""
         super().check(server_round, reply, before)
         if self.frozen_after is None:
             if DELTA not in reply.metrics:
@@ -283,7 +275,7 @@ class Freezing(FedAvg[W]):
                     )
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; once frozen, put the frozen entries back bit for bit; look for the round where it is automatic."""
+        """Average; restore frozen entries bit for bit; apply the window rule while an automatic round is not known."""
         state = super().combine(server_round, replies, before)
         if self.frozen(server_round):
             state.update({name: before[name] for name in self._frozen_names()})
@@ -316,5 +308,5 @@ class FixBN(Freezing[FixBNParams]):
 
     @classmethod
     def freezes(cls, params: FixBNParams) -> tuple[str, At, bool]:
-        """Return T*, and whether gamma and beta freeze too."""
+        """Return T*, and whether gamma and beta are frozen too."""
         return "freeze-at", params.freeze_at, params.freeze_affine

@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.averaging import State, weighted_sum
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import HookContext, RunSettings, setting
+from fedbn_flwr.server.method import RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook, Entries, Extras
@@ -81,7 +81,7 @@ class ScaffoldParams(FedAvgParams):
 
 
 class ControlVariates(ClientHook):
-    """Client half: add c - c_i to every gradient, and find the new c_i from how far the client went."""
+    """Client half: add c - c_i to every gradient, and compute the new c_i from the change of the parameters."""
 
     def __init__(self) -> None:
         self._server: Entries = {}
@@ -93,11 +93,11 @@ class ControlVariates(ClientHook):
         self._rate = 0.0
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take c and c_i; what is missing is zero."""
+        """Take c and c_i; missing entries are zero."""
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
-        """Remember x and the learning rate.
+        """Store x and the learning rate.
 
         Raises:
             ConfigError: the optimizer has momentum.
@@ -120,7 +120,7 @@ class ControlVariates(ClientHook):
                 parameter.grad += self._correction[name]
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Find dc_i = -c + (x - y_i) / (K_i eta_l)."""
+        """Compute dc_i = -c + (x - y_i) / (K_i eta_l)."""
         went = {name: self._start[name] - p.detach() for name, p in model.named_parameters() if name in self._start}
         scale = 1 / (self._steps * self._rate) if self._steps else 0.0
         self._change = {name: scale * d - self._of(self._server, name, d) for name, d in went.items()}
@@ -139,10 +139,6 @@ class ControlVariates(ClientHook):
         return variates[name].to(like) if name in variates else torch.zeros_like(like)
 
 
-def _variates(_: HookContext) -> ClientHook:
-    return ControlVariates()
-
-
 class Scaffold(FedAvg[ScaffoldParams]):
     """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
 
@@ -150,7 +146,7 @@ class Scaffold(FedAvg[ScaffoldParams]):
     summary_line = "control variates over trainable parameters; BN statistics averaged"
     source = "Karimireddy 2020, arXiv:1910.06378"
     Params = ScaffoldParams
-    client_hooks = {"variates": _variates}
+    client_hooks = {"variates": lambda context: ControlVariates()}
     keys = (VARIATES,)
     checkpoint_keys = ("variates",)
 
@@ -166,7 +162,7 @@ class Scaffold(FedAvg[ScaffoldParams]):
 
     @classmethod
     def extra_copies(cls, params: ScaffoldParams) -> tuple[int, int]:
-        """Return that the variates of all trainable parameters travel beside the model."""
+        """Return one more copy: the variates of all trainable parameters."""
         return 0, 1
 
     def begin(self) -> None:
@@ -175,7 +171,7 @@ class Scaffold(FedAvg[ScaffoldParams]):
         self.variates = {}
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Ask for the correction."""
+        """Ask the clients to apply the control variates."""
         return {**super().hooks_for(server_round), "variates": {}}
 
     def extras(self, server_round: int) -> Mapping[str, State]:
@@ -183,7 +179,7 @@ class Scaffold(FedAvg[ScaffoldParams]):
         return {**super().extras(server_round), VARIATES: self.variates}
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply without dc_i, or one that does not fit the model."""
+        """Refuse a reply whose dc_i is missing or does not fit the model."""
         super().check(server_round, reply, before)
         change = reply.extras.get(VARIATES, {})
         if not change:

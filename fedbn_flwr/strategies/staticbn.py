@@ -56,7 +56,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
 from fedbn_flwr.errors import ClientPartError
-from fedbn_flwr.server.method import HookContext, RunSettings
+from fedbn_flwr.server.method import RunSettings
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
@@ -65,38 +65,34 @@ __all__ = ["StaticBN", "Untracked"]
 
 
 class Untracked(ClientHook):
-    """Client half: BN uses the batch's statistics and leaves the running ones, and the counters, as received."""
+    """Client half: BN uses the batch's statistics; running statistics and counters stay as received."""
 
     def __init__(self) -> None:
         self._layers: list[_BatchNorm] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Stop tracking."""
+        """Switch tracking off."""
         self._layers = tracking_layers(model)
         for layer in self._layers:
             layer.track_running_stats = False
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Track again."""
+        """Switch tracking on again."""
         for layer in self._layers:
             layer.track_running_stats = True
         return {}
 
 
-def _untracked(_: HookContext) -> ClientHook:
-    return Untracked()
-
-
 class StaticBN(FedAvg[FedAvgParams]):
-    """FedAvg without running statistics in training; they are gathered before each test and at the end."""
+    """FedAvg without running statistics in training; they are re-estimated before each test and at the end."""
 
     name = "staticbn"
-    summary_line = "trains on batch statistics; BN statistics gathered from all clients before a test"
+    summary_line = "trains on batch statistics; BN statistics re-estimated from all clients before a test"
     source = "Diao 2021, arXiv:2010.01264"
     needs_batchnorm = True
     reestimates = True
-    implicit_hooks = FedAvg.implicit_hooks | {"untracked-statistics"}  # by the statistics of the reply
-    client_hooks = {"untracked-statistics": _untracked}
+    implicit_hooks = FedAvg.implicit_hooks | {"untracked-statistics"}  # the statistics of the reply show it
+    client_hooks = {"untracked-statistics": lambda context: Untracked()}
 
     @classmethod
     def conflicts(cls, params: FedAvgParams, run: RunSettings) -> list[str]:
@@ -107,7 +103,7 @@ class StaticBN(FedAvg[FedAvgParams]):
         return found
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Tell the clients not to track."""
+        """Ask the clients not to track statistics."""
         return {**super().hooks_for(server_round), "untracked-statistics": {}}
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
@@ -121,7 +117,7 @@ class StaticBN(FedAvg[FedAvgParams]):
                 )
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; put the untracked entries back bit for bit."""
+        """Average; restore the untracked entries bit for bit."""
         state = super().combine(server_round, replies, before)
         return {**state, **{name: before[name] for name in self._untracked_names()}}
 

@@ -22,7 +22,9 @@ from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import EngineError, FedBNError
 from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
 
-__all__ = ["Barrier", "BarrierGrid", "Member", "local_reducer", "use_reducers"]
+__all__ = ["Barrier", "BarrierGrid", "Member", "Sent", "local_reducer", "odd_ones", "use_reducers"]
+
+Sent = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class _Exchange:
 
     attempt: int
     deadline: float | None = None
-    sent: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    sent: dict[int, Sent] = field(default_factory=dict)
     answer: Tensor | None = None
     aborted: bool = False
 
@@ -156,18 +158,18 @@ class Barrier:
         exchange, left = self._exchange, self._left()
         if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
             return
-        kinds = {i: (tag, tuple(t.shape), t.dtype) for i, (tag, t) in exchange.sent.items()}
-        usual, _ = Counter(kinds.values()).most_common(1)[0]
-        odd = {i: f"sent {kind} where the others sent {usual}" for i, kind in kinds.items() if kind != usual}
+        odd = odd_ones(exchange.sent)
         if closed := [i for i in left if i not in exchange.sent]:
-            odd = {i: f"wanted exchange {kinds[i]} when {len(closed)} others were done" for i in kinds}
+            odd = {
+                i: f"wanted exchange {_kind(s)} when {len(closed)} others were done" for i, s in exchange.sent.items()
+            }
         if odd:
             self._drop(odd)
             return
         order = [i for i in left if i in exchange.sent]
         weights = [self.members[i].weight for i in order]
         try:
-            exchange.answer = combine(usual[0], [exchange.sent[i][1] for i in order], weights)
+            exchange.answer = combine(exchange.sent[order[0]][0], [exchange.sent[i][1] for i in order], weights)
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(order, f"sent what cannot be combined: {error}"))
             return
@@ -175,6 +177,18 @@ class Barrier:
         self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
         self._exchange = _Exchange(exchange.attempt)
         self._changed.notify_all()
+
+
+def _kind(sent: Sent) -> tuple[str, tuple[int, ...], torch.dtype]:
+    tag, tensor = sent
+    return tag, tuple(tensor.shape), tensor.dtype
+
+
+def odd_ones(sent: Mapping[int, Sent]) -> dict[int, str]:
+    """Return why to drop each client whose tag, shape or dtype is not the most common one."""
+    kinds = {node_id: _kind(own) for node_id, own in sent.items()}
+    usual = Counter(kinds.values()).most_common(1)
+    return {i: f"sent {kind} where the others sent {usual[0][0]}" for i, kind in kinds.items() if kind != usual[0][0]}
 
 
 @runtime_checkable

@@ -107,7 +107,7 @@ class PollingGrid(ImmediateGrid):
             left = _LONGEST_WAIT if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 nodes = ", ".join(str(node_id) for node_id in waiting.values())
-                logger.warning("No reply within %s s from node(s) %s; going on without.", timeout, nodes)
+                logger.warning("No reply within %s s from node(s) %s; continuing without them.", timeout, nodes)
                 break
             pause = _FIRST_WAIT if arrived else min(pause * 1.5, _LONGEST_WAIT)
             time.sleep(min(pause, left))
@@ -127,7 +127,7 @@ def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
             f"only {len(message_ids)} of {len(messages)} messages could be pushed (too large? the log says why)"
         )
     if lost := [str(node_id) for i, node_id in zip(message_ids, node_ids, strict=True) if not i]:
-        logger.warning("Messages to node(s) %s could not be pushed; going on without.", ", ".join(lost))
+        logger.warning("Messages to node(s) %s could not be pushed; continuing without them.", ", ".join(lost))
     return {i: node_id for i, node_id in zip(message_ids, node_ids, strict=True) if i}
 
 

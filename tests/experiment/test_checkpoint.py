@@ -111,7 +111,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch,
         start(tmp_path / "run", strategy="fedbn")
     assert str(caught.value) == (
         f"the checkpoint of round 4 cannot be written to {tmp_path}/run/checkpoint: [Errno 28] No space left on "
-        "device. Checkpoints that stand: round 0, 2. Make room and go on with --resume (resume=true)."
+        "device. Existing checkpoints: round 0, 2. Free disk space and continue with --resume (resume=true)."
     )
     monkeypatch.undo()
     assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole

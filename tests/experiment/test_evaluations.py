@@ -126,7 +126,7 @@ def test_clients_of_mixed_domains_have_no_domain(quick_run) -> None:
 
 def test_what_makes_no_sense_is_refused_before_the_run() -> None:
     for settings, said in (
-        ({"strategy": "fedbn", "recalibrate": True}, "no global weights under which statistics could be gathered"),
+        ({"strategy": "fedbn", "recalibrate": True}, "no global weights under which statistics could be re-estimated"),
         ({"strategy": "mtfl", "eval-on": "recalibrated"}, "strategy 'mtfl' keeps affine with its clients"),
         ({"strategy": "fedavg", "eval-on": "averaged-bn"}, "strategy 'fedavg' has no such model"),
         ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has none"),

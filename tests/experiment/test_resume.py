@@ -198,7 +198,7 @@ def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkey
         go(2, 4)
     monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
     go(2, 4)
-    assert "the run began with 3 nodes and goes on with 2: the others may come back" in caplog.text
+    assert "the run began with 3 nodes and continues with 2: the others may come back" in caplog.text
     lines = read_metrics(out / "metrics.jsonl")
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2 + [[0, 1]] * 2
     sizes = [[line["clients"][name]["own-num-examples"] for name in ("0", "1")] for line in lines]
@@ -210,8 +210,8 @@ def test_parts_kept_in_memory_alone_cannot_be_resumed(tmp_path: Path, quick_conf
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
     with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
         serve(grid, config, tmp_path)
-    assert caplog.text.count("client(s) 0, 1, 2 keep their part in memory alone: this run cannot be resumed") == 1
-    with pytest.raises(ConfigError, match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory alone"):
+    assert caplog.text.count("client(s) 0, 1, 2 keep their part in memory only: this run cannot be resumed") == 1
+    with pytest.raises(ConfigError, match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory only"):
         start(tmp_path, strategy="scaffold", resume=True)
 
 

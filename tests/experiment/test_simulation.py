@@ -91,7 +91,7 @@ def test_a_run_begun_in_process_goes_on_in_simulation(in_process: dict[str, Any]
     same_run(summary, in_process)
     assert summary["resumed-after"] == [1]
     assert [line["round"] for line in seen] == [1, 2]
-    assert "Going on after round 1" in (out / "flower.log").read_text()
+    assert "Continuing after round 1" in (out / "flower.log").read_text()
 
 
 def test_fedtan_by_channel_with_fewer_actors_than_clients_says_what_to_add(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(tmp_path: P
     assert said.startswith("flwr run: finished:failed. Its last words:\n")
     assert (
         "num-clients=3, but the federation has 4 node(s). In simulation add --federation-config 'num-supernodes=3' to "
-        "`flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all there are."
+        "`flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all nodes."
     ) in said
     assert not (tmp_path / "out").exists()
 

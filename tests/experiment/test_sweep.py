@@ -123,7 +123,7 @@ def test_a_run_with_checkpoints_goes_on_unless_the_study_has_changed(tmp_path: P
         summary = json.loads((folder / "summary.json").read_text())
         assert summary.get("resumed-after") == (None if changed else [1])
         assert folder.with_name("seed-0.unfinished-1").exists() == changed
-    assert "begins anew: no checkpoint can be used" in caplog.text
+    assert "starts from the beginning: no checkpoint can be used" in caplog.text
     assert "learning-rate=0.1, now 0.3" in caplog.text
 
 

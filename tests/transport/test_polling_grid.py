@@ -100,7 +100,7 @@ def test_at_the_timeout_it_returns_what_is_there_and_names_the_rest(caplog) -> N
         replies = list(PollingGrid(grid).send_and_receive(messages(4, 5, 6, 7), timeout=0.2))
     assert 0.2 <= time.monotonic() - start < 1
     assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
-    assert caplog.messages == ["No reply within 0.2 s from node(s) 5, 7; going on without."]
+    assert caplog.messages == ["No reply within 0.2 s from node(s) 5, 7; continuing without them."]
     assert grid.asked[-1] == ["message-1", "message-3"]
 
 
@@ -187,7 +187,7 @@ def test_messages_that_could_not_be_pushed(caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="flwr"):
         replies = list(PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1))
     assert [r.metadata.src_node_id for r in replies] == [4]
-    assert caplog.messages == ["Messages to node(s) 5 could not be pushed; going on without."]
+    assert caplog.messages == ["Messages to node(s) 5 could not be pushed; continuing without them."]
     with pytest.raises(EngineError, match=r"^only 0 of 3 messages could be pushed"):
         PollingGrid(Refusing()).send_and_receive(messages(4, 5, 6), timeout=1)
 
