@@ -15,15 +15,16 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.messages.records import from_record, num_bytes, to_record, to_state
+from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
+from tests.support.federation import torch_clients
 
 SIZES = (6, 13, 9)
 
@@ -127,16 +128,10 @@ def test_the_config_reaches_the_clients(datasets, mlp, federate) -> None:
 
 
 def test_the_callers_records_are_not_changed(datasets, mlp) -> None:
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-
-    def client_fn(context):
-        return TorchClient(mlp(), datasets[context.node_config["partition-id"]], datasets[0], settings, context=context)
-
-    from fedbn_flwr.client import client_app
-
+    app = client_app(torch_clients(mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)))
     arrays, config = to_record(mlp().state_dict()), ConfigRecord({"mine": 1})
     before = {name: bytes(array.data) for name, array in arrays.items()}
-    with InProcessGrid(client_app(client_fn), 3) as grid:
+    with InProcessGrid(app, 3) as grid:
         FedAvg().start(grid=grid, initial_arrays=arrays, num_rounds=1, train_config=config, timeout=30)
     assert {name: bytes(array.data) for name, array in arrays.items()} == before
     assert config["mine"] == 1
@@ -221,8 +216,6 @@ def test_too_few_nodes_is_an_error_in_time(federate, datasets, mlp) -> None:
 
 
 def test_an_app_without_query_works_with_a_warning(federate, datasets, mlp, same_bits, caplog) -> None:
-    from fedbn_flwr.client import client_app
-
     def without_query(client_fn) -> ClientApp:
         whole, app = client_app(client_fn), ClientApp()
 
@@ -247,16 +240,13 @@ def test_an_app_without_query_works_with_a_warning(federate, datasets, mlp, same
         np.testing.assert_allclose(run.state[name], array, rtol=1e-9, err_msg=name)
 
 
-def test_a_plain_flower_numpy_client_app_is_told_what_to_do(datasets, mlp) -> None:
+def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(run_strategy, mlp) -> None:
     app = ClientApp(client_fn=lambda _: None)  # never reached: the legacy app fails to read the message
-    with InProcessGrid(app, 2) as grid:
-        strategy = FedAvg()
-        result = strategy.start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=1, timeout=30)
-    assert all(
-        "make it with fedbn_flwr.client_app(client_fn)" in text for text in strategy.reports[0].rejected.values()
-    )
-    assert len(strategy.reports[0].rejected) == 2
-    assert list(from_record(result.arrays)) == list(mlp().state_dict()), "the initial model, not an empty record"
+    run = run_strategy(FedAvg(), app, mlp().state_dict(), 2, rounds=1, timeout=30)
+    rejected = run.strategy.reports[0].rejected
+    assert all("make it with fedbn_flwr.client_app(client_fn)" in text for text in rejected.values())
+    assert len(rejected) == 2
+    assert list(run.state) == list(mlp().state_dict()), "the initial model, not an empty record"
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
