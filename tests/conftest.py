@@ -1,4 +1,4 @@
-"""Fixtures of all tests: toy data, a tiny model in float64, and a federation whose messages can be looked into."""
+"""Fixtures of all tests: toy data, tiny models in float64, and runs of a strategy over clients in this process."""
 
 from __future__ import annotations
 

@@ -64,7 +64,9 @@ def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
 
 
 def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
-    with pytest.raises(ConfigError, match=r"rule 'variates' sends or keeps arrays: write `with bn_rules\(model, msg"):
+    with pytest.raises(
+        ConfigError, match=r"client hook 'variates' sends or keeps arrays: write `with bn_rules\(model, msg"
+    ):
         bn_rules(mlp(), {"rules": "variates"}).__enter__()
 
 

@@ -1,4 +1,4 @@
-"""``to_legacy``: in Flower's own legacy loop the same bits as by messages; what it refuses; whose failures they are."""
+"""``to_legacy``: the same bits in Flower's legacy loop as by messages, refused strategies, and reported failures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def torch_client_fn(model: Callable[[], nn.Module], datasets: list, **settings: 
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_the_same_bits_as_by_messages(name: str, federate, run_legacy, datasets, mlp) -> None:
+def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(name: str, federate, run_legacy, datasets, mlp) -> None:
     settings = {"sgd_momentum": 0.9} if "momentum" in name else {}
     model = functools.partial(mlp, norm=name != "fedwon")
     want = federate(SUPPORTED[name](), model, datasets, rounds=ROUNDS, **settings)
@@ -122,7 +122,7 @@ def test_every_strategy_is_supported_or_refused(mlp) -> None:
         to_legacy(FedBS(recalibrate=True), to_record(mlp().state_dict()))
 
 
-def test_messages_of_its_own_are_refused_when_they_are_sent(mlp, datasets, run_legacy) -> None:
+def test_a_strategy_that_sends_messages_of_its_own_is_refused(mlp, datasets, run_legacy) -> None:
     """A strategy that asks the clients for more than a round's fit and evaluate, and did not say so beforehand."""
 
     class Chatty(FedAvg):
@@ -141,7 +141,7 @@ def test_messages_of_its_own_are_refused_when_they_are_sent(mlp, datasets, run_l
             run_legacy(strategy, mlp, torch_client_fn(mlp, datasets), len(datasets))
 
 
-def test_a_share_of_the_rounds_needs_their_number(mlp) -> None:
+def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
     arrays = to_record(mlp().state_dict())
     with pytest.raises(ConfigError, match=r"^strategy 'fixbn' needs the number of rounds, .* pass num_rounds="):
         to_legacy(FixBN(freeze_at=0.5), arrays)
@@ -185,7 +185,7 @@ def stock_fn(model: Callable[[], nn.Module], datasets: list) -> Any:
 
 
 def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
-    """Its results averaged by hand; counters are integers, and what the project tells its clients arrives."""
+    """Its results averaged by hand; counters are integers, and the project's own config reaches its clients."""
     run = run_legacy(
         FedAvg(),
         mlp,
@@ -211,7 +211,7 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30, 40]
 
 
-def test_the_projects_own_summary_of_metrics(run_legacy, datasets, mlp) -> None:
+def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets, mlp) -> None:
     """As Flower's legacy strategies take it; text among the metrics arrives, a refused result does not."""
 
     class Worded(Stock):
@@ -248,8 +248,8 @@ def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_leg
         run_legacy(FedBN(), mlp, stock_fn(mlp, datasets), len(datasets))
 
 
-def test_a_failure_carries_its_clients_name_and_words(run_legacy, datasets, mlp) -> None:
-    """The legacy loop hands on a bare exception; the report still says whose it was, and the round goes on."""
+def test_a_failure_is_reported_with_its_client_and_message(run_legacy, datasets, mlp) -> None:
+    """The legacy loop passes only an exception; the report still names its client, and the round continues."""
 
     class Fails(Stock):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:

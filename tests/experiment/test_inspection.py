@@ -45,8 +45,8 @@ def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
 
 def predicted(found: Inspection) -> list[Traffic]:
     """The traffic of each round; every round is tested."""
-    gathering = found.gathering.traffic if found.gathering else Traffic()
-    return [phase.traffic.plus(gathering) for phase in found.phases for _ in range(phase.rounds or 0)]
+    reestimation = found.gathering.traffic if found.gathering else Traffic()
+    return [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
 
 
 def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
@@ -64,7 +64,7 @@ def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_predicted_traffic_is_measured(run_strategy, strategy: str, model: str) -> None:
+def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, model: str) -> None:
     name, norm = MODELS[model]
     config = settings(strategy, name, "wsconv" if strategy == "fedwon" else norm, rounds=2)
     found = inspect_model(make_model(config), strategy, 2, config)
@@ -75,7 +75,7 @@ def test_predicted_traffic_is_measured(run_strategy, strategy: str, model: str) 
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("scaffold", "fedwon")])
-def test_predicted_traffic_is_measured_with_momentum_that_travels(run_strategy, strategy: str) -> None:
+def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_strategy, strategy: str) -> None:
     """SCAFFOLD refuses momentum."""
     values = settings(strategy, "mlp", "batch", rounds=3).to_mapping()
     config = Config.make({**values, "local-epochs": 0, "sgd-momentum": 0.9, "momentum-scope": "global", "freeze-at": 2})

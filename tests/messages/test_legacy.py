@@ -1,4 +1,4 @@
-"""Somebody's NumPyClient with the mod, by messages and in Flower's legacy loop: the same bits as our own client."""
+"""A user's NumPyClient with the mod, by messages and in Flower's legacy loop: the same bits as our own client."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ METHODS: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", ["messages", "loop"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_numpy_client_with_the_mod_is_our_client(
+def test_a_numpy_client_with_the_mod_equals_our_client(
     by_messages, by_the_loop, federate, client_fn, datasets, mlp, same_bits, name: str, way: str
 ) -> None:
     make, options = METHODS[name]
@@ -167,7 +167,7 @@ def test_a_step_of_a_numpy_client_is_synchronised(
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
 
 
-def test_another_strategy_of_the_loop_is_left_alone(by_the_loop, client_fn, mlp) -> None:
+def test_the_mod_does_nothing_under_a_strategy_of_flower(by_the_loop, client_fn, mlp) -> None:
     """Flower's own FedAvg tells no names: the mod does nothing, and nothing is kept."""
     rounds: list[dict[str, Any]] = []
 
@@ -191,7 +191,7 @@ def test_a_client_without_properties_is_known_by_its_partition(by_the_loop, clie
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
 
 
-def test_a_client_that_returns_less_than_the_model_is_told(by_the_loop, client_fn, mlp) -> None:
+def test_a_client_that_returns_less_than_the_model_is_rejected_with_advice(by_the_loop, client_fn, mlp) -> None:
     class Short(TheirClient):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
             return parameters[:-1], 1, {}
@@ -202,7 +202,7 @@ def test_a_client_that_returns_less_than_the_model_is_told(by_the_loop, client_f
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
-def test_what_the_client_part_says_is_not_summed_up_with_the_projects_metrics(by_the_loop, client_fn, mlp) -> None:
+def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(by_the_loop, client_fn, mlp) -> None:
     seen: list[dict[str, Any]] = []
 
     class Counting(TheirClient):
@@ -219,8 +219,8 @@ def test_what_the_client_part_says_is_not_summed_up_with_the_projects_metrics(by
     assert seen == [{"score": 0.5, "word": "fine", "partition-id": 7, "done": True}] * ROUNDS * len(SIZES)
 
 
-def test_names_may_be_in_another_order_here(by_messages, client_fn, federate, datasets, same_bits) -> None:
-    """A client that goes by the names it is told; what SCAFFOLD keeps is for the server's order."""
+def test_a_client_may_have_its_entries_in_another_order(by_messages, client_fn, federate, datasets, same_bits) -> None:
+    """A client that goes by the names it receives; what SCAFFOLD keeps has the server's order."""
 
     class Ordered(TheirClient):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -263,7 +263,7 @@ def test_arrays_without_names_need_none_where_no_hook_does(run_strategy, client_
     assert strategy.reports[0].participants == [0, 1, 2]
 
 
-def test_a_client_that_fails_says_why_itself(by_the_loop, mlp) -> None:
+def test_a_failing_client_is_reported_with_its_own_message(by_the_loop, mlp) -> None:
     app = ClientApp(client_fn=lambda context: NumPyClient().to_client(), mods=[local_bn])
     strategy = FedBN(fraction_evaluate=0.0)
     by_the_loop(strategy, app, mlp())
@@ -271,14 +271,14 @@ def test_a_client_that_fails_says_why_itself(by_the_loop, mlp) -> None:
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
-def test_an_app_for_the_other_loop_is_told(by_the_loop, client_fn, mlp) -> None:
+def test_an_app_for_the_message_api_is_rejected_with_advice(by_the_loop, client_fn, mlp) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]), mlp())
     assert all("there it is ClientApp(client_fn, mods=[local_bn])" in w for w in strategy.reports[0].rejected.values())
 
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold])
-def test_our_own_client_needs_no_mod_and_says_so(by_messages, make: Any, mlp, datasets) -> None:
+def test_our_own_client_with_the_mod_is_rejected_with_advice(by_messages, make: Any, mlp, datasets) -> None:
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
 
     def function(context: Context) -> TorchClient:
@@ -288,10 +288,10 @@ def test_our_own_client_needs_no_mod_and_says_so(by_messages, make: Any, mlp, da
     strategy = make(fraction_evaluate=0.0)
     by_messages(strategy, client_app(function, mods=[local_bn]), mlp())
     why = strategy.reports[0].rejected.values()
-    assert all("which keeps and sends its part itself. Leave the mod out" in told for told in why)
+    assert all("which keeps and sends its part itself. Leave the mod out" in reason for reason in why)
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
-def test_rules_left_out_end_the_run(by_the_loop, client_fn, mlp) -> None:
-    with pytest.raises(ClientPartError, match="did not apply the rule 'proximal'"):
+def test_a_missing_client_hook_ends_the_run(by_the_loop, client_fn, mlp) -> None:
+    with pytest.raises(ClientPartError, match="did not apply the client hook 'proximal'"):
         by_the_loop(FedProx(), ClientApp(client_fn=client_fn(ruled=False), mods=[local_bn]), mlp())

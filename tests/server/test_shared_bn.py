@@ -1,4 +1,4 @@
-"""The average of BN parts that stay with the clients: a slow reference, who is tested with it, and who sees nothing."""
+"""The average of BN parts that stay with the clients: a slow reference, and which clients are tested with it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate
         np.testing.assert_allclose(run.state[name], expected, rtol=1e-14, err_msg=name)
 
 
-def test_only_the_upload_costs_more_and_nothing_more_is_sent_without_opting_in(federate, datasets, mlp) -> None:
+def test_only_the_upload_grows_and_only_if_averaged_bn_is_tested(federate, datasets, mlp) -> None:
     run, plain = (federate(FedBN(eval_on=tests), mlp, datasets) for tests in (AVERAGED, "personal-own"))
     for mine, other in zip(run.strategy.reports, plain.strategy.reports, strict=True):
         assert mine.train.up - other.train.up == 4 * 16 * 8, "gamma, beta, mean, variance of 4 channels in float64"
@@ -59,7 +59,7 @@ def test_only_the_upload_costs_more_and_nothing_more_is_sent_without_opting_in(f
             assert list(message.content.array_records) == ["arrays"]
 
 
-def test_a_client_without_own_parts_is_tested_with_the_average(federate, datasets, mlp) -> None:
+def test_a_client_that_has_not_trained_is_tested_with_the_average(federate, datasets, mlp) -> None:
     """One of four trains in the first round; the others begin from the common start all the same, in their turn."""
     tests = {}
     for asked in (AVERAGED, "personal-own"):
@@ -84,7 +84,7 @@ def test_a_client_without_own_parts_is_tested_with_the_average(federate, dataset
     assert all(np.array_equal(arrays[name], start[name]) for arrays in begun for name in names)
 
 
-def test_a_client_that_does_not_share_is_left_out_of_the_average_only(federate, datasets, mlp) -> None:
+def test_a_client_that_does_not_share_is_only_left_out_of_the_average(federate, datasets, mlp) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
             return super().fit(parameters, {**config, "rules": ""} if self.partition_id == 1 else config)
@@ -112,19 +112,19 @@ def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
 
 
 @pytest.mark.parametrize("method", [FedAvg, Standalone])
-def test_methods_without_such_a_model_refuse_it(method) -> None:
+def test_methods_without_averaged_bn_refuse_it(method) -> None:
     with pytest.raises(ConfigError, match=f"strategy '{method.name}' has no such model"):
         method(eval_on=AVERAGED)
 
 
-def test_a_second_run_of_the_strategy_starts_without(federate, datasets, mlp, same_bits) -> None:
+def test_a_second_run_of_the_strategy_starts_without_shared_parts(federate, datasets, mlp, same_bits) -> None:
     strategy = FedBN(eval_on=AVERAGED)
     first, second = (federate(strategy, mlp, datasets) for _ in range(2))
     same_bits(first.state, second.state)
 
 
-def test_recalibrated_statistics_go_over_averaged_ones(federate, datasets, mlp) -> None:
+def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) -> None:
     run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
-    gathered = run.strategy.completion("recalibrated")
-    assert all(run.state[name].tobytes() == gathered[name].tobytes() for name in gathered)
-    assert len(gathered) == 2
+    reestimated = run.strategy.completion("recalibrated")
+    assert all(run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated)
+    assert len(reestimated) == 2

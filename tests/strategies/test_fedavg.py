@@ -43,7 +43,7 @@ def local_round(model, data, partition: int, server_round: int):
 
 
 @pytest.mark.parametrize("variance", ["mean", "pooled"])
-def test_rounds_are_local_training_and_the_weighted_average(federate, datasets, mlp, same_bits, variance: str) -> None:
+def test_a_round_is_local_training_and_the_weighted_average(federate, datasets, mlp, same_bits, variance: str) -> None:
     run = federate(FedAvg(variance=variance), functools.partial(mlp, dropout=0.2), datasets, rounds=2)
     state = to_state(mlp(dropout=0.2).state_dict())
     for server_round in (1, 2):
@@ -83,7 +83,7 @@ def test_evaluation_is_of_the_new_global_model(federate, datasets, mlp) -> None:
     assert run.result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(mean, rel=1e-14)
 
 
-def test_traffic_is_measured_one_broadcast_and_an_upload_per_client(federate, datasets, mlp) -> None:
+def test_traffic_is_one_broadcast_and_an_upload_per_client(federate, datasets, mlp) -> None:
     run = federate(FedAvg(), mlp, datasets, rounds=2)
     floats, counters = num_bytes(to_record(mlp().state_dict()))
     assert (floats, counters) == (8 * (20 + 4 + 4 * 4 + 12 + 3), 8)
@@ -93,7 +93,7 @@ def test_traffic_is_measured_one_broadcast_and_an_upload_per_client(federate, da
             assert (got.up, got.counters_up) == (up * floats, up * counters)
 
 
-def test_one_client_is_training_alone(federate, points, mlp, same_bits) -> None:
+def test_one_client_equals_training_alone(federate, points, mlp, same_bits) -> None:
     data = points(10, 1)
     one = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
     run = federate(FedAvg(**one), mlp, [data], rounds=3)
@@ -111,13 +111,13 @@ def test_a_client_without_data_evaluates_but_does_not_train(federate, points, ml
     ] == [0, 2]
 
 
-def test_eval_every(federate, datasets, mlp) -> None:
+def test_clients_test_every_eval_every_rounds_and_in_the_last(federate, datasets, mlp) -> None:
     run = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
     assert list(run.result.evaluate_metrics_clientapp) == [2, 4, 5]
     assert federate(FedAvg(fraction_evaluate=0.0), mlp, datasets).result.evaluate_metrics_clientapp == {}
 
 
-def test_the_config_reaches_the_clients(datasets, mlp, federate) -> None:
+def test_clients_receive_the_config(datasets, mlp, federate) -> None:
     run = federate(FedBN(), mlp, datasets, rounds=2)
     local = [f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
     assert [(c["server-round"], json.loads(c["local-entries"])) for c in run.grid.config()] == [
@@ -140,7 +140,7 @@ def test_the_callers_records_are_not_changed(datasets, mlp) -> None:
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def test_flowers_positional_arguments() -> None:
+def test_flowers_positional_arguments_are_accepted() -> None:
     strategy = FedAvg(0.5, 0.25, 3, 4, 5, "weight", "model", "told", variance="pooled", seed=9)
     assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_train_nodes) == (0.5, 0.25, 3)
     assert (strategy.min_evaluate_nodes, strategy.min_available_nodes) == (4, 5)
@@ -152,7 +152,7 @@ def test_flowers_positional_arguments() -> None:
     assert (strategy.params.variance, strategy.params.seed) == ("pooled", 9)
 
 
-def test_unknown_and_wrong_arguments() -> None:
+def test_unknown_and_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         FedAvg(freeze_at=3)
     assert str(error.value) == (
@@ -166,7 +166,7 @@ def test_unknown_and_wrong_arguments() -> None:
             FedAvg(**{key: 0})
 
 
-def test_parts_of_another_model(federate, datasets, mlp) -> None:
+def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
     with pytest.raises(ConfigError, match=r"^parts= does not know 7 of the arrays \(1.weight, ...\)"):
         federate(FedAvg(parts=split_state(mlp(norm=False))), mlp, datasets)
 
@@ -205,7 +205,7 @@ def test_fewer_than_the_minimum_are_never_sampled(federate, points, mlp) -> None
     assert len(chosen(run)[0]) == 3
 
 
-def test_too_few_nodes_is_an_error_in_time(federate, datasets, mlp) -> None:
+def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) -> None:
     start = time.monotonic()
     with pytest.raises(EngineError) as error:
         federate(FedAvg(min_available_nodes=4), mlp, datasets, timeout=0.3)
@@ -265,7 +265,7 @@ def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
     assert caplog.messages == ["metric 'd' has different shapes at different clients and is not averaged"]
 
 
-def test_metrics_of_equal_keys_are_flowers() -> None:
+def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
     from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
     draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The exchanges are a step of our own loop; under Flower's own ``start`` they are done where it can be done."""
+"""Under Flower's own ``start`` FedTAN exchanges too, and gives the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD against a slow reference with its own variates; what it becomes without them; what it refuses."""
+"""SCAFFOLD against a slow reference with its own variates; what it is without them; what it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def subject(request, points) -> tuple:
     return request.getfixturevalue(request.param), [points(n, i, shape) for i, n in enumerate(sizes)], rate
 
 
-def test_against_a_slow_reference(federate, subject, monkeypatch) -> None:
+def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> None:
     """Five rounds, half of the clients a round, uneven steps: server and client variates, model and statistics."""
     make, datasets, rate = subject
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
@@ -99,7 +99,7 @@ def test_against_a_slow_reference(federate, subject, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("mlp", (5,)), ("torchvision_net", (3, 40, 40))])
-def test_with_variates_frozen_at_zero_and_equal_clients_it_is_fedavg(
+def test_scaffold_with_zero_variates_and_equal_clients_is_fedavg(
     name: str, shape, federate, points, request, monkeypatch
 ) -> None:
     make = request.getfixturevalue(name)
@@ -111,7 +111,7 @@ def test_with_variates_frozen_at_zero_and_equal_clients_it_is_fedavg(
         np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-12, atol=1e-14)
 
 
-def test_it_differs_from_fedavg_once_variates_are_there(federate, datasets, mlp, same_bits) -> None:
+def test_scaffold_differs_from_fedavg_once_variates_are_there(federate, datasets, mlp, same_bits) -> None:
     """In round 1 all variates are zero: with equal weights the same model; from round 2 on another."""
     runs = [federate(strategy, mlp, datasets, rounds=2) for strategy in (Scaffold(), FedAvg())]
     same_bits(

@@ -1,4 +1,4 @@
-"""The one way in which tests run a strategy over nodes of this process, and what such a run leaves behind."""
+"""The one way in which tests run a strategy over nodes of this process, and the outcome of such a run."""
 
 from __future__ import annotations
 
