@@ -195,7 +195,7 @@ def test_an_override_that_cannot_be_read_is_refused(override: str, message: str)
         Config.load(None, [override])
 
 
-# --- conditions between keys ----------------------------------------------------------------------------------------------
+# --- conditions between keys ------------------------------------------------------------------------------------------
 
 
 def test_local_steps_replace_the_default_epochs() -> None:
