@@ -90,6 +90,12 @@ def points() -> MakePoints:
     return make
 
 
+@pytest.fixture
+def datasets(request: pytest.FixtureRequest, points: MakePoints) -> list[Points]:
+    """The data of clients, of the sizes in the module's ``SIZES``."""
+    return [points(size, client) for client, size in enumerate(request.module.SIZES)]
+
+
 WriteCityscapes = Callable[[Path, Mapping[str, int], Mapping[str, int], tuple[int, int]], Path]
 
 

@@ -38,6 +38,7 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import LegacyOutcome, torch_clients
 
+SIZES = (6, 14, 10)
 SUPPORTED: dict[str, Callable[[], FedAvg]] = {
     "fedavg": FedAvg,
     "sampled": lambda: FedAvg(fraction_train=0.5, fraction_evaluate=0.5, min_train_nodes=1, min_evaluate_nodes=1),
@@ -59,11 +60,6 @@ SUPPORTED: dict[str, Callable[[], FedAvg]] = {
     "local momentum": lambda: FedAvg(momentum_scope="local"),
 }
 ROUNDS = 4
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 14, 10))]
 
 
 @pytest.fixture

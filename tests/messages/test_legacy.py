@@ -76,11 +76,6 @@ class TheirClient(NumPyClient):
 
 
 @pytest.fixture
-def datasets(points) -> list[Any]:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
-@pytest.fixture
 def client_fn(mlp, datasets) -> Callable[..., Any]:
     """``client_fn(ruled=True, momentum=0.0, kind=TheirClient)``: a project's function of that name."""
 

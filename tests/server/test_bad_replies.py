@@ -126,11 +126,6 @@ CASES: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
-@pytest.fixture
 def without_bad(federate, points, mlp):
     """The run in which the bad client has no data and so never takes part."""
     return lambda rounds: federate(FedAvg(), mlp, [points(6, 0), points(0), points(9, 2)], rounds=rounds)

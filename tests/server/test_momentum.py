@@ -14,12 +14,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN
 
+SIZES = (6, 13, 9)
 ROUNDS, RATE, MOMENTUM = 4, 0.1, 0.9
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
 
 
 def centralized(model, datasets, frozen: bool = False, rate: float = RATE):

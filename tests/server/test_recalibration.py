@@ -22,11 +22,6 @@ SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var")
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
 def trained(run) -> list[bytes]:
     """All that travelled in training, in the order of partitions."""
     found = []

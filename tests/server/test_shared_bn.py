@@ -15,11 +15,6 @@ SIZES = (6, 13, 9, 5)
 AVERAGED = "averaged-bn"
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
 @pytest.mark.parametrize("variance", ["mean", "pooled"])
 @pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
 def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate, datasets, mlp, method, variance):
@@ -30,7 +25,7 @@ def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate
     own = split_state(mlp()).select(method.local)
     trained = sorted({client for report in run.strategy.reports for client in report.participants})
     assert len(trained) >= 2
-    kept = {i: from_record(run.grid.inner.context(i).state.array_records["fedbn-flwr.local"]) for i in trained}
+    kept = {i: run.local_state(i) for i in trained}
     p = {i: SIZES[i] / sum(SIZES[j] for j in trained) for i in trained}
     for name in run.state:
         if name not in own:
@@ -91,7 +86,7 @@ def test_a_client_that_does_not_share_is_only_left_out_of_the_average(federate, 
 
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
     assert [report.participants for report in run.strategy.reports] == [[0, 1, 2, 3]] * 2
-    kept = {i: from_record(run.grid.inner.context(i).state.array_records["fedbn-flwr.local"]) for i in (0, 2, 3)}
+    kept = {i: run.local_state(i) for i in (0, 2, 3)}
     expected = sum(SIZES[i] / 20 * kept[i]["1.running_mean"] for i in (0, 2, 3))
     np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
 

@@ -29,11 +29,6 @@ from tests.support.federation import torch_clients
 SIZES = (6, 13, 9)
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
 def local_round(model, data, partition: int, server_round: int):
     """One client's round as the fixture ``federate`` sets it up."""
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)

@@ -13,10 +13,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies import FedAvg, FedProx
 from fedbn_flwr.strategies.fedbs import FedBS
 
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
+SIZES = (6, 13, 9)
 
 
 def replies(*losses: float) -> list[Reply]:

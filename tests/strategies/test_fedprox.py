@@ -13,10 +13,7 @@ from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.strategies import FedAvg, FedProx
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
+SIZES = (6, 13, 9)
 
 
 def test_fedprox_without_mu_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:

@@ -12,12 +12,8 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.strategies import FedAvg, FedWon
 
+SIZES = (6, 13, 9)
 RATE, CLIPPING = 0.5, 0.02
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
 
 
 def test_fedwon_without_agc_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:

@@ -24,11 +24,6 @@ STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
 AFFINE = ("1.weight", "1.bias")
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
 def test_fixbn_is_fedavg_bit_for_bit_before_t_star(federate, datasets, mlp, same_bits) -> None:
     model = functools.partial(mlp, dropout=0.2)
     fixed = federate(FixBN(freeze_at=3), model, datasets, rounds=5)

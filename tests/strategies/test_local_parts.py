@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.messages.records import from_record, tensors, to_state
+from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining, train
@@ -82,9 +82,9 @@ def test_each_method_equals_its_definition_written_out(
     for name in start:
         same_bits({name: run.state[name]}, {name: shared.get(name, start[name])})
     for i in seen:
-        state = from_record(run.grid.inner.context(i).state["fedbn-flwr.local"])
+        state = run.local_state(i)
         same_bits(state, {name: kept[i][name] for name in start if name in own})
-    assert all("fedbn-flwr.local" not in run.grid.inner.context(i).state for i in set(range(4)) - seen)
+    assert all("fedbn-flwr.local" not in run.context(i).state for i in set(range(4)) - seen)
 
 
 def test_standalone_equals_training_alone(federate, points, mlp, same_bits) -> None:
@@ -93,7 +93,7 @@ def test_standalone_equals_training_alone(federate, points, mlp, same_bits) -> N
     many = federate(Standalone(), mlp, datasets)
     few = federate(Standalone(), mlp, datasets[:2])
     for i in range(2):
-        states = [from_record(run.grid.inner.context(i).state["fedbn-flwr.local"]) for run in (many, few)]
+        states = [run.local_state(i) for run in (many, few)]
         same_bits(*states)
     assert [r.train.up for r in many.strategy.reports] == [0, 0, 0]
 
@@ -144,7 +144,7 @@ def test_no_message_contains_a_local_part(federate, points, made, method, name: 
     for message in replies:
         assert list(message.content.array_records) == ["arrays"], "no other way out"
     for partition in range(2):
-        assert set(run.grid.inner.context(partition).state["fedbn-flwr.local"]) == own
+        assert set(run.local_state(partition)) == own
     down, up = strategy.reports[1].train.down, strategy.reports[1].train.up
     floats = sum(t.numel() * 4 for n, t in made(name).state_dict().items() if n in shared and t.is_floating_point())
     assert (down, up) == (floats, 2 * floats)

@@ -12,12 +12,8 @@ from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import ControlVariates
 
+SIZES = (6, 14, 10, 8)
 SERVER_RATE, ROUNDS = 0.7, 5
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 14, 10, 8))]
 
 
 def local(model, data, rate: float, correction: dict) -> int:
@@ -87,7 +83,7 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
     for name in names:
         np.testing.assert_allclose(strategy.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12)
     for i, variate in enumerate(own):
-        state = run.grid.inner.context(i).state
+        state = run.context(i).state
         if any(i in c for c in chosen):
             kept = from_record(state.array_records["fedbn-flwr.rules"])
             for name in names:

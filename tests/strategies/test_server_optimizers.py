@@ -20,6 +20,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN
 
+SIZES = (6, 14, 10, 8)
 ROUNDS, RATE, ETA, MOMENTUM = 5, 0.1, 0.07, 0.8
 BETA_1, BETA_2, TAU = 0.85, 0.95, 2e-3
 ARGUMENTS: dict[str, dict[str, float]] = {
@@ -29,11 +30,6 @@ ARGUMENTS: dict[str, dict[str, float]] = {
     "FedAdagrad": {"eta": ETA, "tau": TAU},
 }
 NAMES = list(ARGUMENTS)
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 14, 10, 8))]
 
 
 def slow_step(name: str, t: int, x: float, mean: float, m: float, v: float) -> tuple[float, float, float]:
@@ -167,7 +163,7 @@ def test_server_optimizers_work_with_local_parts(federate, datasets, mlp) -> Non
     assert run.strategy.m.keys() == run.strategy.v.keys() == shared
     for key, value in run.state.items():
         assert (value.tobytes() == run.history[0][key].tobytes()) == (key not in shared), key
-    assert set(run.grid.inner.context(0).state.array_records["fedbn-flwr.local"]) == set(run.state) - shared
+    assert set(run.local_state(0)) == set(run.state) - shared
 
 
 def test_flowers_optimizers_give_nan_on_this_toy_and_ours_do_not() -> None:

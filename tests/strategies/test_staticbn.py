@@ -6,7 +6,6 @@ import copy
 import functools
 
 import numpy as np
-import pytest
 import torch
 import torchvision.models as tv
 
@@ -17,11 +16,6 @@ from fedbn_flwr.strategies.staticbn import Untracked
 
 SIZES = (6, 13, 9)
 UNTRACKED = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
 
 
 def test_weights_equal_fedavgs_and_the_first_layer_has_the_unions_statistics(federate, datasets, mlp) -> None:
