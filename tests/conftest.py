@@ -1,4 +1,4 @@
-"""Fixtures of all tests: toy data, a tiny model in float64, and a federation whose messages can be looked into."""
+"""Fixtures of all tests: toy data, tiny models in float64, and runs of a strategy over clients in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support import federation
-from tests.support.federation import Outcome
+from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
 
 
@@ -88,6 +88,12 @@ def points() -> MakePoints:
         return Points(inputs, torch.randint(classes, (num_examples,), generator=generator))
 
     return make
+
+
+@pytest.fixture
+def datasets(request: pytest.FixtureRequest, points: MakePoints) -> list[Points]:
+    """The data of clients, of the sizes in the module's ``SIZES``."""
+    return [points(size, client) for client, size in enumerate(request.module.SIZES)]
 
 
 WriteCityscapes = Callable[[Path, Mapping[str, int], Mapping[str, int], tuple[int, int]], Path]
@@ -159,6 +165,13 @@ def run_strategy() -> Iterator[RunStrategy]:
 
 
 @pytest.fixture
+def run_legacy_loop() -> Iterator[Callable[..., LegacyOutcome]]:
+    """``run_legacy_loop(strategy, app, start, num_nodes, rounds)``: see ``federation.run_legacy_loop``."""
+    with ExitStack() as grids:
+        yield functools.partial(federation.run_legacy_loop, grids)
+
+
+@pytest.fixture
 def federate(run_strategy: RunStrategy) -> RunStrategy:
     """``federate(strategy, model, datasets, ...)``: run a strategy over TorchClients, one client at a time.
 
@@ -179,7 +192,7 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
         settings = {name: options.pop(name) for name in list(options) if name in TRAINING_SETTINGS}
         rate = rate if isinstance(rate, LearningRate) else LearningRate(rate)
         training = LocalTraining(learning_rate=rate, **{"batch_size": 4, **settings})
-        app = federation.torch_app(model, datasets, training, client=client, wrap=wrap, seed=seed)
+        app = wrap(federation.torch_clients(model, datasets, training, client=client, seed=seed))
         if strategy.parts is None:
             strategy.parts = split_state(model())
         return run_strategy(strategy, app, model().state_dict(), len(datasets), **options)

@@ -1,4 +1,4 @@
-"""Files that version 0.1.0 wrote before its modules moved are read, and lead to the same bits.
+"""Files that version 0.1.0 wrote before its modules moved can be read, and give the same bits.
 
 ``tests/fixtures/before_the_move`` was written by the commit ce002ea: a run of FedBN with momentum, cut after round 2 (a
 checkpoint, and what clients keep), the state folder of two nodes with the mod after two rounds, and the replay log of

@@ -1,4 +1,4 @@
-"""Projects as found in Flower's repository, changed by the diffs in ``found``: our own client's bits, in few lines.
+"""Projects of Flower's repository, changed by the diffs in ``found``, end in the bits of our own client.
 
 ``FLOWER_REPOSITORY`` names a checkout of github.com/adap/flower; without it only the lines are counted. The projects'
 data loaders, which download, are replaced by digits in a fixed order, and W&B by nothing. ``PROJECT-port.diff`` is what
@@ -281,14 +281,14 @@ def test_a_changed_project_ends_in_the_bits_of_our_own_client(
 
 @here
 @pytest.mark.parametrize("project", FOLDERS)
-def test_the_projects_run_as_found(found: Any, project: str) -> None:
+def test_the_unchanged_projects_run(found: Any, project: str) -> None:
     run = found(project)
     assert run.strategy is None
     assert all(np.isfinite(array).all() for array in run.state.values())
 
 
 @here
-def test_the_baselines_own_fedbn_differs_in_rounding_alone(found: Any, federate: Any) -> None:
+def test_the_baselines_own_fedbn_differs_only_in_rounding(found: Any, federate: Any) -> None:
     """Its layers are all called ``bn``; Flower's FedAvg sums in another order than ours. Training enlarges it later."""
     theirs = found(BASELINE, **{"algorithm-name": "FedBN", "num-server-rounds": 1})
     data = [DATA[BASELINE](node) for node in range(len(SIZES))]

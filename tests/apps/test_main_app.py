@@ -1,4 +1,4 @@
-"""The default app: thin entry points, and the demo's table and exit code."""
+"""The default app: files that only hold an entry point, and the demo's table and exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.sweep import Study
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_components_of_the_toml() -> None:
+def test_the_toml_names_both_components() -> None:
     components = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
     for kind, (name, expected) in zip(components, (("serverapp", ServerApp), ("clientapp", ClientApp)), strict=True):
         assert kind == name
@@ -30,7 +30,7 @@ def test_the_components_of_the_toml() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "apps/main").rglob("*_app.py")), ids=str)
-def test_an_app_is_an_entry_point_only(path: Path) -> None:
+def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
     kinds = {type(node).__name__ for node in ast.parse(path.read_text()).body}
     assert kinds <= {"Expr", "ImportFrom", "Assign"}
 
@@ -82,7 +82,7 @@ def test_the_demo_fails_where_the_engines_differ(short_demo: dict[str, Any], tmp
     assert "the same bits: NO" in capsys.readouterr().out
 
 
-def test_the_demo_fails_with_flowers_words(short_demo, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_demo_fails_with_flowers_message(short_demo, tmp_path: Path, capsys, monkeypatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise EngineError("flwr run: finished:failed. Its last words:\nOops")
 

@@ -45,7 +45,7 @@ def accuracies(lines: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam", "fedbn", "silobn", "mtfl", "standalone"])
-def test_it_learns_in_process(strategy: str, project, caplog) -> None:
+def test_the_app_learns_in_process(strategy: str, project, caplog) -> None:
     found = in_process(project, caplog, strategy)
     assert len(found) == ROUNDS
     assert found[-1] > 0.5

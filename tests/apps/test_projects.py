@@ -1,4 +1,4 @@
-"""The apps in ``apps/`` that are written as other people's projects are, and the lines that change one."""
+"""The apps in ``apps/`` that are written as users write them, and the diffs that change one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
-def test_the_quickstart_is_flowers_before_any_change(project, capsys) -> None:
+def test_the_unchanged_quickstart_is_flowers(project, capsys) -> None:
     project("quickstart", num_server_rounds=1)
     assert capsys.readouterr().out.startswith("round 1: accuracy 0.")
     for path in (APPS / "quickstart/quickstart").glob("*.py"):
@@ -131,7 +131,7 @@ WORKING = ["fedavg", "fedprox", "scaffold", "fedbn", "silobn", "mtfl", "fixbn", 
 
 
 @pytest.mark.parametrize("strategy", [*WORKING, "standalone"])
-def test_one_hospital_app_for_every_strategy(project, strategy: str, capsys, caplog) -> None:
+def test_the_hospital_app_runs_with_every_strategy(project, strategy: str, capsys, caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="flwr"):
         run = project("hospitals", strategy=strategy, num_server_rounds=2, local_epochs=1)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
@@ -140,7 +140,7 @@ def test_one_hospital_app_for_every_strategy(project, strategy: str, capsys, cap
     assert float(capsys.readouterr().out.split()[-1]) > 0.5
 
 
-def test_the_hospitals_differ() -> None:
+def test_the_hospitals_have_different_data() -> None:
     sys.path.insert(0, str(APPS / "hospitals"))
     try:
         task = importlib.import_module("hospitals.task")
@@ -159,7 +159,7 @@ def test_the_hospitals_differ() -> None:
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("app", ["hospitals"])
-def test_through_flwr_run(app: str) -> None:
+def test_the_projects_run_with_flwr_run(app: str) -> None:
     lines: list[str] = []
     flower_run(
         APPS / app,

@@ -1,4 +1,4 @@
-"""The recipes: one per strategy, each says how to run it and what it reaches."""
+"""The recipes: one for each strategy; each says how to run it and which accuracy it reaches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = re.compile(
 )
 
 
-def test_one_recipe_per_strategy() -> None:
+def test_every_strategy_has_one_recipe() -> None:
     assert sorted(STRATEGIES) == RECIPES
     assert [Config.load(FOLDER / f"{name}.yaml").strategy for name in RECIPES] == RECIPES
 
@@ -46,7 +46,7 @@ def test_a_study_loads(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_reaches_what_it_says(name: str, tmp_path: Path) -> None:
+def test_a_recipe_reaches_the_accuracy_it_states(name: str, tmp_path: Path) -> None:
     """Within two points: another CPU rounds otherwise, and the run on non-IID data amplifies that."""
     path = FOLDER / f"{name}.yaml"
     summary = run(Config.load(path), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""An app of somebody else's on the Message API, and runs of our strategies over it."""
+"""A user's own app on the Message API, and runs of our strategies over it."""
 
 from __future__ import annotations
 

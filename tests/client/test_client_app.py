@@ -1,4 +1,4 @@
-"""The client behind Flower's ClientApps: its legacy one with stock FedAvg, and ours that speaks the Message API."""
+"""The client in Flower's ClientApps: in its legacy one under Flower's FedAvg, and in ours on the Message API."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_stock_legacy_fedavg_through_flowers_own_client_app(client_fn, mlp, open_grid, inplace: bool) -> None:
+def test_flowers_legacy_fedavg_runs_through_flowers_own_client_app(client_fn, mlp, open_grid, inplace: bool) -> None:
     """Flower averages the counters as floats, or in place as zeros: either must load in the next round, rounded."""
     grid = open_grid(ClientApp(client_fn=lambda context: client_fn(context).to_client()))
     start = state_of(mlp(dropout=0.3))
@@ -125,7 +125,7 @@ def ask(grid: InProcessGrid, content: RecordDict, kind: str, partition: int = 0)
     return reply
 
 
-def test_train_over_the_message_api_is_fit(client_fn, mlp, open_grid, same_bits) -> None:
+def test_train_over_the_message_api_equals_fit(client_fn, mlp, open_grid, same_bits) -> None:
     grid = open_grid(client_app(client_fn))
     start = state_of(mlp(dropout=0.3, seed=2))
     config = ConfigRecord({"server-round": 3})
@@ -136,7 +136,7 @@ def test_train_over_the_message_api_is_fit(client_fn, mlp, open_grid, same_bits)
     assert list(reply.content.config_records) == []
 
 
-def test_evaluate_over_the_message_api(client_fn, mlp, open_grid) -> None:
+def test_evaluate_over_the_message_api_equals_evaluate(client_fn, mlp, open_grid) -> None:
     grid = open_grid(client_app(client_fn))
     start = state_of(mlp(dropout=0.3, seed=2))
     reply = ask(grid, RecordDict({"model": to_record(start), "any": ConfigRecord()}), MessageType.EVALUATE, 2)
@@ -145,7 +145,7 @@ def test_evaluate_over_the_message_api(client_fn, mlp, open_grid) -> None:
     assert list(reply.content.array_records) == []
 
 
-def test_query_tells_partition_and_size(client_fn, open_grid) -> None:
+def test_a_query_returns_partition_and_size(client_fn, open_grid) -> None:
     grid = open_grid(client_app(client_fn))
     for partition, size in enumerate(SIZES):
         reply = ask(grid, RecordDict(), MessageType.QUERY, partition)
@@ -183,7 +183,7 @@ def test_any_numpy_client_works(open_grid, wrap) -> None:
     assert dict(ask(grid, RecordDict(), MessageType.QUERY, 2).content["metrics"]) == {"partition-id": 2}
 
 
-def test_further_records_follow_the_model_in_the_list(open_grid) -> None:
+def test_further_records_follow_the_model_in_the_list_of_arrays(open_grid) -> None:
     seen: dict[str, list] = {}
 
     def answer(parameters, config):
@@ -204,7 +204,7 @@ def test_further_records_follow_the_model_in_the_list(open_grid) -> None:
     assert {k: v.tolist() for k, v in from_record(reply.content["momentum"]).items()} == {"x": [6]}
 
 
-def test_other_arrays_than_received_need_names(open_grid) -> None:
+def test_arrays_other_than_those_received_need_names(open_grid) -> None:
     content = RecordDict({"arrays": to_record({"x": np.ones(1), "y": np.ones(2)}), "config": ConfigRecord()})
 
     def named(parameters, config):
@@ -217,12 +217,12 @@ def test_other_arrays_than_received_need_names(open_grid) -> None:
     assert "fit returned 1 arrays for 2 names; where they differ from those received" in reply.error.reason
 
 
-def test_a_client_fn_that_returns_something_else(open_grid) -> None:
+def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:
     reply = ask(open_grid(client_app(lambda _: "client")), RecordDict(), MessageType.QUERY)
     assert "client_fn returned str; client_app needs a flwr.client.NumPyClient" in reply.error.reason
 
 
-def test_an_error_rolls_the_context_back(client_fn, mlp, open_grid, same_bits) -> None:
+def test_an_error_restores_the_context(client_fn, mlp, open_grid, same_bits) -> None:
     grid = open_grid(client_app(client_fn))
     local = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     keep = ConfigRecord({"local-entries": json.dumps(local)})

@@ -31,7 +31,7 @@ def keep(context: Context | None, model: nn.Module, server_round: int = 4) -> di
     return kept
 
 
-def test_kept_entries_come_back(mlp, same_bits) -> None:
+def test_kept_entries_are_loaded_again(mlp, same_bits) -> None:
     context, model = empty_context(), mlp()
     assert store(context, model).load(NAMES) == {}
     kept = {name: array.copy() for name, array in keep(context, model).items()}
@@ -43,7 +43,7 @@ def test_kept_entries_come_back(mlp, same_bits) -> None:
     assert store(context, model).load(["1.weight"]) == {}, "nothing of this part was kept"
 
 
-def test_a_later_round_takes_the_place_of_an_earlier_one(mlp) -> None:
+def test_a_later_round_replaces_an_earlier_one(mlp) -> None:
     context, model = empty_context(), mlp()
     keep(context, model)
     model[1].num_batches_tracked += 5
@@ -62,7 +62,7 @@ def test_another_model_is_refused() -> None:
     )
 
 
-def test_another_layer_type_of_the_same_names_is_refused(mlp) -> None:
+def test_another_layer_type_with_the_same_names_is_refused(mlp) -> None:
     context = empty_context()
     keep(context, nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)))
     model = nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4))

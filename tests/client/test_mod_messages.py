@@ -122,17 +122,17 @@ def test_a_users_own_start_begins_the_method(user_app, mlp) -> None:
         def start(self, grid, initial_arrays, num_rounds=3, **_: Any) -> Any:
             arrays = initial_arrays
             for current in range(1, num_rounds + 1):
-                replies = grid.send_and_receive(self.configure_train(current, arrays, self.told, grid), timeout=60)
+                replies = grid.send_and_receive(self.configure_train(current, arrays, self.config, grid), timeout=60)
                 arrays, _ = self.aggregate_train(current, replies)
             return arrays
 
     with InProcessGrid(user_app(fixbn_loop), len(SIZES)) as grid:
         strategy = Own(freeze_at=1)
-        strategy.told = ConfigRecord()
+        strategy.config = ConfigRecord()
         strategy.start(grid, to_record(mlp().state_dict()))
         assert [report.phase for report in strategy.reports] == ["train", "frozen", "frozen"]
         unknown = Own(freeze_at=0.5)
-        unknown.told = ConfigRecord()
+        unknown.config = ConfigRecord()
         with pytest.raises(ConfigError, match="needs the number of rounds"):
             unknown.start(grid, to_record(mlp().state_dict()))
 
@@ -143,11 +143,11 @@ def test_a_client_that_lost_what_a_hook_kept_is_named(run_app, user_app, caplog,
 
     def forget(message: Message, context: Context, call_next: Any) -> Message:
         train = message.metadata.message_type == "train"
-        if loses and train and context.node_config["partition-id"] == 1 and told(message)["server-round"] == 3:
+        if loses and train and context.node_config["partition-id"] == 1 and config_of(message)["server-round"] == 3:
             context.state = RecordDict()
         return call_next(message, context)
 
-    def told(message: Message) -> Any:
+    def config_of(message: Message) -> Any:
         return next(iter(message.content.config_records.values()))
 
     with caplog.at_level("WARNING", "flwr"):

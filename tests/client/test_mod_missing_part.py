@@ -28,32 +28,32 @@ from fedbn_flwr.strategies import (
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
 MOD = "Make the app `ClientApp(mods=[local_bn])`"
-RULES = "Run its training inside `with bn_rules(model, msg, context) as rules:`"
+RUN_INSIDE = "Run its training inside `with bn_rules(model, msg, context) as rules:`"
 MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
     "fedbn": (FedBN, 1, MOD),
     "silobn": (SiloBN, 1, MOD),
     "mtfl": (MTFL, 1, MOD),
     "standalone": (Standalone, 1, MOD),
-    "fedprox": (FedProx, 1, f"client hook 'proximal' of strategy 'fedprox'. {RULES}"),
-    "scaffold": (Scaffold, 1, f"client hook 'variates' of strategy 'scaffold'. {RULES}"),
+    "fedprox": (FedProx, 1, f"client hook 'proximal' of strategy 'fedprox'. {RUN_INSIDE}"),
+    "scaffold": (Scaffold, 1, f"client hook 'variates' of strategy 'scaffold'. {RUN_INSIDE}"),
     "momentum": (
         functools.partial(FedAvg, momentum_scope="local"),
         1,
-        f"client hook 'momentum' of strategy 'fedavg'. {RULES}",
+        f"client hook 'momentum' of strategy 'fedavg'. {RUN_INSIDE}",
     ),
     "fixbn": (functools.partial(FixBN, freeze_at=1), 2, 'inside `with bn_rules(model, msg.content["config"]):`'),
     "fixbn auto": (
         functools.partial(FixBN, freeze_at="auto", freeze_window=2),
         1,
-        f"client hook 'report-drift' of strategy 'fixbn'. {RULES}",
+        f"client hook 'report-drift' of strategy 'fixbn'. {RUN_INSIDE}",
     ),
     "staticbn": (StaticBN, 1, "under staticbn. The client's training must run inside `with bn_rules(model, msg."),
-    "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RULES}"),
-    "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RULES}"),
+    "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RUN_INSIDE}"),
+    "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RUN_INSIDE}"),
     "fedtan2": (
         functools.partial(FedTAN2, fedtan_rounds=1),
         1,
-        f"client hook 'synchronise-first-step' of strategy 'fedtan2'. {RULES}",
+        f"client hook 'synchronise-first-step' of strategy 'fedtan2'. {RUN_INSIDE}",
     ),
 }
 
@@ -90,7 +90,7 @@ def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:
         run_app(FedTAN(), user_app(hooked_loop))
 
 
-def test_one_client_without_the_part_is_left_out_and_the_round_goes_on(run_app, user_app) -> None:
+def test_one_client_without_the_mod_is_left_out_and_the_round_continues(run_app, user_app) -> None:
     with_mod, without = user_app(), user_app(mods=())
 
     mixed = ClientApp()

@@ -1,4 +1,4 @@
-"""What a client keeps on disk: which file is taken, which ones stay, and what is refused."""
+"""What a client keeps on disk: which file is loaded, which files stay, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rounds(root: Path) -> list[str]:
     return [".".join(path.name.split(".")[1:3]) for path in sorted((root / "s/partition-2").glob("*.safetensors"))]
 
 
-def test_the_newest_and_the_committed_ones_stay(tmp_path: Path) -> None:
+def test_the_newest_file_and_those_of_checkpoints_stay(tmp_path: Path) -> None:
     """Checkpoints every 4 rounds, the last two stand; the client is not drawn in rounds 4 and 8."""
     for server_round in (1, 2, 3, 5, 6, 7, 9, 10):
         committed = tuple(r for r in (0, 4, 8) if r < server_round)[-2:]
@@ -35,18 +35,18 @@ def test_the_newest_and_the_committed_ones_stay(tmp_path: Path) -> None:
     assert folder(tmp_path).newest()["round"] == 10
 
 
-def test_a_resume_finds_its_part_and_gives_up_what_came_after(tmp_path: Path) -> None:
+def test_a_resumed_run_finds_its_part_and_drops_later_files(tmp_path: Path) -> None:
     for server_round in (3, 7, 9):
         write(tmp_path, server_round, f"h{server_round}", committed=(4, 8))
     assert folder(tmp_path).find("h7")["round"] == 7
-    assert rounds(tmp_path) == ["r1.3", "r1.7"], "round 9 will be done again"
+    assert rounds(tmp_path) == ["r1.3", "r1.7"], "round 9 will be repeated"
     assert folder(tmp_path).find("unknown") is None
     assert rounds(tmp_path) == ["r1.3", "r1.7"]
     assert folder(tmp_path).find("") is None, "nothing was kept by the checkpoint's round"
     assert rounds(tmp_path) == []
 
 
-def test_a_new_run_of_the_series_goes_on_with_the_part_of_the_one_before(tmp_path: Path) -> None:
+def test_a_new_run_of_the_experiment_starts_from_the_part_of_the_last_run(tmp_path: Path) -> None:
     write(tmp_path, 40, "old")
     assert folder(tmp_path, "r2").newest()["sha256"] == "old"
     write(tmp_path, 1, "h1", run="r2", committed=(0,))
@@ -58,7 +58,7 @@ def test_a_new_run_of_the_series_goes_on_with_the_part_of_the_one_before(tmp_pat
 
 
 @pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "of another client", "of another model"])
-def test_what_cannot_be_used_is_named_and_the_one_before_is_taken(tmp_path: Path, harm: str, caplog) -> None:
+def test_an_unusable_file_is_named_and_the_previous_one_is_loaded(tmp_path: Path, harm: str, caplog) -> None:
     write(tmp_path, 3, "h3", committed=(3,))
     options = {"of another model": {"fingerprint": "g"}}.get(harm, {})
     write(tmp_path, 7, "h7", committed=(3,), **options)
@@ -88,14 +88,14 @@ def test_a_server_cannot_name_another_folder(series: str) -> None:
         Continuity.read({"series": "s", "run": series or "/", "committed": ""})
 
 
-def test_what_is_told_comes_back() -> None:
-    told = Continuity("s", "r", (4, 8))
-    assert Continuity.read(told.write()) == told
+def test_continuity_survives_a_message() -> None:
+    continuity = Continuity("s", "r", (4, 8))
+    assert Continuity.read(continuity.write()) == continuity
     assert Continuity.read(Continuity("s", "r").write()) == Continuity("s", "r")
     assert Continuity.read({"server-round": 3}) is None
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("a file in the way")
     with pytest.raises(StateError, match=r"state folder .*partition-2 cannot be written: .*Not a directory.*state-dir"):
         write(tmp_path, 1, "h1")

@@ -1,4 +1,4 @@
-"""TorchClient, driven directly."""
+"""TorchClient, called directly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_get_parameters_is_the_whole_state_dict_in_order(client) -> None:
     assert got[6].dtype == np.int64
 
 
-def test_get_properties(client, points, mlp) -> None:
+def test_get_properties_returns_partition_size_and_batch_size(client, points, mlp) -> None:
     assert client.get_properties({}) == {"partition-id": 3, "num-examples": 10, "batch-size": 4}
     assert TorchClient(mlp(), points(4), points(1), SETTINGS).get_properties({}) == {"num-examples": 4, "batch-size": 4}
     named = TorchClient(mlp(), points(4), points(1), SETTINGS, context=context(), partition_id=1)
@@ -49,7 +49,7 @@ def test_get_properties(client, points, mlp) -> None:
 
 
 @pytest.mark.parametrize("server_round", [1, 2])
-def test_fit_is_the_training_loop_with_the_rounds_streams_and_rate(client, points, mlp, server_round: int) -> None:
+def test_fit_trains_with_the_random_streams_and_rate_of_the_round(client, points, mlp, server_round: int) -> None:
     start = mlp(dropout=0.2, seed=9)
     got, num_examples, metrics = client.fit(arrays(start), {"server-round": server_round})
     result = train(
@@ -70,7 +70,7 @@ def test_fit_is_the_training_loop_with_the_rounds_streams_and_rate(client, point
     }
 
 
-def test_what_fit_returned_does_not_change_afterwards(client) -> None:
+def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
     """Nor do the arrays the caller passed in."""
     start = client.get_parameters({})
     before = [a.copy() for a in start]
@@ -81,7 +81,7 @@ def test_what_fit_returned_does_not_change_afterwards(client) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(held, kept, strict=True))
 
 
-def test_evaluate_one_unnamed_test_set(client, points, mlp) -> None:
+def test_evaluate_with_one_unnamed_test_set(client, points, mlp) -> None:
     model = mlp(dropout=0.2, seed=4)
     loss, num_examples, metrics = client.evaluate(arrays(model), {})
     want = evaluate(model, points(6, 2))
@@ -89,7 +89,7 @@ def test_evaluate_one_unnamed_test_set(client, points, mlp) -> None:
     assert metrics == {"loss": want.loss, "accuracy": want.accuracy, "examples-tested": 6}
 
 
-def test_evaluate_named_test_sets(points, mlp) -> None:
+def test_evaluate_with_named_test_sets(points, mlp) -> None:
     tests = {"own": points(6, 2), "global": points(8, 3)}
     client = TorchClient(mlp(), points(4), tests, SETTINGS)
     own, union = evaluate(mlp(), tests["own"]), evaluate(mlp(), tests["global"])
@@ -108,7 +108,7 @@ def test_evaluate_changes_no_entry(client, mlp) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(arrays(client.model), arrays(model), strict=True))
 
 
-def test_counters_that_come_as_floats_are_rounded(client) -> None:
+def test_counters_received_as_floats_are_rounded(client) -> None:
     start = client.get_parameters({})
     start[6] = np.asarray(9.999999999999998)
     client.evaluate(start, {})
@@ -143,7 +143,7 @@ def test_kept_entries_win_over_received_ones(client) -> None:
     assert not client.model[1].running_mean.any()
 
 
-def test_a_client_that_lost_its_part_says_so(client) -> None:
+def test_a_client_that_lost_its_local_part_raises_an_error(client) -> None:
     names = ["0.weight", "0.bias", "4.weight", "4.bias"]
     values = [client.get_parameters({})[i] for i in (0, 1, 7, 8)]
     with pytest.raises(StateError) as error:
@@ -154,7 +154,7 @@ def test_a_client_that_lost_its_part_says_so(client) -> None:
     )
 
 
-def test_arrays_that_do_not_fit(client) -> None:
+def test_arrays_that_do_not_fit_the_model_are_refused(client) -> None:
     start = client.get_parameters({})
     with pytest.raises(StateError, match=r"^received 8 arrays for 9 entries; the model has 9$"):
         client.fit(start[:-1], {})
@@ -172,7 +172,7 @@ def test_local_parts_need_a_context(points, mlp) -> None:
         client.fit(client.get_parameters({}), {"local-entries": json.dumps(["1.weight", "1.bias"])})
 
 
-def test_no_data_and_unknown_rules(points, mlp) -> None:
+def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
     client = TorchClient(mlp(), points(0), points(1), SETTINGS)
     with pytest.raises(DataError, match="no training examples"):
         client.fit(client.get_parameters({}), {})

@@ -1,24 +1,21 @@
-"""``to_legacy``: in Flower's own legacy loop the same bits as by messages; what it refuses; whose failures they are."""
+"""``to_legacy``: the same bits in Flower's legacy loop as by messages, refused strategies, and reported failures."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import nn
 
-from fedbn_flwr import TorchClient, to_legacy
+from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.strategies import (
@@ -32,8 +29,10 @@ from fedbn_flwr.strategies import (
     Scaffold,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import LegacyOutcome, torch_clients
 
-CARRIED: dict[str, Callable[[], FedAvg]] = {
+SIZES = (6, 14, 10)
+SUPPORTED: dict[str, Callable[[], FedAvg]] = {
     **{name: method for name, method in STRATEGIES.items() if not method.synchronises and not method.reestimates},
     "sampled": lambda: FedAvg(fraction_train=0.5, fraction_evaluate=0.5, min_train_nodes=1, min_evaluate_nodes=1),
     "pooled": lambda: FedAvg(variance="pooled"),
@@ -45,76 +44,32 @@ CARRIED: dict[str, Callable[[], FedAvg]] = {
     "global momentum": lambda: FedBN(momentum_scope="global"),
     "local momentum": lambda: FedAvg(momentum_scope="local"),
 }
-ROUNDS, SEED = 4, 7
+ROUNDS = 4
 
 
 @pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 14, 10))]
+def run_legacy(run_legacy_loop) -> Callable[..., LegacyOutcome]:
+    """``run_legacy(strategy, model, client_fn, num_nodes)``: Flower's ServerApp and ClientApp, both of the old kind."""
 
+    def run(strategy: FedAvg, model: Callable[[], nn.Module], client_fn: Any, num_nodes: int, **options: Any) -> Any:
+        app = ClientApp(client_fn=client_fn)
+        return run_legacy_loop(strategy, app, model().state_dict(), num_nodes, ROUNDS, **options)
 
-@dataclass
-class Legacy:
-    """A finished legacy run: the arrays before round 1 and after each, and Flower's history."""
-
-    history: list[list[Array]]
-    flower: Any
-    strategy: FedAvg
-    grid: InProcessGrid
-
-
-@pytest.fixture
-def run_legacy() -> Iterator[Callable[..., Legacy]]:
-    """``run_legacy(strategy, model, client_fn, nodes)``: Flower's ServerApp and ClientApp, both of the old kind."""
-    grids: list[InProcessGrid] = []
-
-    def run(strategy: FedAvg, model: Callable[[], nn.Module], client_fn: Any, nodes: int, **options: Any) -> Legacy:
-        history: list[list[Array]] = []
-        options = {"num_rounds": ROUNDS, "timeout": 60, **options}
-        legacy = to_legacy(
-            strategy,
-            to_record(model().state_dict()),
-            evaluate_fn=lambda _, arrays, config: history.append(arrays),  # type: ignore[func-returns-value]
-            **options,
-        )
-        seen: list[Any] = []
-
-        def server_fn(context: Context) -> ServerAppComponents:
-            return ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=ROUNDS))
-
-        grid = InProcessGrid(ClientApp(client_fn=client_fn), nodes, max_workers=1)
-        grids.append(grid)
-        fit = legacy.aggregate_evaluate
-
-        def watch(server_round: int, results: Any, failures: Any) -> Any:
-            seen.append(fit(server_round, results, failures))
-            return seen[-1]
-
-        legacy.aggregate_evaluate = watch  # type: ignore[method-assign]
-        ServerApp(server_fn=server_fn)(grid, Context(0, 0, {}, RecordDict(), {}))
-        return Legacy(history, seen, strategy, grid)
-
-    yield run
-    for grid in grids:
-        grid.close()
+    return run
 
 
 def torch_client_fn(model: Callable[[], nn.Module], datasets: list, **settings: Any) -> Any:
     training = LocalTraining(learning_rate=LearningRate(0.1), **{"batch_size": 4, **settings})
-
-    def client_fn(context: Context) -> Any:
-        data = datasets[int(context.node_config["partition-id"])]
-        return TorchClient(model(), data, data, training, context=context, seed=SEED).to_client()
-
-    return client_fn
+    client_fn = torch_clients(model, datasets, training)
+    return lambda context: client_fn(context).to_client()
 
 
-@pytest.mark.parametrize("name", CARRIED)
-def test_the_same_bits_as_by_messages(name: str, federate, run_legacy, datasets, mlp) -> None:
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(name: str, federate, run_legacy, datasets, mlp) -> None:
     settings = {"sgd_momentum": 0.9} if "momentum" in name else {}
     model = functools.partial(mlp, norm=name != "fedwon")
-    want = federate(CARRIED[name](), model, datasets, rounds=ROUNDS, **settings)
-    got = run_legacy(CARRIED[name](), model, torch_client_fn(model, datasets, **settings), len(datasets))
+    want = federate(SUPPORTED[name](), model, datasets, rounds=ROUNDS, **settings)
+    got = run_legacy(SUPPORTED[name](), model, torch_client_fn(model, datasets, **settings), len(datasets))
     assert len(got.history) == ROUNDS + 1
     for arrays, state in zip(got.history, want.history, strict=True):
         for array, (entry, value) in zip(arrays, state.items(), strict=True):
@@ -126,12 +81,11 @@ def test_the_same_bits_as_by_messages(name: str, federate, run_legacy, datasets,
         assert (mine.phase, mine.participants) == (theirs.phase, theirs.participants)
         assert (mine.train, mine.evaluate) == (theirs.train, theirs.evaluate), "the same bytes"
         assert (mine.metrics, mine.clients, mine.evaluations) == (theirs.metrics, theirs.clients, theirs.evaluations)
-    for (loss, metrics), record in zip(got.flower, want.result.evaluate_metrics_clientapp.values(), strict=True):
+    for (loss, metrics), record in zip(got.evaluations, want.result.evaluate_metrics_clientapp.values(), strict=True):
         assert {"loss": loss, **metrics} == dict(record)
 
 
-def test_every_strategy_is_carried_or_refused(mlp) -> None:
-    """Each is run above or is refused."""
+def test_every_strategy_is_supported_or_refused(mlp) -> None:
     refused = {}
     for name, strategy in STRATEGIES.items():
         try:
@@ -142,13 +96,13 @@ def test_every_strategy_is_carried_or_refused(mlp) -> None:
     for name in ("fedtan", "fedtan2", "feddna"):
         assert f"strategy '{name}' exchanges statistics with its clients inside a local step, and" in refused[name]
     assert "strategy 'staticbn' re-estimates BN statistics from its clients before tests, and" in refused["staticbn"]
-    carried = {make().name for make in CARRIED.values()}
-    assert carried == STRATEGIES.keys() - refused.keys()
+    supported = {make().name for make in SUPPORTED.values()}
+    assert supported == STRATEGIES.keys() - refused.keys()
     with pytest.raises(ConfigError, match="'fedbs' re-estimates BN statistics"):
         to_legacy(FedBS(recalibrate=True), to_record(mlp().state_dict()))
 
 
-def test_messages_of_its_own_are_refused_when_they_are_sent(mlp, datasets, run_legacy) -> None:
+def test_a_strategy_that_sends_messages_of_its_own_is_refused(mlp, datasets, run_legacy) -> None:
     """A strategy that asks the clients for more than a round's fit and evaluate, and did not say so beforehand."""
 
     class Chatty(FedAvg):
@@ -167,7 +121,7 @@ def test_messages_of_its_own_are_refused_when_they_are_sent(mlp, datasets, run_l
             run_legacy(strategy, mlp, torch_client_fn(mlp, datasets), len(datasets))
 
 
-def test_a_share_of_the_rounds_needs_their_number(mlp) -> None:
+def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
     arrays = to_record(mlp().state_dict())
     with pytest.raises(ConfigError, match=r"^strategy 'fixbn' needs the number of rounds, .* pass num_rounds="):
         to_legacy(FixBN(freeze_at=0.5), arrays)
@@ -211,7 +165,7 @@ def stock_fn(model: Callable[[], nn.Module], datasets: list) -> Any:
 
 
 def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
-    """Its results averaged by hand; counters are integers, and what the project tells its clients arrives."""
+    """Its results averaged by hand; counters are integers, and the project's own config reaches its clients."""
     run = run_legacy(
         FedAvg(),
         mlp,
@@ -233,11 +187,11 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
             np.testing.assert_allclose(after[j], want, rtol=1e-12, atol=1e-14, err_msg=name)
             state[name] = after[j]
     assert int(run.history[-1][list(state).index("1.num_batches_tracked")]) == ROUNDS
-    assert [metrics["told"] for _, metrics in run.flower] == [1, 2, 3, 4]
+    assert [metrics["told"] for _, metrics in run.evaluations] == [1, 2, 3, 4]
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30, 40]
 
 
-def test_the_projects_own_summary_of_metrics(run_legacy, datasets, mlp) -> None:
+def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets, mlp) -> None:
     """As Flower's legacy strategies take it; text among the metrics arrives, a refused result does not."""
 
     class Worded(Stock):
@@ -264,7 +218,7 @@ def test_the_projects_own_summary_of_metrics(run_legacy, datasets, mlp) -> None:
     )
     fitted, tested = [(6, "site 6"), (10, "site 10")], [(6, "test 6"), (10, "test 10"), (14, "test 14")]
     assert seen == [fitted, tested] * ROUNDS
-    assert [metrics for _, metrics in run.flower] == [{"sites": 3}] * ROUNDS
+    assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
 
 
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:
@@ -274,8 +228,8 @@ def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_leg
         run_legacy(FedBN(), mlp, stock_fn(mlp, datasets), len(datasets))
 
 
-def test_a_failure_carries_its_clients_name_and_words(run_legacy, datasets, mlp) -> None:
-    """The legacy loop hands on a bare exception; the report still says whose it was, and the round goes on."""
+def test_a_failure_is_reported_with_its_client_and_message(run_legacy, datasets, mlp) -> None:
+    """The legacy loop passes only an exception; the report still names its client, and the round continues."""
 
     class Fails(Stock):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:

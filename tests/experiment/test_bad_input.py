@@ -77,7 +77,7 @@ def refused(arguments: list[str]) -> str:
 
 @pytest.mark.parametrize("engine", ["in-process", "simulation"])
 @pytest.mark.parametrize("name", BAD)
-def test_the_message_and_nothing_written(name: str, engine: str, tmp_path: Path, monkeypatch) -> None:
+def test_bad_input_ends_with_a_message_and_writes_nothing(name: str, engine: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings, message = BAD[name]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
@@ -85,7 +85,7 @@ def test_the_message_and_nothing_written(name: str, engine: str, tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cuda_without_one(tmp_path: Path, monkeypatch) -> None:
+def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = refused(["run", "--set", "device=cuda", "--out", "out"])
@@ -93,7 +93,7 @@ def test_cuda_without_one(tmp_path: Path, monkeypatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_problems_of_the_machine_at_once(tmp_path: Path, monkeypatch) -> None:
+def test_all_problems_of_the_machine_are_reported_at_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = refused(["run", "--set", "device=cuda", "--set", "data-dir=/no/such", "--out", str(tmp_path / "out")])
     assert said.split("\n") == [
@@ -102,7 +102,7 @@ def test_several_problems_of_the_machine_at_once(tmp_path: Path, monkeypatch) ->
     ]
 
 
-def test_an_output_folder_in_use(tmp_path: Path) -> None:
+def test_an_output_folder_in_use_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "summary.json").write_text("{}")
@@ -113,7 +113,7 @@ def test_an_output_folder_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [2, 4])
-def test_a_federation_of_another_size(found: int, quick_config, tmp_path: Path, monkeypatch) -> None:
+def test_a_federation_of_another_size_is_refused(found: int, quick_config, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
     config = quick_config()
     with (
@@ -129,7 +129,7 @@ def test_a_federation_of_another_size(found: int, quick_config, tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_federation_without_nodes(quick_config, tmp_path: Path, monkeypatch) -> None:
+def test_a_federation_without_nodes_is_refused(quick_config, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(serve_module, "NODE_GRACE", 0.1)
     with InProcessGrid(client_app, 1) as grid:
         monkeypatch.setattr(grid, "get_node_ids", list)
@@ -138,14 +138,16 @@ def test_a_federation_without_nodes(quick_config, tmp_path: Path, monkeypatch) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_nodes_there_are(quick_config, tmp_path: Path) -> None:
+def test_a_run_without_a_number_of_clients_takes_all_nodes(quick_config, tmp_path: Path) -> None:
     config = quick_config(**{"num-clients": 0})
     with InProcessGrid(client_app, 4, run_config=config.to_mapping()) as grid:
         serve(grid, config, tmp_path / "out")
     assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 4
 
 
-def test_what_flwr_run_refuses(quick_config, tmp_path: Path, monkeypatch) -> None:
+def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
+    quick_config, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     centralized = quick_config(strategy="centralized")
     with InProcessGrid(client_app, 1) as grid:

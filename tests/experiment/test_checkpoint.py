@@ -1,4 +1,4 @@
-"""The server's checkpoints: two of them, 0600; what is damaged is refused with a message; a full disk loses nothing."""
+"""The server's checkpoints: two files with mode 0600; damaged ones are refused, and a full disk loses nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoints(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoint").iterdir() if path.is_file())
 
 
-def test_the_last_two_for_their_owner_alone(out: Path) -> None:
+def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(out: Path) -> None:
     assert checkpoints(out) == ["round-000004.safetensors", "round-000005.safetensors"]
     files = [path for path in (out / "checkpoint").rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
@@ -56,7 +56,9 @@ def test_the_last_two_for_their_owner_alone(out: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "version", "model", "settings"])
-def test_what_cannot_be_used_is_named_and_the_one_before_is_taken(out: Path, harm: str, caplog, whole: str) -> None:
+def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
+    out: Path, harm: str, caplog, whole: str
+) -> None:
     newest = out / "checkpoint/round-000005.safetensors"
     if harm == "cut":
         newest.write_bytes(newest.read_bytes()[:-100])
@@ -87,7 +89,7 @@ def test_what_cannot_be_used_is_named_and_the_one_before_is_taken(out: Path, har
     assert checkpoints(out) == ["round-000004.safetensors", "round-000005.refused", "round-000005.safetensors"]
 
 
-def test_where_none_can_be_used_every_reason_is_told(out: Path) -> None:
+def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
     for path in (out / "checkpoint").glob("round-*"):
         path.write_bytes(b"")
     with pytest.raises(ConfigError) as caught:
@@ -117,7 +119,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch,
     assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole
 
 
-def test_a_limit_on_file_sizes_is_told_and_the_run_goes_on_later(tmp_path: Path, whole: str) -> None:
+def test_a_limit_on_file_sizes_is_named_and_the_run_can_be_resumed(tmp_path: Path, whole: str) -> None:
     """The real thing: the kernel refuses to write past 20 kB; the model needs more."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
@@ -134,7 +136,7 @@ def test_a_limit_on_file_sizes_is_told_and_the_run_goes_on_later(tmp_path: Path,
     assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole
 
 
-def test_another_version_of_torch_is_told(out: Path, monkeypatch, caplog) -> None:
+def test_another_version_of_torch_is_named(out: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(module, "versions", lambda: {"torch": "9.9"})
     with caplog.at_level(logging.WARNING, "flwr"):
         assert Checkpoints(out, Config.load(out / "config.yaml"), fingerprint_of(out)).latest() is not None

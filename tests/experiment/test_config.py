@@ -1,4 +1,4 @@
-"""The config: the same keys in every place, every problem at once, and the rules between keys."""
+"""The config: the same keys in every place, all problems at once, and the conditions between keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def through_flower(config: Config) -> dict[str, Any]:
 # --- one schema, everywhere ------------------------------------------------------------------------------------------
 
 
-def test_every_key_stands_with_its_default_in_the_toml() -> None:
+def test_every_key_is_in_the_toml_with_its_default() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert declared == Config.make({}).to_mapping()
     kinds = {key: type(value) for key, value in declared.items()}
@@ -87,17 +87,17 @@ def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, OTHERS, {"local-epochs": 3}, {"freeze-at": 7}, {"freeze-at": 0.3}, {"seed": 9}]
 )
-def test_to_mapping_round_trip(settings: dict[str, Any]) -> None:
+def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
     config = Config.make(settings)
     assert Config.make(config.to_mapping()) == config
     assert Config.make(config.to_mapping(), complete=True) == config
-    carried = through_flower(config)
-    assert carried == config.to_mapping()
-    assert {key: type(value) for key, value in carried.items()} == {k: type(v) for k, v in config.to_mapping().items()}
-    assert Config.make(carried, complete=True) == config
+    received = through_flower(config)
+    assert received == config.to_mapping()
+    assert {key: type(value) for key, value in received.items()} == {k: type(v) for k, v in config.to_mapping().items()}
+    assert Config.make(received, complete=True) == config
 
 
-def test_set_goes_over_the_file(tmp_path: Path) -> None:
+def test_set_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("learning-rate: 0.5\nseed: 3\n")
     config = Config.load(path, ["seed=4", "data-dir="])
@@ -113,7 +113,7 @@ def test_the_page_of_keys_has_every_key() -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     values = {
         "learning-rat": 1,
         "batch-size": 0.5,
@@ -163,11 +163,11 @@ def test_all_problems_at_once() -> None:
         ),
     ],
 )
-def test_one_problem(values: dict[str, Any], line: str) -> None:
+def test_a_problem_is_reported(values: dict[str, Any], line: str) -> None:
     assert refused(values) == [line]
 
 
-def test_a_list_or_null_is_no_value() -> None:
+def test_a_list_or_null_is_refused() -> None:
     assert refused({"eval-on": ["global"], "data-dir": None}) == [
         "eval-on=['global']: input should be a valid string",
         "data-dir=None: input should be a valid string",
@@ -177,28 +177,28 @@ def test_a_list_or_null_is_no_value() -> None:
 @pytest.mark.parametrize(
     ("text", "message"), [("- a\n- b\n", "must be a mapping of keys to values, not list"), ("a: [", "config ")]
 )
-def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         Config.load(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         Config.load(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize(("override", "message"), [("seed", "must be key=value"), ("seed=[", "--set 'seed='")])
-def test_an_override_that_cannot_be_read(override: str, message: str) -> None:
+def test_an_override_that_cannot_be_read_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[").replace("seed='", r"seed=\['")):
         Config.load(None, [override])
 
 
-# --- rules between keys ----------------------------------------------------------------------------------------------
+# --- conditions between keys ------------------------------------------------------------------------------------------
 
 
-def test_local_steps_take_the_place_of_the_default_epochs() -> None:
+def test_local_steps_replace_the_default_epochs() -> None:
     config = Config.make({"local-steps": 5})
     assert (config.local_steps, config.local_epochs) == (5, 0)
     assert (Config.make({}).local_steps, Config.make({}).local_epochs) == (0, 1)
@@ -211,7 +211,7 @@ def test_both_local_steps_and_local_epochs_are_an_error(epochs: int) -> None:
     assert refused({"local-steps": 5, "local-epochs": epochs}) == [line]
 
 
-def test_flower_hands_over_every_key_so_a_default_counts_as_not_set() -> None:
+def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
     everything = Config.make({}).to_mapping()
     assert Config.make({**everything, "local-steps": 5}, complete=True).local_steps == 5
     line = "local-steps=5 and local-epochs=2 are both set; set one of them"
@@ -228,16 +228,16 @@ def test_flower_hands_over_every_key_so_a_default_counts_as_not_set() -> None:
         (6, "0.5", ((6,), (0.5,))),
     ],
 )
-def test_decays(at: Any, factor: Any, expected: Any) -> None:
+def test_learning_rate_decays_are_read(at: Any, factor: Any, expected: Any) -> None:
     assert Config.make({"lr-decay-at": at, "lr-decay-factor": factor}).decays() == expected
 
 
-def test_a_fraction_is_the_decimal_it_is_written_as() -> None:
+def test_a_fraction_is_read_as_the_decimal_written() -> None:
     assert Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100}).decays() == ((29,), (0.1,))
 
 
 @pytest.mark.parametrize("factor", ["0.1,0.2", "", "-1", "0", "x"])
-def test_decay_factors_that_do_not_fit(factor: str) -> None:
+def test_decay_factors_that_do_not_fit_are_refused(factor: str) -> None:
     line = f"lr-decay-factor={factor!r} must be one number above 0, or one for each of the 3 entries of lr-decay-at"
     assert refused({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}) == [line]
 
@@ -248,7 +248,7 @@ def test_freeze_at_keeps_its_type(value: Any) -> None:
     assert (config.freeze_at, type(config.freeze_at)) == (value, type(value))
 
 
-def test_what_is_tested_by_default() -> None:
+def test_the_default_evaluations_follow_the_strategy() -> None:
     for name, strategy in STRATEGIES.items():
         wanted = ("personal-own",) if strategy.local else ("global",)
         norm = "wsconv" if name == "fedwon" else "batch"

@@ -18,7 +18,7 @@ def run(headline: str, **accuracies: float) -> dict:
     return {"headline": headline, "final": {"domains": {**other, headline: accuracies}}}
 
 
-def test_rows_and_markdown() -> None:
+def test_the_table_has_rows_and_markdown() -> None:
     done = {
         ("A", "all"): [run("test-accuracy", dog=0.5, cat=0.25), run("test-accuracy", dog=0.7, cat=0.25)],
         ("B", "all"): [run("personal-own-accuracy", dog=0.5, cat=0.75)],
@@ -56,7 +56,7 @@ def test_a_domain_only_the_paper_has_is_shown_as_missing() -> None:
     assert "| - |" in domain_markdown("", rows)
 
 
-def test_a_sweep_writes_it_beside_the_other(tmp_path: Path) -> None:
+def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     path.write_text("""
 name: small

@@ -1,4 +1,4 @@
-"""What a run tests the global model with: gathered statistics, averaged BN parts, domain by domain."""
+"""What a run tests the global model with: re-estimated statistics, averaged BN parts, domain by domain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def saved(out) -> tuple[nn.Module, dict[str, str]]:
         return model, file.metadata()
 
 
-def test_recalibrate_on_digits_holds_the_statistics_of_the_union(quick_run) -> None:
+def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> None:
     """The MLP has one BN layer: under the final weights, one pass over the training data of all clients."""
     settings = {"num-server-rounds": 3, "eval-every": 2}
     summary, out = quick_run(strategy="fedavg", recalibrate=True, **settings)
@@ -55,18 +55,18 @@ def test_recalibrate_on_digits_holds_the_statistics_of_the_union(quick_run) -> N
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_inspect_foretells_what_gathering_costs(quick_run, every: int) -> None:
+def test_inspect_predicts_the_traffic_of_reestimation(quick_run, every: int) -> None:
     for settings in ({"strategy": "staticbn"}, {"strategy": "silobn", "recalibrate": True}):
         summary, out = quick_run(**settings, **{"num-server-rounds": 4, "eval-every": every, "eval-on": "global"})
         config = Config.load(out / "config.yaml")
         found = inspect_model(make_model(config), config.strategy, 3, config)
-        ledger = summary["ledger"]
+        traffic = summary["ledger"]
         keys = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
-        assert Traffic(*(ledger[key] for key in keys)) == found.total()
+        assert Traffic(*(traffic[key] for key in keys)) == found.total()
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl"])
-def test_averaged_bn_is_tested_saved_and_foretold(quick_run, strategy: str) -> None:
+def test_averaged_bn_is_tested_saved_and_predicted(quick_run, strategy: str) -> None:
     settings = {"num-server-rounds": 3, "local-steps": 5, "learning-rate": 0.3}
     summary, out = quick_run(strategy=strategy, **{"eval-on": "personal-own,averaged-bn,global", **settings})
     plain, _ = quick_run(strategy=strategy, **{"eval-on": "personal-own,global", **settings})
@@ -85,7 +85,7 @@ def test_averaged_bn_is_tested_saved_and_foretold(quick_run, strategy: str) -> N
     assert found.total().counters_up == summary["ledger"]["counter-bytes-up"]
 
 
-def test_global_accuracy_by_domain_is_of_each_domains_test_images(quick_run) -> None:
+def test_global_accuracy_by_domain_is_on_each_domains_test_images(quick_run) -> None:
     summary, out = quick_run(strategy="fedavg", **DOMAINS)
     model, _ = saved(out)
     data = partitioned_data(Config.load(out / "config.yaml"), 5)
@@ -124,7 +124,7 @@ def test_clients_of_mixed_domains_have_no_domain(quick_run) -> None:
     assert partitioned_data(Config.make({}), 5).domain_of(0) is None
 
 
-def test_what_makes_no_sense_is_refused_before_the_run() -> None:
+def test_impossible_evaluations_are_refused_before_the_run() -> None:
     for settings, said in (
         ({"strategy": "fedbn", "recalibrate": True}, "no global weights under which statistics could be re-estimated"),
         ({"strategy": "mtfl", "eval-on": "recalibrated"}, "strategy 'mtfl' keeps affine with its clients"),

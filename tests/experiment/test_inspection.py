@@ -1,4 +1,4 @@
-"""What ``inspect`` foretells is what a round in process moves, for every strategy and model; the papers' sizes."""
+"""The traffic that ``inspect`` predicts is the traffic of a run, for every strategy and model; the papers' sizes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import math
 
 import pytest
 import torch
-from flwr.app import Context
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.client import client_app
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import Inspection, inspect_model
 from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
-from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.models import build_model
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.federation import torch_clients
 
 CLIENTS = 5  # of the papers' figures; where every strategy is tried, two do
 MODELS = {"resnet20 batch": ("resnet20", "batch"), "resnet20 group": ("resnet20", "group"), "mlp": ("mlp", "batch")}
@@ -45,52 +43,49 @@ def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
     return Config.make({"strategy": strategy, **size, **quick, "fedtan-rounds": 1})
 
 
-def foretold(found: Inspection) -> list[Traffic]:
+def predicted(found: Inspection) -> list[Traffic]:
     """The traffic of each round; every round is tested."""
-    gathering = found.gathering.traffic if found.gathering else Traffic()
-    return [phase.traffic.plus(gathering) for phase in found.phases for _ in range(phase.rounds or 0)]
+    reestimation = found.gathering.traffic if found.gathering else Traffic()
+    return [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
 
 
-def measured(config: Config, clients: int) -> list[Traffic]:
+def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
     """The training traffic of the rounds of a real federation."""
     data = Noise(*((3, 32) if config.model == "resnet20" else (1, 28)))
-
-    def client_fn(context: Context) -> TorchClient:
-        return TorchClient(make_model(config), data, data, local_training(config), context=context)
-
     method = make_strategy(config, make_model(config), clients)
     method.fraction_evaluate = 0.0
-    initial = to_record(make_model(config).state_dict())
-    with InProcessGrid(client_app(client_fn), clients) as grid:
-        method.start(grid=grid, initial_arrays=initial, num_rounds=config.num_server_rounds, timeout=60)
+    app = client_app(torch_clients(lambda: make_model(config), [data] * clients, local_training(config)))
+    start, rounds = make_model(config).state_dict(), config.num_server_rounds
+    together = {"barrier": True, "grid_options": {"max_workers": clients}}
+    run_strategy(method, app, start, clients, rounds=rounds, **together)
     assert all(report.participants == list(range(clients)) for report in method.reports)
     return [report.train for report in method.reports]
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_foretold_is_measured(strategy: str, model: str) -> None:
+def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, model: str) -> None:
     name, norm = MODELS[model]
     config = settings(strategy, name, "wsconv" if strategy == "fedwon" else norm, rounds=2)
     found = inspect_model(make_model(config), strategy, 2, config)
     if config.norm == "group" and STRATEGIES[strategy].needs_batchnorm:
         assert any("no BatchNorm" in warning for warning in found.warnings)
-    assert measured(config, 2) == foretold(found)
-    assert found.total().exchanges == sum(traffic.exchanges for traffic in foretold(found))
+    assert measured(run_strategy, config, 2) == predicted(found)
+    assert found.total().exchanges == sum(traffic.exchanges for traffic in predicted(found))
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("scaffold", "fedwon")])
-def test_foretold_is_measured_with_momentum_that_travels(strategy: str) -> None:
+def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_strategy, strategy: str) -> None:
     """SCAFFOLD refuses momentum."""
     values = settings(strategy, "mlp", "batch", rounds=3).to_mapping()
     config = Config.make({**values, "local-epochs": 0, "sgd-momentum": 0.9, "momentum-scope": "global", "freeze-at": 2})
-    assert measured(config, 2) == foretold(inspect_model(make_model(config), strategy, 2, config))
+    assert measured(run_strategy, config, 2) == predicted(inspect_model(make_model(config), strategy, 2, config))
 
 
 @pytest.mark.parametrize(
     ("norm", "floats", "statistics", "megabytes"), [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)]
 )
-def test_resnet20_has_the_papers_sizes(norm: str, floats: int, statistics: int, megabytes: float) -> None:
+def test_resnet20_has_the_papers_sizes(run_strategy, norm: str, floats: int, statistics: int, megabytes: float) -> None:
     """arXiv:2301.02982, Tables 3 and 4: floats of ResNet-20 and MB of a FedAvg round with 5 clients."""
     model = build_model("resnet20", num_classes=10, channels=3, size=32, norm=norm)
     found = inspect_model(model, "fedavg", CLIENTS)
@@ -98,7 +93,7 @@ def test_resnet20_has_the_papers_sizes(norm: str, floats: int, statistics: int, 
     assert found.floats[Part.STATISTICS] == statistics
     assert found.counters == {part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part}
     assert math.isclose(found.later.megabytes, megabytes, abs_tol=5e-5)
-    (traffic,) = measured(settings("fedavg", "resnet20", norm, rounds=1), CLIENTS)
+    (traffic,) = measured(run_strategy, settings("fedavg", "resnet20", norm, rounds=1), CLIENTS)
     assert (traffic.down, traffic.up) == (4 * floats, 4 * floats * CLIENTS)
     assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
 

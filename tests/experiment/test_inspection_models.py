@@ -1,4 +1,4 @@
-"""``inspect`` of every strategy on every listed model, to the entry, against a slow count that knows layers only."""
+"""``inspect`` of every strategy on every listed model equals a slow count that only knows layers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check(model: nn.Module, strategy: str, config: Config) -> None:
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_every_strategy_to_the_entry(name: str, needs) -> None:
+def test_inspect_lists_the_entries_that_every_strategy_sends(name: str, needs) -> None:
     plain = make_model(settings(name))
     for strategy in STRATEGIES:
         norm = needs(strategy).get("norm", "batch")
@@ -103,7 +103,7 @@ def test_every_strategy_to_the_entry(name: str, needs) -> None:
         check(plain if norm == "batch" else make_model(config), strategy, config)
 
 
-def test_gamma_and_beta_freeze_where_asked() -> None:
+def test_gamma_and_beta_freeze_if_configured() -> None:
     config = settings("mlp", strategy="fixbn", **{"freeze-affine": True})
     first, last = inspect_model(make_model(config), "fixbn", CLIENTS, config).phases
     assert (first.name, first.rounds, first.frozen) == ("before T*", LAST, frozenset())
@@ -113,13 +113,13 @@ def test_gamma_and_beta_freeze_where_asked() -> None:
 @pytest.mark.parametrize(
     ("at", "phases"), [(0, [("frozen", 10)]), (10, [("before T*", 10)]), (99, [("before T*", 10)])]
 )
-def test_rounds_that_do_not_come_are_not_shown(at: int, phases: list[tuple[str, int]]) -> None:
+def test_phases_without_rounds_are_not_shown(at: int, phases: list[tuple[str, int]]) -> None:
     config = settings("mlp", strategy="fixbn", **{"freeze-at": at})
     found = inspect_model(make_model(config), "fixbn", CLIENTS, config)
     assert [(phase.name, phase.rounds) for phase in found.phases] == phases
 
 
-def test_momentum_that_travels_begins_after_the_first_round() -> None:
+def test_global_momentum_travels_from_the_second_round() -> None:
     """In a synchronised round too."""
     config = settings("mlp", strategy="fedtan2", **{"sgd-momentum": 0.9, "momentum-scope": "global"})
     model = make_model(config)
@@ -135,7 +135,7 @@ def test_momentum_that_travels_begins_after_the_first_round() -> None:
     assert first.up == second.up
 
 
-def test_an_automatic_round_is_not_foretold() -> None:
+def test_an_automatic_round_is_not_predicted() -> None:
     config = settings("mlp", strategy="fedtan2", **{"fedtan-rounds": "auto", "freeze-window": 2})
     found = inspect_model(make_model(config), "fedtan2", CLIENTS, config)
     assert [(phase.name, phase.rounds) for phase in found.phases] == [("synchronised", None), ("frozen", None)]

@@ -10,7 +10,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks/kill_and_resume.py"
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     options = ["--methods", "scaffold", "--kills", "3", "--rounds", "8", "--every", "2"]
     env = {**os.environ, "MPLCONFIGDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, check=False, env=env)

@@ -1,4 +1,4 @@
-"""Nodes that bring their own data (``data-path`` in the node config), nodes that have none, and nodes that collide."""
+"""Nodes with their own data (``data-path`` in the node config), nodes without data, and two nodes of one partition."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def archives(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "fedtan"])
-def test_a_share_as_a_file_and_as_a_partition_end_in_the_same_bits(strategy, served, archives) -> None:
+def test_a_local_dataset_and_a_partition_give_the_same_bits(strategy, served, archives) -> None:
     config = config_of(strategy=strategy)
     partitions, _ = served(config, [{}] * NODES, "partitions")
     files, _ = served(config, [{"data-path": str(path)} for path in archives], "files")
@@ -76,7 +76,7 @@ def test_a_share_as_a_file_and_as_a_partition_end_in_the_same_bits(strategy, ser
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedtan"])
-def test_a_node_without_usable_data_says_why_and_the_others_go_on(strategy, served, archives, tmp_path) -> None:
+def test_a_node_without_usable_data_is_rejected_and_the_others_continue(strategy, served, archives, tmp_path) -> None:
     nowhere = tmp_path / "nowhere.npz"
     nodes = [{"data-path": str(archives[0])}, {"data-path": str(nowhere)}, {"data-path": str(archives[2])}]
     summary, lines = served(config_of(strategy=strategy), nodes)
@@ -99,7 +99,7 @@ def test_the_server_needs_no_data_where_no_global_test_set_is_asked_for(served, 
         served(config_of(dataset="mnist", eval_on="global"), nodes, "global")
 
 
-def test_size_and_classes_are_those_of_the_run(served, tmp_path) -> None:
+def test_the_runs_image_size_and_number_of_classes_apply_to_local_data(served, tmp_path) -> None:
     """Digits' images are 8 pixels high and have 10 classes; here the model is made for 16 and 12."""
     draws = np.random.default_rng(0)
     for i in range(NODES):
@@ -130,7 +130,7 @@ def images(folder: Path, count: int, value: int) -> None:
         Image.new("L", (8, 8), value + i).save(folder / f"{i}.png")
 
 
-def test_a_folder_by_class_number(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_class_number(tmp_path: Path) -> None:
     images(tmp_path / "data/3", 10, 100)
     images(tmp_path / "data/7", 4, 200)
     data = load_local_dataset(str(tmp_path / "data"), "digits", 1, 8)
@@ -140,7 +140,7 @@ def test_a_folder_by_class_number(tmp_path: Path) -> None:
     assert (data.num_classes, data.mean) == (10, (0.3055,))
 
 
-def test_a_folder_by_class_name(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_class_name(tmp_path: Path) -> None:
     images(tmp_path / "data/cat", 1, 0)
     images(tmp_path / "data/dog", 2, 0)
     data = load_local_dataset(str(tmp_path / "data"), "cifar10", 3, 32, ("bird", "cat", "dog"))
@@ -148,7 +148,7 @@ def test_a_folder_by_class_name(tmp_path: Path) -> None:
     assert data.train.inputs.shape == (3, 3, 32, 32)
 
 
-def test_what_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_local_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other/cat").mkdir(parents=True)
     (tmp_path / "broken.npz").write_bytes(b"PK no archive")

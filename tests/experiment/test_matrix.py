@@ -39,7 +39,7 @@ def check_learns(strategy: str, partition: str, settings: Mapping[str, Any], out
 
 @pytest.mark.parametrize("partition", CHANCE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_learns_digits(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
+def test_every_strategy_learns_digits(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
     check_learns(strategy, partition, needs(strategy), tmp_path / "out")
 
 
@@ -47,7 +47,7 @@ def test_it_learns_digits(strategy: str, partition: str, needs: Needs, tmp_path:
 @pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="MNIST is not here")
 @pytest.mark.parametrize("partition", CHANCE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_learns_mnist(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
+def test_every_strategy_learns_mnist(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
     longer = {"num-server-rounds": 16, "eval-every": 16}
     settings = {**needs(strategy), **longer, "dataset": "mnist", "data-dir": str(SHARED)}
     check_learns(strategy, partition, settings, tmp_path / "out")
@@ -147,9 +147,7 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")  # one process, and so one run of Flower
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_in_ray_it_ends_in_the_bits_of_the_run_in_process(
-    strategy: str, ray_runs: Path, tmp_path: Path, same_run
-) -> None:
+def test_ray_gives_the_bits_of_the_run_in_process(strategy: str, ray_runs: Path, tmp_path: Path, same_run) -> None:
     error = ray_runs / f"{strategy}.error"
     assert not error.exists(), error.read_text()
     summary = json.loads((ray_runs / strategy / "summary.json").read_text())

@@ -26,7 +26,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_holds_what_the_contract_says(tmp_path: Path) -> None:
+def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
     config = Config.make({"seed": 3})
     folder = RunFolder(tmp_path / "deep" / "run", config)
     assert names(folder.path) == ["config.yaml"]
@@ -59,7 +59,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> N
     assert names(tmp_path) == ["summary.json"], "no temporary file is left"
 
 
-def test_numbers_json_does_not_have_are_null(tmp_path: Path) -> None:
+def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", Config.make({}))
     folder.add_round(
         {"round": 1, "train-loss": math.nan, "clients": {"0": {"loss": math.inf}}, "list": [1.0, -math.inf]}
@@ -73,7 +73,7 @@ def test_numbers_json_does_not_have_are_null(tmp_path: Path) -> None:
     assert read == {"round": 1, "train-loss": None, "clients": {"0": {"loss": None}}, "list": [1.0, None]}
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", Config.make({}))
     folder.add_round({"round": 1})
     folder.add_round({"round": 2})
@@ -97,24 +97,24 @@ def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
     assert not (out / "config.yaml").exists()
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     RunFolder(tmp_path, Config.make({}))
     assert names(tmp_path) == ["config.yaml"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"out='.*run' cannot be written: .*Not a directory"):
         RunFolder(tmp_path / "file" / "run", Config.make({}))
 
 
-def test_versions_name_what_a_result_depends_on() -> None:
+def test_versions_name_the_packages_that_a_result_depends_on() -> None:
     found = versions()
     assert {"python", "fedbn-flwr", "flwr", "torch", "numpy"} <= set(found)
     assert "not installed" not in found.values()
 
 
-def test_tensorboard_missing_is_told_before_work(tmp_path: Path, monkeypatch) -> None:
+def test_missing_tensorboard_is_an_error_before_the_run(tmp_path: Path, monkeypatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorboard" else find(name))
     config = Config.make({"tensorboard": True})
@@ -125,7 +125,7 @@ def test_tensorboard_missing_is_told_before_work(tmp_path: Path, monkeypatch) ->
         TensorBoardLog(tmp_path, 0)
 
 
-def test_tensorboard_reads_what_metrics_jsonl_holds(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_values_of_metrics_jsonl(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,4 +1,4 @@
-"""What ``inspect`` foretells for whole runs of FedTAN-II, against Tables 4 and 5 of its paper (arXiv:2301.02982)."""
+"""What ``inspect`` predicts for runs of FedTAN-II, against Tables 4 and 5 of its paper (arXiv:2301.02982)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def shares(settings: dict, synchronised: int, left_out: int = 0) -> tuple[float,
         (10_000, 61.2100, 98.28, 1.0051),
     ],
 )
-def test_table_4(synchronised: int, gigabytes: float, more_rounds: float, more_bits: float) -> None:
+def test_inspect_gives_the_papers_table_4(
+    synchronised: int, gigabytes: float, more_rounds: float, more_bits: float
+) -> None:
     """ResNet-20 on CIFAR-10, 10,000 rounds; the paper multiplies rounded megabytes, hence the tolerance."""
     size, rounds, bits = shares(CIFAR, synchronised)
     assert size / 2**30 == pytest.approx(gigabytes, abs=5e-4)
@@ -50,7 +52,9 @@ def test_table_4(synchronised: int, gigabytes: float, more_rounds: float, more_b
         (500, 2.1493, 75.00, 0.4992),
     ],
 )
-def test_table_5(synchronised: int, gigabits: float, more_rounds: float, more_bits: float) -> None:
+def test_inspect_gives_the_papers_table_5(
+    synchronised: int, gigabits: float, more_rounds: float, more_bits: float
+) -> None:
     """The MLP on MNIST, 500 rounds; the paper leaves out the 60 running statistics, which travel.
 
     Its GB are 2^30 bits. Its last total, 2.1386, is that of FedAvg; 2.1493 is meant.

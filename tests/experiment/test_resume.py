@@ -1,4 +1,4 @@
-"""A run that was cut goes on from its checkpoint and ends in the bits of the run that was not, for every strategy."""
+"""An interrupted run continues from its checkpoint and ends in the bits of an uninterrupted one, for every strategy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def same(cut: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_cut_run_ends_in_the_bits_of_the_whole_one(case: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(case: str, tmp_path: Path) -> None:
     """Cut in round 5, past the checkpoint of round 4 and the client files of round 5; and again in round 3."""
     start(tmp_path / "whole", **CASES[case])
     for last in (3, 5):
@@ -92,11 +92,11 @@ def test_a_cut_run_ends_in_the_bits_of_the_whole_one(case: str, tmp_path: Path) 
     same(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_every_strategy_is_resumed_above() -> None:
+def test_every_strategy_is_in_the_test_of_resumed_runs() -> None:
     assert {settings["strategy"] for settings in CASES.values()} == set(STRATEGIES)
 
 
-def test_a_finished_run_is_carried_on_to_more_rounds(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     start(tmp_path / "whole", strategy="fedbn")
     start(tmp_path / "short", strategy="fedbn", **{"num-server-rounds": 3})
     start(tmp_path / "short", strategy="fedbn", resume=True)
@@ -105,7 +105,7 @@ def test_a_finished_run_is_carried_on_to_more_rounds(tmp_path: Path) -> None:
     same(tmp_path / "short", tmp_path / "whole")
 
 
-def test_a_resume_of_nothing_begins(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     """Also where the run was killed before its first checkpoint, or its first file."""
     start(tmp_path / "whole")
     for name, files in {"absent": None, "torn": [".config.yaml.9.tmp"], "early": ["config.yaml", "flower.log"]}.items():
@@ -127,7 +127,7 @@ def test_a_resume_of_nothing_begins(tmp_path: Path) -> None:
         ({"num-server-rounds": 3}, "is past num-server-rounds=3"),
     ],
 )
-def test_another_run_is_not_resumed(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     start(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=message):
@@ -135,7 +135,7 @@ def test_another_run_is_not_resumed(tmp_path: Path, settings: dict[str, Any], me
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_folder_without_checkpoints_is_not_resumed(tmp_path: Path) -> None:
+def test_a_used_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     start(tmp_path / "run", **{"checkpoint-every": 0})
     assert not (tmp_path / "run/checkpoint").exists()
     with pytest.raises(ConfigError, match=r"run'? .*no checkpoint"):
@@ -148,7 +148,7 @@ def test_a_folder_without_checkpoints_is_not_resumed(tmp_path: Path) -> None:
         start(tmp_path / "new", resume=True, strategy=CENTRALIZED)
 
 
-def test_a_history_that_was_cut_by_hand_is_not_taken(tmp_path: Path) -> None:
+def test_a_history_shortened_by_hand_is_refused(tmp_path: Path) -> None:
     start(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
@@ -156,7 +156,7 @@ def test_a_history_that_was_cut_by_hand_is_not_taken(tmp_path: Path) -> None:
         start(tmp_path, resume=True)
 
 
-def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     with pytest.raises(Cut):
         start(tmp_path, cut=3)
     with lock_folder(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
@@ -164,7 +164,7 @@ def test_two_processes_never_write_one_run(tmp_path: Path) -> None:
     start(tmp_path, resume=True)
 
 
-def test_a_first_line_that_was_cut_short_is_gone_after_a_resume(tmp_path: Path) -> None:
+def test_an_incomplete_first_line_is_gone_after_a_resume(tmp_path: Path) -> None:
     with pytest.raises(Cut):
         start(tmp_path, cut=1)
     metrics = tmp_path / "metrics.jsonl"
@@ -176,8 +176,8 @@ def test_a_first_line_that_was_cut_short_is_gone_after_a_resume(tmp_path: Path) 
     assert [line["round"] for line in read_metrics(metrics)] == list(range(1, BASE["num-server-rounds"] + 1))
 
 
-def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
-    """Over a network, where a node's part of the data is its own; elsewhere two nodes would deal all among them."""
+def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
+    """Over a network, where a node's data is its own; elsewhere two nodes would share all the data."""
     monkeypatch.setattr(serve_module, "RETURN_GRACE", 0.3)
     monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
     out = tmp_path / "out"
@@ -205,8 +205,8 @@ def test_a_run_goes_on_while_a_node_is_gone(tmp_path: Path, quick_config, monkey
     assert sizes == sizes[:1] * 4
 
 
-def test_parts_kept_in_memory_alone_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:
-    """As under ``flwr run`` without a state-dir: said at the first checkpoint, and refused before anything is done."""
+def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:
+    """As under ``flwr run`` without a state-dir: a warning at the first checkpoint, an error before a resumed run."""
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
     with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
         serve(grid, config, tmp_path)
@@ -215,8 +215,8 @@ def test_parts_kept_in_memory_alone_cannot_be_resumed(tmp_path: Path, quick_conf
         start(tmp_path, strategy="scaffold", resume=True)
 
 
-def test_a_restarted_node_goes_on_with_its_part(tmp_path: Path) -> None:
-    """Its context is lost, its folder is not; SCAFFOLD's variate would start at zero again without a word."""
+def test_a_restarted_node_continues_with_its_part(tmp_path: Path) -> None:
+    """Its context is lost, its folder is not. Without a folder SCAFFOLD's variate would silently start at zero."""
     whole = start(tmp_path / "whole", strategy="scaffold")
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path / "run")})
     for folder, expected in ((str(tmp_path / "clients"), True), ("", False)):
@@ -231,18 +231,18 @@ def test_a_restarted_node_goes_on_with_its_part(tmp_path: Path) -> None:
             assert (serve(grid, config, out, restart)["sha256"] == whole["sha256"]) == expected
 
 
-def test_a_new_run_of_a_series_goes_on_with_the_clients_parts(tmp_path: Path) -> None:
+def test_a_new_run_of_an_experiment_starts_from_the_clients_parts(tmp_path: Path) -> None:
     own = {"strategy": "fedbn", "state-dir": str(tmp_path / "clients"), "num-server-rounds": 2}
-    for series, expected in (("hospitals", 4), ("hospitals", 8), ("", 4), ("others", 4)):
-        out = tmp_path / f"{series}-{expected}"
-        start(out, series=series, **own)
+    for experiment, expected in (("hospitals", 4), ("hospitals", 8), ("", 4), ("others", 4)):
+        out = tmp_path / f"{experiment}-{expected}"
+        start(out, series=experiment, **own)
         folder = max((tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime)
         newest = max((folder / "partition-0").iterdir())
         kept = read_checked(newest)["kept"]["fedbn-flwr.local"]
-        assert [int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")] == [expected], series
+        assert [int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")] == [expected], experiment
 
 
-def test_a_client_that_cannot_write_is_refused_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path / "run"), "num-server-rounds": 2})
     node = [{}, {"state-dir": str(tmp_path / "file")}, {}]

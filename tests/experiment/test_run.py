@@ -1,4 +1,4 @@
-"""Runs on digits from config to folder, for every strategy: the contract of the folder, the ledger, and the seeds."""
+"""Runs on digits from config to folder, for every strategy: the files of the folder, the traffic, and the seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedbn_flwr.training.evaluation import evaluate
 
 METHODS = [*STRATEGIES, CENTRALIZED]
 FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}
-LEDGER = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+TRAFFIC = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     return made
 
 
-def test_the_matrix_is_full(runs) -> None:
+def test_the_matrix_has_every_strategy(runs) -> None:
     assert set(runs) == set(STRATEGIES) | {"centralized"}
     strategies = Path(__file__).parents[2] / "fedbn_flwr/strategies"
     sources = "\n".join(path.read_text() for path in strategies.glob("*.py"))
@@ -64,7 +64,7 @@ def test_the_matrix_is_full(runs) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_folder(name: str, runs) -> None:
+def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
     assert {path.name for path in out.iterdir()} == FILES | ({"checkpoint"} if name != CENTRALIZED else set())
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
@@ -105,17 +105,19 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_ledger_is_what_inspect_foretells(name: str, runs) -> None:
+def test_the_traffic_is_what_inspect_predicts(name: str, runs) -> None:
     summary, out = runs[name]
     lines = read_metrics(out / "metrics.jsonl")
     config = Config.load(out / "config.yaml")
     found = inspect_model(make_model(config), name, 3, config)
-    gathering = found.gathering.traffic if found.gathering else Traffic()  # every round is tested
-    foretold = [phase.traffic.plus(gathering) for phase in found.phases for _ in range(phase.rounds or 0)]
-    for line, cost in zip(lines, foretold, strict=True):
+    reestimation = found.gathering.traffic if found.gathering else Traffic()  # every round is tested
+    predicted = [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
+    for line, cost in zip(lines, predicted, strict=True):
         expected = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
-        assert tuple(line[key] for key in LEDGER) == expected, line["round"]
-    assert {key: summary["ledger"][key] for key in LEDGER} == {key: sum(line[key] for line in lines) for key in LEDGER}
+        assert tuple(line[key] for key in TRAFFIC) == expected, line["round"]
+    assert {key: summary["ledger"][key] for key in TRAFFIC} == {
+        key: sum(line[key] for line in lines) for key in TRAFFIC
+    }
 
 
 def test_centralized_exchanges_nothing(runs) -> None:
@@ -125,7 +127,7 @@ def test_centralized_exchanges_nothing(runs) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_config_of_a_run_reruns_it_with_one_worker_too(name: str, runs, tmp_path: Path) -> None:
+def test_the_config_of_a_run_repeats_it_with_one_worker_too(name: str, runs, tmp_path: Path) -> None:
     """``config.yaml`` is fully resolved: the same bits from it alone, whatever the threads and the node ids."""
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
@@ -138,7 +140,7 @@ def test_the_config_of_a_run_reruns_it_with_one_worker_too(name: str, runs, tmp_
     assert again["final"] == summary["final"]
 
 
-def test_another_seed_another_end(runs, tmp_path: Path) -> None:
+def test_another_seed_gives_another_result(runs, tmp_path: Path) -> None:
     for name in METHODS:
         summary, out = runs[name]
         other = run(Config.load(out / "config.yaml", ["seed=1"]), tmp_path / name)
@@ -155,7 +157,7 @@ def test_partial_participation_keeps_absent_clients_parts(quick_run) -> None:
     assert quick_run(strategy="fedbn", **settings)[0]["sha256"] == first["sha256"]
 
 
-def test_eval_every_and_the_last(quick_run) -> None:
+def test_tests_run_every_eval_every_rounds_and_in_the_last(quick_run) -> None:
     for strategy, key in (
         ("fedavg", "test-accuracy"),
         ("fedbn", "personal-own-accuracy"),
@@ -165,7 +167,7 @@ def test_eval_every_and_the_last(quick_run) -> None:
         assert [key in line for line in read_metrics(out / "metrics.jsonl")] == [False, False, True, True], strategy
 
 
-def test_every_evaluation_asked_for(quick_run) -> None:
+def test_every_requested_evaluation_is_reported(quick_run) -> None:
     summary, out = quick_run(strategy="fedbn", **{"eval-on": "personal-global,personal-own,global"})
     assert summary["headline"] == "personal-global-accuracy"
     line = read_metrics(out / "metrics.jsonl")[-1]
@@ -176,7 +178,7 @@ def test_every_evaluation_asked_for(quick_run) -> None:
     assert "test-accuracy" in line
 
 
-def test_standalone_is_the_client_alone(quick_run) -> None:
+def test_standalone_equals_training_alone(quick_run) -> None:
     """With one client there is nobody to average with: standalone, fedavg and fedbn end in the same model."""
     finals = {}
     for name in ("standalone", "fedavg", "fedbn"):
@@ -185,20 +187,20 @@ def test_standalone_is_the_client_alone(quick_run) -> None:
     assert finals["standalone"] == finals["fedavg"] == finals["fedbn"]
 
 
-def test_fixbn_tells_t_star(quick_run) -> None:
+def test_fixbn_reports_its_freeze_round(quick_run) -> None:
     summary, out = quick_run(strategy="fixbn", **{"num-server-rounds": 4, "freeze-at": 0.5})
     assert summary["frozen-after"] == 2
     assert [line["phase"] for line in read_metrics(out / "metrics.jsonl")] == ["train", "train", "frozen", "frozen"]
 
 
-def test_lr_decay_at_freeze_follows_t_star(quick_run) -> None:
+def test_lr_decay_at_freeze_follows_the_freeze_round(quick_run) -> None:
     plain, _ = quick_run(strategy="fixbn")
     decayed, _ = quick_run(strategy="fixbn", **{"lr-decay-at": "freeze"})
     by_round, _ = quick_run(strategy="fixbn", **{"lr-decay-at": "1"})
     assert decayed["sha256"] == by_round["sha256"] != plain["sha256"]
 
 
-def test_a_run_without_one_usable_reply_fails(quick_config, tmp_path: Path) -> None:
+def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
     """Every client refuses to work: the command must not end as if the model had been trained."""
     other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
     with (
@@ -211,14 +213,14 @@ def test_a_run_without_one_usable_reply_fails(quick_config, tmp_path: Path) -> N
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
-def test_the_log_follows_the_rounds(quick_config, tmp_path: Path) -> None:
+def test_on_round_is_called_with_the_line_of_each_round(quick_config, tmp_path: Path) -> None:
     seen: list[Any] = []
     run(quick_config(), tmp_path / "out", on_round=seen.append)
     assert [line["round"] for line in seen] == [1, 2]
     assert seen[-1]["test-accuracy"] == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["test-accuracy"]
 
 
-def test_curves_of_nothing_are_still_a_picture() -> None:
+def test_curves_without_points_are_still_a_picture() -> None:
     for runs in ({}, {"": []}, {"a": [{"round": 1, "train-loss": None}], "b": []}):
         assert image.imread(io.BytesIO(draw_curves(runs, "title"))).shape == (400, 1000, 4)
 
@@ -229,7 +231,7 @@ def test_yaml_of_the_config_is_plain(runs) -> None:
         assert all(isinstance(value, (str, int, float, bool)) for value in values.values())
 
 
-def test_torch_threads_come_back(quick_run) -> None:
+def test_the_number_of_torch_threads_is_restored(quick_run) -> None:
     before = torch.get_num_threads()
     quick_run(strategy="centralized", **{"torch-threads": 2})
     assert torch.get_num_threads() == before

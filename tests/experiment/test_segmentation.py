@@ -45,7 +45,9 @@ def test_images_are_twice_as_wide_as_high(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "model"), [("fedavg", "lraspp"), ("fixbn", "lraspp"), ("fedtan", "deeplab"), ("centralized", "lraspp")]
 )
-def test_a_run(strategy: str, model: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_segmentation_run_writes_its_results(
+    strategy: str, model: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     config = Config.make({**settings, "strategy": strategy, "model": MODELS[model]})
     summary = run(config, tmp_path / "out")
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
@@ -72,7 +74,7 @@ def test_a_city_has_its_own_score_where_it_has_test_images(settings: dict[str, A
     assert summary["final"]["personal-global-miou"] == pytest.approx(both, rel=1e-12)
 
 
-def test_it_learns_what_can_be_seen(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_segmentation_learns_visible_classes(settings: dict[str, Any], tmp_path: Path) -> None:
     """The red of a pixel tells its class."""
     config = Config.make(
         {**settings, "num-server-rounds": 6, "local-steps": 4, "learning-rate": 0.2, "sgd-momentum": 0.9}
@@ -103,14 +105,14 @@ def test_a_model_for_another_task_is_refused(changed: dict[str, Any], message: s
     assert str(caught.value).startswith(message)
 
 
-def test_another_number_of_clients_names_the_cities(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_wrong_number_of_clients_is_refused_and_the_cities_named(settings: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"2 groups with training examples \(aachen, bremen\); num-clients=5"):
         preflight(Config.make({**settings, "num-clients": 5}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("partition", "clients"), [("natural", 2), ("domain", 2), ("iid", 5)])
-def test_where_no_number_is_set_a_split_by_group_has_a_client_for_each(
+def test_a_split_by_group_has_a_client_for_each_group_by_default(
     partition: str, clients: int, settings: dict[str, Any]
 ) -> None:
     assert count_clients(Config.make({**settings, "partition": partition})) == clients
@@ -118,7 +120,7 @@ def test_where_no_number_is_set_a_split_by_group_has_a_client_for_each(
 
 
 def test_crops_move_pixels_with_their_classes(settings: dict[str, Any]) -> None:
-    view = partitioned_data(Config.make({**settings, "augment": "crop8,flip"}), 2).train_view()
-    inputs, targets = view.batch(torch.arange(5), torch.Generator().manual_seed(0))
+    subset = partitioned_data(Config.make({**settings, "augment": "crop8,flip"}), 2).train_view()
+    inputs, targets = subset.batch(torch.arange(5), torch.Generator().manual_seed(0))
     assert inputs.shape == (5, 3, 64, 128)
     assert targets.shape == (5, 64, 128)

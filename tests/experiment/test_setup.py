@@ -27,20 +27,20 @@ def context(config: Config, partition_id: int = 1, **node_config: Any) -> Contex
 
 def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
     config = quick_config()
-    views = [
+    subsets = [
         partitioned_data(config, 3).train_view(0),
         partitioned_data(config, 3).train_view(2),
         partitioned_data(config, 3).train_view(),
     ]
     clients = [client_fn(context(config, i)) for i in range(3)]
-    views += [client.train_data for client in clients]
-    assert len({view.samples.inputs.untyped_storage().data_ptr() for view in views}) == 1
+    subsets += [client.train_data for client in clients]
+    assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in subsets}) == 1
     tests = [client.test_data[name] for client in clients for name in ("own", "global")]
-    assert len({view.samples.inputs.untyped_storage().data_ptr() for view in tests}) == 1
-    assert len({view.samples.inputs.dtype for view in (*views, *tests)} - {torch.uint8}) == 0
+    assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in tests}) == 1
+    assert len({subset.samples.inputs.dtype for subset in (*subsets, *tests)} - {torch.uint8}) == 0
 
 
-def test_the_split_is_one_of_the_whole(quick_config) -> None:
+def test_the_partitions_cover_the_training_set_once(quick_config) -> None:
     data = partitioned_data(quick_config(partition="iid"), 4)
     together = np.concatenate(data.train)
     assert sorted(together.tolist()) == list(range(len(data.dataset.train)))
@@ -48,7 +48,7 @@ def test_the_split_is_one_of_the_whole(quick_config) -> None:
     assert sum(len(data.test_view(i)) for i in range(4)) == len(data.test_view()) == len(data.dataset.test)
 
 
-def test_a_client_is_a_function_of_its_context(quick_config) -> None:
+def test_a_client_depends_only_on_its_context(quick_config) -> None:
     config = quick_config(**{"bn-momentum": 0.25, "sgd-momentum": 0.5, "weight-decay": 0.01, "seed": 4})
     client = client_fn(context(config))
     assert (client.partition_id, client.seed) == (1, 4)
@@ -63,7 +63,7 @@ def test_a_client_is_a_function_of_its_context(quick_config) -> None:
     assert torch.equal(client.train_data.targets, partitioned_data(config, 3).train_view(1).targets)
 
 
-def test_augmentation_reaches_training_only(quick_config) -> None:
+def test_augmentation_applies_to_training_only(quick_config) -> None:
     data = partitioned_data(quick_config(augment="crop2,flip"), 3)
     positions = torch.arange(16)
     plain = data.train_view(0).batch(positions)[0]
@@ -72,7 +72,7 @@ def test_augmentation_reaches_training_only(quick_config) -> None:
     assert torch.equal(test.batch(positions, torch.Generator().manual_seed(0))[0], test.batch(positions)[0])
 
 
-def test_a_node_without_a_partition_is_told_what_to_do(quick_config) -> None:
+def test_a_node_without_a_partition_is_refused_with_advice(quick_config) -> None:
     with pytest.raises(ConfigError) as caught:
         client_fn(context(quick_config(), **{"partition-id": 0}))
     assert str(caught.value) == (
@@ -105,14 +105,14 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
         ("cuda:x", "device='cuda:x' must be auto, cpu, cuda or cuda:N"),
     ],
 )
-def test_devices(name: str, message: str) -> None:
+def test_a_device_is_chosen_or_refused(name: str, message: str) -> None:
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ConfigError, match=message):
         pick_device(name)
 
 
-def test_a_relative_data_folder_is_refused_with_the_absolute_one(quick_config, tmp_path, monkeypatch) -> None:
+def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(quick_config, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         check(quick_config(**{"data-dir": "mnist"}))
@@ -127,7 +127,7 @@ def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
         partitioned_data(quick_config(dataset="mnist"), 3)
 
 
-def test_the_resolved_config_makes_the_same_run(quick_config, tmp_path: Path) -> None:
+def test_the_resolved_config_gives_the_same_run(quick_config, tmp_path: Path) -> None:
     """What ``config.yaml`` holds goes through Flower's context unchanged."""
     config = quick_config(strategy="fixbn")
     with InProcessGrid(lambda message, context: None, 2, run_config=config.to_mapping()) as grid:

@@ -58,7 +58,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(Config.make(SETTINGS), tmp_path_factory.mktemp("in-process") / "out")
 
 
-def test_flwr_run_with_one_actor_ends_in_the_bits_of_the_run_in_process(
+def test_flwr_run_with_one_actor_gives_the_bits_of_the_run_in_process(
     in_process: dict[str, Any], tmp_path: Path, same_run
 ) -> None:
     federation = {"num-supernodes": NODES, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
@@ -72,8 +72,10 @@ def test_flwr_run_with_one_actor_ends_in_the_bits_of_the_run_in_process(
 
 
 @pytest.mark.slow
-def test_the_simulation_engine_with_two_actors_too(in_process: dict[str, Any], tmp_path: Path, same_run) -> None:
-    """``fedbn-flwr run --engine simulation``: the app from the installed package alone, without the repository."""
+def test_the_simulation_engine_with_two_actors_gives_the_bits_of_the_run_in_process(
+    in_process: dict[str, Any], tmp_path: Path, same_run
+) -> None:
+    """``fedbn-flwr run --engine simulation``: the app from the installed package, without the repository."""
     seen: list[Any] = []
     federation = {"client-resources-num-cpus": 1, "init-args-num-cpus": 2}
     config, out = preflight(Config.make(SETTINGS), tmp_path / "out")
@@ -82,7 +84,7 @@ def test_the_simulation_engine_with_two_actors_too(in_process: dict[str, Any], t
     assert "Starting FedBN strategy" in (out / "flower.log").read_text()
 
 
-def test_a_run_begun_in_process_goes_on_in_simulation(in_process: dict[str, Any], tmp_path: Path, same_run) -> None:
+def test_a_run_started_in_process_continues_in_simulation(in_process: dict[str, Any], tmp_path: Path, same_run) -> None:
     """Checkpoints and the clients' files do not depend on the engine."""
     out = tmp_path / "out"
     run(Config.make({**SETTINGS, "num-server-rounds": 1}), out)
@@ -94,7 +96,7 @@ def test_a_run_begun_in_process_goes_on_in_simulation(in_process: dict[str, Any]
     assert "Continuing after round 1" in (out / "flower.log").read_text()
 
 
-def test_fedtan_by_channel_with_fewer_actors_than_clients_says_what_to_add(tmp_path: Path) -> None:
+def test_fedtan_by_channel_with_fewer_actors_than_clients_is_refused_with_advice(tmp_path: Path) -> None:
     settings = {**SETTINGS, "strategy": "fedtan", "fedtan-transport": "channel", "fedtan-timeout": 2.0}
     with pytest.raises(EngineError) as caught:
         flower_run(
@@ -123,7 +125,7 @@ def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_what_flower_refuses_is_an_error() -> None:
+def test_a_run_that_flower_refuses_is_an_error() -> None:
     with pytest.raises(EngineError) as caught:
         flower_run(ROOT, run_config={"learning-rat": 1.0}, federation_config={"num-supernodes": 2})
     said = str(caught.value)

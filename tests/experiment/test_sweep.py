@@ -39,7 +39,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_grid(study: Study, tmp_path: Path) -> None:
+def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
     cells = list(study.cells())
     assert [cell.name for cell in cells] == [
         "FedAvg/iid/seed-0",
@@ -55,7 +55,7 @@ def test_the_grid(study: Study, tmp_path: Path) -> None:
     assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
 
 
-def test_overrides_go_over_the_base(tmp_path: Path) -> None:
+def test_overrides_replace_the_base(tmp_path: Path) -> None:
     study = Study.load(written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"])
     assert {cell.config.num_server_rounds for cell in study.cells()} == {3}
     assert next(study.cells()).config.learning_rate == 0.2, "under the split"
@@ -73,12 +73,12 @@ def test_overrides_go_over_the_base(tmp_path: Path) -> None:
         ((TEXT, "a: ["), "study .*study.yaml"),
     ],
 )
-def test_a_study_that_is_wrong(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Study.load(written(tmp_path, TEXT.replace(*change)))
 
 
-def test_a_sweep_goes_on_where_it_was_cut(study: Study, tmp_path: Path) -> None:
+def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path) -> None:
     out = tmp_path / "out"
     cells = list(study.cells())
     half = cells[1].folder(out)
@@ -100,7 +100,7 @@ def test_a_sweep_goes_on_where_it_was_cut(study: Study, tmp_path: Path) -> None:
     check_tables(study, out)
 
 
-def test_a_run_with_checkpoints_goes_on_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
+def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
     class Cut(Exception):
         pass
 
@@ -139,8 +139,8 @@ def check_tables(study: Study, out: Path) -> None:
         assert float(row["mean"]) == statistics.fmean(final)
         assert float(row["std"]) == pytest.approx(abs(final[0] - final[1]) / 2**0.5)
         assert (row["runs"], row["rounds"]) == ("2", "1")
-        ledger = summaries[0]["ledger"]
-        assert float(row["megabytes"]) == (ledger["bytes-down"] + ledger["bytes-up"]) / 2**20
+        traffic = summaries[0]["ledger"]
+        assert float(row["megabytes"]) == (traffic["bytes-down"] + traffic["bytes-up"]) / 2**20
         assert row["metric"] == ("personal-own-accuracy" if method == "FedBN/own" else "test-accuracy")
         assert row["paper"] == ("91.35" if (method, split) == ("FedAvg", "iid") else "")
     lines = (out / "table.md").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Somebody's NumPyClient with the mod, by messages and in Flower's legacy loop: the same bits as our own client."""
+"""A user's NumPyClient with the mod, by messages and in Flower's legacy loop: the same bits as our own client."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg as FlowersFedAvg
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError
-from fedbn_flwr.messages.records import from_record, to_record, to_state
+from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.mods import bn_rules, local_bn
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import (
@@ -36,7 +33,6 @@ from fedbn_flwr.strategies import (
     Standalone,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.transport.polling_grid import PollingGrid
 
 SEED, ROUNDS, SIZES = 7, 3, (6, 8, 10)
 
@@ -80,11 +76,6 @@ class TheirClient(NumPyClient):
 
 
 @pytest.fixture
-def datasets(points) -> list[Any]:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
-@pytest.fixture
 def client_fn(mlp, datasets) -> Callable[..., Any]:
     """``client_fn(ruled=True, momentum=0.0, kind=TheirClient)``: a project's function of that name."""
 
@@ -98,28 +89,29 @@ def client_fn(mlp, datasets) -> Callable[..., Any]:
     return make
 
 
-def by_messages(strategy: FedAvg, app: ClientApp, start: nn.Module, meet: bool = True) -> dict[str, Array]:
-    with InProcessGrid(app, len(SIZES), max_workers=len(SIZES)) as grid:
-        there = grid if meet else PollingGrid(grid)
-        arrays = to_record(start.state_dict())
-        return from_record(strategy.start(grid=there, initial_arrays=arrays, num_rounds=ROUNDS, timeout=60).arrays)
+@pytest.fixture
+def by_messages(run_strategy) -> Callable[..., dict[str, Array]]:
+    """``by_messages(strategy, app, start, barrier=True)``: run over the Message API; the last state."""
 
-
-def by_the_loop(strategy: Any, app: ClientApp, start: nn.Module) -> dict[str, Array]:
-    """Run a legacy strategy, or one of ours; return the last state."""
-    seen: list[list[Array]] = []
-    if isinstance(strategy, FedAvg):
-        strategy = to_legacy(
-            strategy,
-            to_record(start.state_dict()),
-            num_rounds=ROUNDS,
-            timeout=60,
-            evaluate_fn=lambda _, arrays, config: seen.append(arrays),  # type: ignore[func-returns-value]
+    def run(strategy: FedAvg, app: ClientApp, start: nn.Module, barrier: bool = True) -> dict[str, Array]:
+        together = {"max_workers": len(SIZES)}
+        outcome = run_strategy(
+            strategy, app, start.state_dict(), len(SIZES), rounds=ROUNDS, barrier=barrier, grid_options=together
         )
-    components = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=ROUNDS))
-    with InProcessGrid(app, len(SIZES), max_workers=1) as grid:
-        ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
-    return dict(zip(start.state_dict(), seen[-1], strict=True)) if seen else {}
+        return outcome.state
+
+    return run
+
+
+@pytest.fixture
+def by_the_loop(run_legacy_loop) -> Callable[..., dict[str, Array]]:
+    """``by_the_loop(strategy, app, start)``: run in Flower's legacy loop; the last state, of our strategies."""
+
+    def run(strategy: Any, app: ClientApp, start: nn.Module, **options: Any) -> dict[str, Array]:
+        history = run_legacy_loop(strategy, app, start.state_dict(), len(SIZES), ROUNDS, **options).history
+        return dict(zip(start.state_dict(), history[-1], strict=True)) if history else {}
+
+    return run
 
 
 METHODS: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
@@ -140,8 +132,8 @@ METHODS: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", ["messages", "loop"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_numpy_client_with_the_mod_is_our_client(
-    federate, client_fn, datasets, mlp, same_bits, name: str, way: str
+def test_a_numpy_client_with_the_mod_equals_our_client(
+    by_messages, by_the_loop, federate, client_fn, datasets, mlp, same_bits, name: str, way: str
 ) -> None:
     make, options = METHODS[name]
     ours = federate(make(), mlp, datasets, sgd_momentum=options.get("momentum", 0.0))
@@ -159,18 +151,18 @@ def test_a_numpy_client_with_the_mod_is_our_client(
         assert "partition-id" not in report.metrics
 
 
-@pytest.mark.parametrize("meet", [True, False])
+@pytest.mark.parametrize("barrier", [True, False])
 @pytest.mark.parametrize("method", [FedTAN, FedDNA])
 def test_a_step_of_a_numpy_client_is_synchronised(
-    federate, client_fn, datasets, mlp, same_bits, method: Any, meet: bool
+    by_messages, federate, client_fn, datasets, mlp, same_bits, method: Any, barrier: bool
 ) -> None:
     ours = federate(method(), mlp, datasets, grid_options={"max_workers": len(SIZES)})
     strategy = method()
-    same_bits(by_messages(strategy, client_app(client_fn(), mods=[local_bn]), mlp(), meet), ours.state)
+    same_bits(by_messages(strategy, client_app(client_fn(), mods=[local_bn]), mlp(), barrier), ours.state)
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
 
 
-def test_another_strategy_of_the_loop_is_left_alone(client_fn, mlp) -> None:
+def test_the_mod_does_nothing_under_a_strategy_of_flower(by_the_loop, client_fn, mlp) -> None:
     """Flower's own FedAvg tells no names: the mod does nothing, and nothing is kept."""
     rounds: list[dict[str, Any]] = []
 
@@ -183,7 +175,7 @@ def test_another_strategy_of_the_loop_is_left_alone(client_fn, mlp) -> None:
     assert rounds == [{}] * (ROUNDS * len(SIZES))
 
 
-def test_a_client_without_properties_is_known_by_its_partition(client_fn, mlp) -> None:
+def test_a_client_without_properties_is_known_by_its_partition(by_the_loop, client_fn, mlp) -> None:
     """Node ids change from run to run: by them a sum of the loop would, too."""
 
     class Silent(TheirClient):
@@ -194,7 +186,7 @@ def test_a_client_without_properties_is_known_by_its_partition(client_fn, mlp) -
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
 
 
-def test_a_client_that_returns_less_than_the_model_is_told(client_fn, mlp) -> None:
+def test_a_client_that_returns_less_than_the_model_is_rejected_with_advice(by_the_loop, client_fn, mlp) -> None:
     class Short(TheirClient):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
             return parameters[:-1], 1, {}
@@ -205,7 +197,7 @@ def test_a_client_that_returns_less_than_the_model_is_told(client_fn, mlp) -> No
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
-def test_what_the_client_part_says_is_not_summed_up_with_the_projects_metrics(client_fn, mlp) -> None:
+def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(by_the_loop, client_fn, mlp) -> None:
     seen: list[dict[str, Any]] = []
 
     class Counting(TheirClient):
@@ -213,19 +205,17 @@ def test_what_the_client_part_says_is_not_summed_up_with_the_projects_metrics(cl
             arrays, count, metrics = super().fit(parameters, config)
             return arrays, count, {**metrics, "partition-id": 7, "done": True}
 
-    strategy = to_legacy(
+    by_the_loop(
         FedBN(fraction_evaluate=0.0),
-        to_record(mlp().state_dict()),
-        num_rounds=ROUNDS,
-        timeout=60,
+        ClientApp(client_fn=client_fn(kind=Counting), mods=[local_bn]),
+        mlp(),
         fit_metrics_aggregation_fn=lambda results: seen.extend(metrics for _, metrics in results) or {},
     )
-    by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Counting), mods=[local_bn]), mlp())
     assert seen == [{"score": 0.5, "word": "fine", "partition-id": 7, "done": True}] * ROUNDS * len(SIZES)
 
 
-def test_names_may_be_in_another_order_here(client_fn, federate, datasets, same_bits) -> None:
-    """A client that goes by the names it is told; what SCAFFOLD keeps is for the server's order."""
+def test_a_client_may_have_its_entries_in_another_order(by_messages, client_fn, federate, datasets, same_bits) -> None:
+    """A client that goes by the names it receives; what SCAFFOLD keeps has the server's order."""
 
     class Ordered(TheirClient):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -261,15 +251,14 @@ def test_names_may_be_in_another_order_here(client_fn, federate, datasets, same_
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
 
 
-def test_arrays_without_names_need_none_where_no_rule_does(client_fn, mlp) -> None:
+def test_arrays_without_names_need_none_where_no_hook_does(run_strategy, client_fn, mlp) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     numbered = ArrayRecord(list(to_state(mlp().state_dict()).values()))
-    with InProcessGrid(client_app(client_fn(), mods=[local_bn]), len(SIZES)) as grid:
-        strategy.start(grid=grid, initial_arrays=numbered, num_rounds=1, timeout=60)
+    run_strategy(strategy, client_app(client_fn(), mods=[local_bn]), numbered, len(SIZES), rounds=1)
     assert strategy.reports[0].participants == [0, 1, 2]
 
 
-def test_a_client_that_fails_says_why_itself(mlp) -> None:
+def test_a_failing_client_is_reported_with_its_own_message(by_the_loop, mlp) -> None:
     app = ClientApp(client_fn=lambda context: NumPyClient().to_client(), mods=[local_bn])
     strategy = FedBN(fraction_evaluate=0.0)
     by_the_loop(strategy, app, mlp())
@@ -277,14 +266,14 @@ def test_a_client_that_fails_says_why_itself(mlp) -> None:
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
-def test_an_app_for_the_other_loop_is_told(client_fn, mlp) -> None:
+def test_an_app_for_the_message_api_is_rejected_with_advice(by_the_loop, client_fn, mlp) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]), mlp())
     assert all("there it is ClientApp(client_fn, mods=[local_bn])" in w for w in strategy.reports[0].rejected.values())
 
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold])
-def test_our_own_client_needs_no_mod_and_says_so(make: Any, mlp, datasets) -> None:
+def test_our_own_client_with_the_mod_is_rejected_with_advice(by_messages, make: Any, mlp, datasets) -> None:
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
 
     def function(context: Context) -> TorchClient:
@@ -294,10 +283,10 @@ def test_our_own_client_needs_no_mod_and_says_so(make: Any, mlp, datasets) -> No
     strategy = make(fraction_evaluate=0.0)
     by_messages(strategy, client_app(function, mods=[local_bn]), mlp())
     why = strategy.reports[0].rejected.values()
-    assert all("which keeps and sends its part itself. Leave the mod out" in told for told in why)
+    assert all("which keeps and sends its part itself. Leave the mod out" in reason for reason in why)
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
-def test_rules_left_out_end_the_run(client_fn, mlp) -> None:
+def test_a_missing_client_hook_ends_the_run(by_the_loop, client_fn, mlp) -> None:
     with pytest.raises(ClientPartError, match="did not apply the client hook 'proximal'"):
         by_the_loop(FedProx(), ClientApp(client_fn=client_fn(ruled=False), mods=[local_bn]), mlp())

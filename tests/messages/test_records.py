@@ -22,20 +22,20 @@ STATE = {
 }
 
 
-def wire(record: ArrayRecord) -> ArrayRecord:
+def through_flower(record: ArrayRecord) -> ArrayRecord:
     """Rebuild every array from its bytes, as a network does."""
     return ArrayRecord({k: Array(v.dtype, v.shape, v.stype, bytes(v.data)) for k, v in record.items()})
 
 
-def test_round_trip_is_exact() -> None:
-    back = tensors(from_record(wire(to_record(STATE))))
+def test_tensors_come_back_bit_for_bit() -> None:
+    back = tensors(from_record(through_flower(to_record(STATE))))
     assert list(back) == list(STATE)
     for name, tensor in STATE.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
         assert back[name].numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
-def test_arrays_go_the_same_way_as_tensors() -> None:
+def test_arrays_and_tensors_give_the_same_record() -> None:
     record = to_record(to_state(STATE))
     assert [a.data for a in record.values()] == [a.data for a in to_record(STATE).values()]
 
@@ -57,13 +57,13 @@ def test_strides_do_not_travel_but_values_do() -> None:
     assert np.array_equal(back["t"], transposed.numpy())
 
 
-def test_parameters_that_need_gradients() -> None:
+def test_parameters_that_need_gradients_are_written() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     assert not tensors(from_record(to_record({"p": parameter})))["p"].requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_dtypes_flower_cannot_carry_are_refused_by_name(dtype: torch.dtype) -> None:
+def test_dtypes_that_flower_cannot_send_are_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(StateError) as error:
         to_record({"fine": torch.zeros(1), "layer.weight": torch.zeros(2).to(dtype)})
     assert str(error.value) == (
@@ -78,6 +78,6 @@ def test_reading_gives_fresh_memory() -> None:
     assert np.array_equal(from_record(record)["x"], [0, 0])
 
 
-def test_bytes_of_floats_and_of_others() -> None:
+def test_bytes_of_floats_and_of_other_entries_are_counted_apart() -> None:
     assert num_bytes(to_record(STATE)) == (4 * 4 + 8 + 0 + 2 * 2, 8 + 2 + 4 * 8)
     assert num_bytes(ArrayRecord()) == (0, 0)

@@ -1,4 +1,4 @@
-"""A client that misbehaves is named and left out; the round goes on as if it had not been there."""
+"""A client with bad replies is named and left out; the round continues as if it had not been there."""
 
 from __future__ import annotations
 
@@ -126,18 +126,13 @@ CASES: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
-@pytest.fixture
 def without_bad(federate, points, mlp):
     """The run in which the bad client has no data and so never takes part."""
     return lambda rounds: federate(FedAvg(), mlp, [points(6, 0), points(0), points(9, 2)], rounds=rounds)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_reply_is_named_and_left_out(federate, datasets, mlp, same_bits, without_bad, case: str) -> None:
+def test_a_bad_reply_is_rejected_by_name(federate, datasets, mlp, same_bits, without_bad, case: str) -> None:
     spoil, message = CASES[case]
     run = federate(FedAvg(), mlp, datasets, rounds=2, wrap=functools.partial(spoiling, spoil))
     node_id = run.grid.get_node_ids()[BAD]
@@ -149,7 +144,7 @@ def test_a_bad_reply_is_named_and_left_out(federate, datasets, mlp, same_bits, w
     same_bits(run.state, without_bad(2).state)
 
 
-def test_a_lying_header_does_not_end_the_run(federate, datasets, mlp) -> None:
+def test_a_wrong_array_header_does_not_end_the_run(federate, datasets, mlp) -> None:
     """The array is fine, what stands beside it is not."""
 
     def spoil(content: RecordDict) -> None:
@@ -173,7 +168,7 @@ def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> 
     assert run.result.train_metrics_clientapp[1]["steps"] == pytest.approx((2 * 6 + 3 * 13 + 2 * 9) / 28)
 
 
-def test_a_client_is_taken_again_when_it_recovers(federate, datasets, mlp) -> None:
+def test_a_client_takes_part_again_when_it_recovers(federate, datasets, mlp) -> None:
     spoil = entry("0.weight", put(np.nan))
     run = federate(FedAvg(), mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(2,)))
     assert [r.participants for r in run.strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2]]
@@ -188,13 +183,13 @@ def test_below_the_minimum_the_previous_model_is_kept(federate, datasets, mlp, s
     assert sorted(run.result.train_metrics_clientapp) == [1, 3]
 
 
-def test_when_no_round_succeeds_the_initial_model_is_the_result(federate, datasets, mlp, same_bits) -> None:
+def test_if_no_round_succeeds_the_initial_model_is_the_result(federate, datasets, mlp, same_bits) -> None:
     run = federate(FedAvg(min_replies=3), mlp, datasets, wrap=functools.partial(spoiling, fail))
     same_bits(run.state, run.history[0])
     assert all(r.kept_previous for r in run.strategy.reports)
 
 
-def test_a_bad_evaluation_is_named_beside_a_bad_training(federate, datasets, mlp) -> None:
+def test_a_bad_evaluation_and_a_bad_training_are_both_reported(federate, datasets, mlp) -> None:
     run = federate(
         FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, count(-1), kind=MessageType.EVALUATE)
     )
@@ -239,7 +234,7 @@ def spoiling_app(whole: ClientApp, spoil: Spoil) -> ClientApp:
     return app
 
 
-def test_a_client_that_does_not_answer_in_time(federate, datasets, mlp, same_bits, without_bad) -> None:
+def test_a_client_that_does_not_answer_in_time_is_rejected(federate, datasets, mlp, same_bits, without_bad) -> None:
     expected, over = without_bad(1).state, threading.Event()  # first: a process's first step takes seconds
     run = federate(
         FedAvg(),
@@ -256,7 +251,7 @@ def test_a_client_that_does_not_answer_in_time(federate, datasets, mlp, same_bit
 
 
 @pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.EVALUATE])
-def test_a_client_that_lost_its_own_part_is_sent_the_start_again(federate, datasets, mlp, kind: str) -> None:
+def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(federate, datasets, mlp, kind: str) -> None:
     """As after a restarted SuperNode: the context is empty, the server thinks the client has had the start."""
     lost = []
 

@@ -14,12 +14,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN
 
+SIZES = (6, 13, 9)
 ROUNDS, RATE, MOMENTUM = 4, 0.1, 0.9
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
 
 
 def centralized(model, datasets, frozen: bool = False, rate: float = RATE):
@@ -47,7 +43,7 @@ def run(federate, strategy, model, datasets, **settings):
     ("name", "shape", "weight", "rate"),
     [("mlp", (5,), "0.weight", RATE), ("torchvision_net", (3, 40, 40), "fc.weight", 1e-3)],
 )
-def test_global_momentum_is_centralized_sgd_with_momentum(
+def test_global_momentum_equals_centralised_sgd_with_momentum(
     name: str, shape, weight: str, rate: float, frozen: bool, federate, points, request
 ) -> None:
     """One full-batch step, full participation: a net without batch statistics, and one with BN frozen."""
@@ -94,7 +90,7 @@ def test_buffers_of_local_parts_stay_local_and_are_counted(federate, datasets, m
         if m.has_content() and "momentum" in m.content.array_records
     ]
     assert {name for record in records for name in record} == {"0.weight", "0.bias", "3.weight", "3.bias"}
-    kept = from_record(done.grid.inner.context(0).state.array_records["fedbn-flwr.rules"])
+    kept = from_record(done.context(0).state.array_records["fedbn-flwr.rules"])
     assert set(kept) == {"MomentumBuffers/1.weight", "MomentumBuffers/1.bias"}
     shared = sum(v.nbytes for n, v in done.state.items() if not n.startswith("1."))
     assert done.strategy.reports[1].train.down == 2 * shared
@@ -109,7 +105,7 @@ def test_the_server_averages_buffers_by_size(federate, datasets, mlp) -> None:
     np.testing.assert_allclose(done.strategy.momentum["0.weight"], want, rtol=1e-13)
 
 
-def test_a_scope_without_momentum_is_named(federate, datasets, mlp) -> None:
+def test_a_momentum_scope_without_momentum_is_reported(federate, datasets, mlp) -> None:
     done = run(federate, FedAvg(momentum_scope="local"), mlp, datasets, sgd_momentum=0.0)
     (reason, *_) = done.strategy.reports[0].rejected.values()
     assert "momentum-scope=local needs sgd-momentum above 0" in reason

@@ -1,4 +1,4 @@
-"""Who takes part: nodes that claim a partition which is taken, and nodes that have no usable data."""
+"""Who takes part: two nodes with one partition, and nodes without usable data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def nodes() -> NodeRegistry:
     return NodeRegistry(seed=0, timeout=1)
 
 
-def test_two_nodes_that_claim_one_partition_from_the_start_are_refused(nodes: NodeRegistry) -> None:
+def test_two_nodes_with_one_partition_are_refused_at_the_start(nodes: NodeRegistry) -> None:
     with pytest.raises(ConfigError) as caught:
         nodes.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)  # type: ignore[arg-type]
     assert str(caught.value) == (
@@ -61,7 +61,7 @@ def test_two_nodes_that_claim_one_partition_from_the_start_are_refused(nodes: No
     )
 
 
-def test_a_newcomer_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry) -> None:
+def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry) -> None:
     """As a SuperNode without a key does that was killed: it comes back under another node id."""
     grid = Answers({11: node(0), 12: node(1)})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_a_newcomer_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeR
     assert grid.asked == [[11, 12], [13], [13]]
 
 
-def test_a_node_that_is_lost_while_it_is_asked_is_asked_again(nodes: NodeRegistry, caplog) -> None:
+def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) -> None:
     """Its partition matters as soon as it is back; an app that has no answer is taken without one."""
     grid = Answers({11: node(0), 12: ErrorCode.NODE_UNAVAILABLE, 13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION})
     with caplog.at_level(logging.WARNING, logger="flwr"):
@@ -85,6 +85,6 @@ def test_a_node_that_is_lost_while_it_is_asked_is_asked_again(nodes: NodeRegistr
     assert grid.asked == [[11, 12, 13], [12]]
 
 
-def test_why_a_node_cannot_take_part_is_known(nodes: NodeRegistry) -> None:
+def test_the_reason_why_a_node_cannot_take_part_is_known(nodes: NodeRegistry) -> None:
     grid = Answers({11: node(0), 12: node(1, 0, unusable="no images")})
     assert [n.unusable for n in nodes.present(grid, 1)] == ["", "no images"]  # type: ignore[arg-type]

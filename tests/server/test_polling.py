@@ -1,4 +1,4 @@
-"""Receiving until enough have answered."""
+"""The server receives until enough clients have answered."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asked(grid: Slow) -> list[Message]:
     return [Message(RecordDict(), node_id, MessageType.TRAIN) for node_id in grid.delays]
 
 
-def test_all_replies_by_the_node_that_was_asked() -> None:
+def test_replies_are_returned_by_node_id() -> None:
     grid = Slow({7: 0.0, 8: 0.05})
     replies = send_until(grid, asked(grid), lambda replies, seconds: seconds > 5)
     assert sorted(replies) == [7, 8]
@@ -56,7 +56,7 @@ def test_all_replies_by_the_node_that_was_asked() -> None:
     assert time.monotonic() - grid.start < 1
 
 
-def test_it_stops_when_enough_is_enough() -> None:
+def test_receiving_stops_as_soon_as_the_replies_are_enough() -> None:
     grid = Slow({7: 0.0, 8: 60.0})
     assert list(send_until(grid, asked(grid), lambda replies, seconds: 7 in replies)) == [7]
     assert list(send_until(grid, asked(grid), lambda replies, seconds: seconds > 0.2)) == [7]
@@ -64,7 +64,7 @@ def test_it_stops_when_enough_is_enough() -> None:
     assert grid.polls < 200
 
 
-def test_what_cannot_be_pushed() -> None:
+def test_messages_that_could_not_be_pushed_are_left_out_or_an_error() -> None:
     grid = Slow({7: 0.0, 8: 0.0}, "not the first")
     assert list(send_until(grid, asked(grid), lambda replies, seconds: seconds > 5)) == [8]
     grid = Slow({7: 0.0, 8: 0.0}, "none")

@@ -1,4 +1,4 @@
-"""Recalibration: tests see gathered statistics, training does not; what a client sends is checked; its cost."""
+"""Recalibration: tests see re-estimated statistics, training does not; clients' statistics are checked; its cost."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var")
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
 def trained(run) -> list[bytes]:
     """All that travelled in training, in the order of partitions."""
     found = []
@@ -48,7 +43,7 @@ def trained(run) -> list[bytes]:
     ],
     ids=["fedavg", "fixbn", "scaffold", "silobn half", "fedavg half"],
 )
-def test_training_does_not_see_it_and_every_client_is_asked(federate, datasets, mlp, method) -> None:
+def test_recalibration_asks_every_client_and_does_not_change_training(federate, datasets, mlp, method) -> None:
     model = functools.partial(mlp, dropout=0.3)
     plain, mine, beside = (
         federate(method(**options), model, datasets, rounds=4)
@@ -68,7 +63,7 @@ def test_training_does_not_see_it_and_every_client_is_asked(federate, datasets, 
     assert plain.strategy.completion("recalibrated") == {}
 
 
-def test_fedtan_too(run_step, mlp) -> None:
+def test_recalibration_does_not_change_the_training_of_fedtan(run_step, mlp) -> None:
     data = client_data((5,), (6, 13, 9))
     runs = [
         run_step(FedTAN(recalibrate=on), mlp(), data, rounds=3, local_steps=2, batch_size=4) for on in (False, True)
@@ -80,7 +75,7 @@ def test_fedtan_too(run_step, mlp) -> None:
     assert [a.train.exchanges - b.train.exchanges for a, b in reports] == [1, 1, 1]
 
 
-def test_it_is_done_where_a_test_is_due_and_counted(federate, datasets, mlp) -> None:
+def test_recalibration_runs_before_tests_and_its_traffic_is_counted(federate, datasets, mlp) -> None:
     """Statistics of the one layer: 2 x 4 float64 up per client, and an int64 count; the state down once."""
     run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
     plain = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
@@ -123,7 +118,7 @@ def spoil_statistics(change, client_fn) -> ClientApp:
         (lambda s: s.update({"9.count": np.asarray(3)}), "'9.count' .* belongs to no BatchNorm layer"),
     ],
 )
-def test_bad_statistics_are_refused_and_the_others_pooled(federate, datasets, mlp, change, said) -> None:
+def test_bad_statistics_are_rejected_and_the_others_pooled(federate, datasets, mlp, change, said) -> None:
     wrap = functools.partial(spoil_statistics, change)
     run = federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
     (why,) = run.strategy.reports[0].rejected.values()
@@ -136,14 +131,14 @@ def test_bad_statistics_are_refused_and_the_others_pooled(federate, datasets, ml
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
 
 
-def test_below_min_replies_the_model_keeps_its_own(federate, datasets, mlp, same_bits) -> None:
+def test_below_min_replies_the_model_keeps_its_statistics(federate, datasets, mlp, same_bits) -> None:
     wrap = functools.partial(spoil_statistics, lambda state: state.clear() or state.update(x=np.zeros(1)))
     run = federate(FedAvg(recalibrate=True, min_replies=3), mlp, datasets, wrap=wrap)
     same_bits(run.state, federate(FedAvg(), mlp, datasets).state)
 
 
 @pytest.mark.parametrize("method", [FedBN, MTFL, Standalone])
-def test_methods_without_global_weights_refuse_it(method) -> None:
+def test_methods_without_global_weights_refuse_recalibration(method) -> None:
     for options in ({"recalibrate": True}, {"eval_on": "recalibrated"}):
         with pytest.raises(ConfigError, match=f"strategy '{method.name}' keeps affine .*no global weights"):
             method(**options)
@@ -154,7 +149,7 @@ def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:
         federate(FedAvg(recalibrate=True), functools.partial(mlp, norm=False), datasets)
 
 
-def test_another_numpy_client_says_what_it_lacks(federate, datasets, mlp) -> None:
+def test_a_numpy_client_without_statistics_is_rejected_by_name(federate, datasets, mlp) -> None:
     class Other(NumPyClient):
         def __init__(self, client) -> None:
             self.fit, self.evaluate, self.get_properties = client.fit, client.evaluate, client.get_properties

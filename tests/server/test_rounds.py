@@ -1,4 +1,4 @@
-"""The loop over the rounds is Flower's; what outlives a round is handed on; clients are told what to go on from."""
+"""The loop over rounds equals Flower's; the checkpoint of a strategy; the hash that clients are expected to hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold
 
 
-def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatch) -> None:
+def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, monkeypatch) -> None:
     def run() -> tuple[Any, list[tuple[int, str]]]:
         calls: list[tuple[int, str]] = []
 
@@ -49,14 +49,14 @@ def test_the_loop_is_that_of_flower(federate, mlp, points, same_bits, monkeypatc
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_outlives_a_round_is_named_once(name: str) -> None:
+def test_checkpoint_keys_are_unique(name: str) -> None:
     strategy = STRATEGIES[name]()
     names = [*strategy._checkpoint_keys(), *strategy.run.checkpoint([])]
     assert len(names) == len(set(names))
     assert {"momentum", "local_hashes", "volatile", "started"} <= set(names)
 
 
-def test_the_state_of_another_method_is_refused() -> None:
+def test_the_checkpoint_of_another_method_is_refused() -> None:
     saved = FedAvg().state_dict()
     with pytest.raises(
         ConfigError, match=r"the state of a strategy 'scaffold' holds .*variates, volatile; this one holds"
@@ -64,7 +64,7 @@ def test_the_state_of_another_method_is_refused() -> None:
         Scaffold().load_state_dict(saved, 3)
 
 
-def test_clients_are_told_what_to_go_on_from_until_they_have_answered(federate, mlp, points) -> None:
+def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, mlp, points) -> None:
     data = [points(8), points(12, 1), points(6, 2)]
     first = federate(FedBN(), mlp, data, rounds=2)
     assert all("local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind))
@@ -73,11 +73,11 @@ def test_clients_are_told_what_to_go_on_from_until_they_have_answered(federate, 
     again = FedBN()
     again.load_state_dict({**saved, "local_hashes": {"1": "0" * 64}, "started": []}, 2)
     outcome = federate(again, mlp, data, rounds=4)
-    told = {
+    expected = {
         outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get("local-sha256")
         for m in [m for m in outcome.grid.sent if m.metadata.message_type == "train"][:3]
     }
-    assert told == {0: "", 1: "0" * 64, 2: ""}, "nothing is known of 0 and 2: they begin again"
+    assert expected == {0: "", 1: "0" * 64, 2: ""}, "nothing is known of 0 and 2: they start again"
     (reason,) = outcome.strategy.reports[0].rejected.values()
     assert "the server expects the part that this client kept with SHA-256 000000000000" in reason
     assert "no state folder (state-dir)" in reason
@@ -85,12 +85,12 @@ def test_clients_are_told_what_to_go_on_from_until_they_have_answered(federate, 
     assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
 
 
-def test_a_node_of_unknown_name_is_not_told_to_begin_again() -> None:
-    """What it holds may be what another message names: "" would have it give that up."""
+def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
+    """What it holds may be what another message names, and "" would make it drop that."""
     dispatcher = Dispatcher(NodeRegistry(0, 1.0), 1.0, "arrays", "config")
     dispatcher.expect_hashes({"0": "a" * 64})
-    told = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
-    assert told == [{"local-sha256": "a" * 64}, {"local-sha256": ""}, {}]
+    expected = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
+    assert expected == [{"local-sha256": "a" * 64}, {"local-sha256": ""}, {}]
 
 
 @pytest.mark.parametrize("loses", [True, False])
@@ -114,7 +114,7 @@ def test_a_client_that_lost_what_it_kept_is_named(loses: bool, federate, mlp, po
     assert all("(partition 1)" in text for text in lost)
 
 
-def test_why_no_node_said_who_it_is_stands_in_the_report(federate, mlp, points, monkeypatch) -> None:
+def test_the_report_says_why_no_node_was_identified(federate, mlp, points, monkeypatch) -> None:
     """An app that cannot be imported, say: else every round would be empty without a reason."""
     ask = InProcessGrid.send_and_receive
 
@@ -133,7 +133,7 @@ def test_why_no_node_said_who_it_is_stands_in_the_report(federate, mlp, points, 
         ] * 2
 
 
-def test_a_second_start_begins_at_round_one(federate, mlp, points, same_bits) -> None:
+def test_a_second_run_of_a_strategy_starts_at_round_one(federate, mlp, points, same_bits) -> None:
     data = [points(8), points(12, 1)]
     once = federate(Scaffold(), mlp, data, rounds=2)
     strategy = Scaffold()

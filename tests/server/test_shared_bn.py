@@ -1,4 +1,4 @@
-"""The average of BN parts that stay with the clients: a slow reference, who is tested with it, and who sees nothing."""
+"""The average of BN parts that stay with the clients: a slow reference, and which clients are tested with it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ SIZES = (6, 13, 9, 5)
 AVERAGED = "averaged-bn"
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
 @pytest.mark.parametrize("variance", ["mean", "pooled"])
 @pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
 def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate, datasets, mlp, method, variance):
@@ -30,7 +25,7 @@ def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate
     own = split_state(mlp()).select(method.local)
     trained = sorted({client for report in run.strategy.reports for client in report.participants})
     assert len(trained) >= 2
-    kept = {i: from_record(run.grid.inner.context(i).state.array_records["fedbn-flwr.local"]) for i in trained}
+    kept = {i: run.local_state(i) for i in trained}
     p = {i: SIZES[i] / sum(SIZES[j] for j in trained) for i in trained}
     for name in run.state:
         if name not in own:
@@ -47,7 +42,7 @@ def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate
         np.testing.assert_allclose(run.state[name], expected, rtol=1e-14, err_msg=name)
 
 
-def test_only_the_upload_costs_more_and_nothing_more_is_sent_without_opting_in(federate, datasets, mlp) -> None:
+def test_only_the_upload_grows_and_only_if_averaged_bn_is_tested(federate, datasets, mlp) -> None:
     run, plain = (federate(FedBN(eval_on=tests), mlp, datasets) for tests in (AVERAGED, "personal-own"))
     for mine, other in zip(run.strategy.reports, plain.strategy.reports, strict=True):
         assert mine.train.up - other.train.up == 4 * 16 * 8, "gamma, beta, mean, variance of 4 channels in float64"
@@ -59,7 +54,7 @@ def test_only_the_upload_costs_more_and_nothing_more_is_sent_without_opting_in(f
             assert list(message.content.array_records) == ["arrays"]
 
 
-def test_a_client_without_own_parts_is_tested_with_the_average(federate, datasets, mlp) -> None:
+def test_a_client_that_has_not_trained_is_tested_with_the_average(federate, datasets, mlp) -> None:
     """One of four trains in the first round; the others begin from the common start all the same, in their turn."""
     tests = {}
     for asked in (AVERAGED, "personal-own"):
@@ -84,14 +79,14 @@ def test_a_client_without_own_parts_is_tested_with_the_average(federate, dataset
     assert all(np.array_equal(arrays[name], start[name]) for arrays in begun for name in names)
 
 
-def test_a_client_that_does_not_share_is_left_out_of_the_average_only(federate, datasets, mlp) -> None:
+def test_a_client_that_does_not_share_is_only_left_out_of_the_average(federate, datasets, mlp) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
             return super().fit(parameters, {**config, "rules": ""} if self.partition_id == 1 else config)
 
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
     assert [report.participants for report in run.strategy.reports] == [[0, 1, 2, 3]] * 2
-    kept = {i: from_record(run.grid.inner.context(i).state.array_records["fedbn-flwr.local"]) for i in (0, 2, 3)}
+    kept = {i: run.local_state(i) for i in (0, 2, 3)}
     expected = sum(SIZES[i] / 20 * kept[i]["1.running_mean"] for i in (0, 2, 3))
     np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
 
@@ -112,19 +107,19 @@ def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
 
 
 @pytest.mark.parametrize("method", [FedAvg, Standalone])
-def test_methods_without_such_a_model_refuse_it(method) -> None:
+def test_methods_without_averaged_bn_refuse_it(method) -> None:
     with pytest.raises(ConfigError, match=f"strategy '{method.name}' has no such model"):
         method(eval_on=AVERAGED)
 
 
-def test_a_second_run_of_the_strategy_starts_without(federate, datasets, mlp, same_bits) -> None:
+def test_a_second_run_of_the_strategy_starts_without_shared_parts(federate, datasets, mlp, same_bits) -> None:
     strategy = FedBN(eval_on=AVERAGED)
     first, second = (federate(strategy, mlp, datasets) for _ in range(2))
     same_bits(first.state, second.state)
 
 
-def test_recalibrated_statistics_go_over_averaged_ones(federate, datasets, mlp) -> None:
+def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) -> None:
     run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
-    gathered = run.strategy.completion("recalibrated")
-    assert all(run.state[name].tobytes() == gathered[name].tobytes() for name in gathered)
-    assert len(gathered) == 2
+    reestimated = run.strategy.completion("recalibrated")
+    assert all(run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated)
+    assert len(reestimated) == 2

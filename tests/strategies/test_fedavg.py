@@ -15,22 +15,18 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.messages.records import from_record, num_bytes, to_record, to_state
+from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
+from tests.support.federation import torch_clients
 
 SIZES = (6, 13, 9)
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
 
 
 def local_round(model, data, partition: int, server_round: int):
@@ -42,7 +38,7 @@ def local_round(model, data, partition: int, server_round: int):
 
 
 @pytest.mark.parametrize("variance", ["mean", "pooled"])
-def test_rounds_are_local_training_and_the_weighted_average(federate, datasets, mlp, same_bits, variance: str) -> None:
+def test_a_round_is_local_training_and_the_weighted_average(federate, datasets, mlp, same_bits, variance: str) -> None:
     run = federate(FedAvg(variance=variance), functools.partial(mlp, dropout=0.2), datasets, rounds=2)
     state = to_state(mlp(dropout=0.2).state_dict())
     for server_round in (1, 2):
@@ -82,7 +78,7 @@ def test_evaluation_is_of_the_new_global_model(federate, datasets, mlp) -> None:
     assert run.result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(mean, rel=1e-14)
 
 
-def test_traffic_is_measured_one_broadcast_and_an_upload_per_client(federate, datasets, mlp) -> None:
+def test_traffic_is_one_broadcast_and_an_upload_per_client(federate, datasets, mlp) -> None:
     run = federate(FedAvg(), mlp, datasets, rounds=2)
     floats, counters = num_bytes(to_record(mlp().state_dict()))
     assert (floats, counters) == (8 * (20 + 4 + 4 * 4 + 12 + 3), 8)
@@ -92,7 +88,7 @@ def test_traffic_is_measured_one_broadcast_and_an_upload_per_client(federate, da
             assert (got.up, got.counters_up) == (up * floats, up * counters)
 
 
-def test_one_client_is_training_alone(federate, points, mlp, same_bits) -> None:
+def test_one_client_equals_training_alone(federate, points, mlp, same_bits) -> None:
     data = points(10, 1)
     one = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
     run = federate(FedAvg(**one), mlp, [data], rounds=3)
@@ -110,13 +106,13 @@ def test_a_client_without_data_evaluates_but_does_not_train(federate, points, ml
     ] == [0, 2]
 
 
-def test_eval_every(federate, datasets, mlp) -> None:
+def test_clients_test_every_eval_every_rounds_and_in_the_last(federate, datasets, mlp) -> None:
     run = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
     assert list(run.result.evaluate_metrics_clientapp) == [2, 4, 5]
     assert federate(FedAvg(fraction_evaluate=0.0), mlp, datasets).result.evaluate_metrics_clientapp == {}
 
 
-def test_the_config_reaches_the_clients(datasets, mlp, federate) -> None:
+def test_clients_receive_the_config(datasets, mlp, federate) -> None:
     run = federate(FedBN(), mlp, datasets, rounds=2)
     local = [f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
     assert [(c["server-round"], json.loads(c["local-entries"])) for c in run.grid.config()] == [
@@ -127,16 +123,10 @@ def test_the_config_reaches_the_clients(datasets, mlp, federate) -> None:
 
 
 def test_the_callers_records_are_not_changed(datasets, mlp) -> None:
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-
-    def client_fn(context):
-        return TorchClient(mlp(), datasets[context.node_config["partition-id"]], datasets[0], settings, context=context)
-
-    from fedbn_flwr.client import client_app
-
+    app = client_app(torch_clients(mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)))
     arrays, config = to_record(mlp().state_dict()), ConfigRecord({"mine": 1})
     before = {name: bytes(array.data) for name, array in arrays.items()}
-    with InProcessGrid(client_app(client_fn), 3) as grid:
+    with InProcessGrid(app, 3) as grid:
         FedAvg().start(grid=grid, initial_arrays=arrays, num_rounds=1, train_config=config, timeout=30)
     assert {name: bytes(array.data) for name, array in arrays.items()} == before
     assert config["mine"] == 1
@@ -145,7 +135,7 @@ def test_the_callers_records_are_not_changed(datasets, mlp) -> None:
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def test_flowers_positional_arguments() -> None:
+def test_flowers_positional_arguments_are_accepted() -> None:
     strategy = FedAvg(0.5, 0.25, 3, 4, 5, "weight", "model", "told", variance="pooled", seed=9)
     assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_train_nodes) == (0.5, 0.25, 3)
     assert (strategy.min_evaluate_nodes, strategy.min_available_nodes) == (4, 5)
@@ -157,7 +147,7 @@ def test_flowers_positional_arguments() -> None:
     assert (strategy.params.variance, strategy.params.seed) == ("pooled", 9)
 
 
-def test_unknown_and_wrong_arguments() -> None:
+def test_unknown_and_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         FedAvg(freeze_at=3)
     assert str(error.value) == (
@@ -171,7 +161,7 @@ def test_unknown_and_wrong_arguments() -> None:
             FedAvg(**{key: 0})
 
 
-def test_parts_of_another_model(federate, datasets, mlp) -> None:
+def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
     with pytest.raises(ConfigError, match=r"^parts= does not know 7 of the arrays \(1.weight, ...\)"):
         federate(FedAvg(parts=split_state(mlp(norm=False))), mlp, datasets)
 
@@ -210,7 +200,7 @@ def test_fewer_than_the_minimum_are_never_sampled(federate, points, mlp) -> None
     assert len(chosen(run)[0]) == 3
 
 
-def test_too_few_nodes_is_an_error_in_time(federate, datasets, mlp) -> None:
+def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) -> None:
     start = time.monotonic()
     with pytest.raises(EngineError) as error:
         federate(FedAvg(min_available_nodes=4), mlp, datasets, timeout=0.3)
@@ -221,8 +211,6 @@ def test_too_few_nodes_is_an_error_in_time(federate, datasets, mlp) -> None:
 
 
 def test_an_app_without_query_works_with_a_warning(federate, datasets, mlp, same_bits, caplog) -> None:
-    from fedbn_flwr.client import client_app
-
     def without_query(client_fn) -> ClientApp:
         whole, app = client_app(client_fn), ClientApp()
 
@@ -247,16 +235,13 @@ def test_an_app_without_query_works_with_a_warning(federate, datasets, mlp, same
         np.testing.assert_allclose(run.state[name], array, rtol=1e-9, err_msg=name)
 
 
-def test_a_plain_flower_numpy_client_app_is_told_what_to_do(datasets, mlp) -> None:
+def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(run_strategy, mlp) -> None:
     app = ClientApp(client_fn=lambda _: None)  # never reached: the legacy app fails to read the message
-    with InProcessGrid(app, 2) as grid:
-        strategy = FedAvg()
-        result = strategy.start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=1, timeout=30)
-    assert all(
-        "make it with fedbn_flwr.client_app(client_fn)" in text for text in strategy.reports[0].rejected.values()
-    )
-    assert len(strategy.reports[0].rejected) == 2
-    assert list(from_record(result.arrays)) == list(mlp().state_dict()), "the initial model, not an empty record"
+    run = run_strategy(FedAvg(), app, mlp().state_dict(), 2, rounds=1, timeout=30)
+    rejected = run.strategy.reports[0].rejected
+    assert all("make it with fedbn_flwr.client_app(client_fn)" in text for text in rejected.values())
+    assert len(rejected) == 2
+    assert list(run.state) == list(mlp().state_dict()), "the initial model, not an empty record"
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -275,7 +260,7 @@ def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
     assert caplog.messages == ["metric 'd' has different shapes at different clients and is not averaged"]
 
 
-def test_metrics_of_equal_keys_are_flowers() -> None:
+def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
     from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
     draw = np.random.default_rng(0)

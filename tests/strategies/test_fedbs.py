@@ -13,10 +13,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies import FedAvg, FedProx
 from fedbn_flwr.strategies.fedbs import FedBS
 
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
+SIZES = (6, 13, 9)
 
 
 def replies(*losses: float) -> list[Reply]:
@@ -48,12 +45,12 @@ def test_the_model_is_the_loss_weighted_mean(federate, datasets, mlp) -> None:
     assert run.state["1.num_batches_tracked"] == 3  # 13 examples in batches of 4, the last of one dropped
 
 
-def test_zero_losses_weigh_equally() -> None:
+def test_zero_losses_have_equal_weights() -> None:
     state = begun().combine(1, replies(0.0, 0.0, 0.0), {})
     np.testing.assert_array_equal(state["w"], [1.0, 1.0])
 
 
-def test_it_switches_in_the_round_the_rule_says_once() -> None:
+def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
     """Two consecutive rounds with a spread of at most eps; single replies do not count, a wide round starts anew."""
     strategy = begun(fedbs_eps=0.1, fedbs_rounds=2)
     near, wide = (1.0, 1.1, 0.9), (1.0, 2.0, 0.5)
@@ -69,13 +66,13 @@ def test_it_switches_in_the_round_the_rule_says_once() -> None:
     np.testing.assert_array_equal(strategy.combine(7, replies(*wide), {})["w"], [1.0, 1.0])
 
 
-def test_the_spread_at_eps_counts() -> None:
+def test_a_spread_equal_to_eps_counts() -> None:
     strategy = begun(fedbs_eps=0.5, fedbs_rounds=1)
     strategy.combine(1, replies(1.0, 2.0), {})  # population deviation exactly 0.5
     assert strategy.switched_after == 1
 
 
-def test_after_the_switch_it_is_fedprox_with_equal_clients(federate, points, mlp) -> None:
+def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(federate, points, mlp) -> None:
     datasets = [points(8, i) for i in range(3)]
     whole = {"batch_size": 0, "local_steps": 3}  # no order of batches, which is drawn by round
     run = federate(FedBS(fedbs_eps=1e9, fedbs_rounds=1, proximal_mu=0.3), mlp, datasets, rounds=2, **whole)
@@ -94,7 +91,7 @@ def test_after_the_switch_it_is_fedprox_with_equal_clients(federate, points, mlp
     assert (prox["0.weight"] - plain["0.weight"]).abs().max() > 1e-4
 
 
-def test_equal_losses_are_the_plain_mean(same_bits) -> None:
+def test_equal_losses_give_the_plain_mean(same_bits) -> None:
     plain = FedAvg()
     plain.parts = begun().parts
     plain.begin()

@@ -1,4 +1,4 @@
-"""FedDNA: FedTAN's forward half with each client's own gradients; exact where there is nobody else."""
+"""FedDNA: FedTAN's forward half with each client's own gradients; with one client it is FedTAN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_alone_its_gradients_are_everybodys(run_step, model, same_bits, transport: str, exchanges: str) -> None:
+def test_with_one_client_feddna_is_fedtan(run_step, model, same_bits, transport: str, exchanges: str) -> None:
     data = client_data((5,), (9,))
     settings = {"transport": transport, "rounds": 2, "local_steps": 2, "batch_size": 4}
     own, shared = (
@@ -32,7 +32,7 @@ def test_alone_its_gradients_are_everybodys(run_step, model, same_bits, transpor
     assert [r.train.exchanges for r in own.strategy.reports] == [{"3L+1": 3, "2L+1": 2}[exchanges]] * 2
 
 
-def test_its_first_step_is_the_clients_own_with_the_unions_statistics(run_step, model) -> None:
+def test_the_first_step_uses_own_gradients_and_the_unions_statistics(run_step, model) -> None:
     """In plain autograd: mean and variance have the union's values and each client's derivatives."""
     data = client_data((5,), (4, 6))
     run = run_step(synchronised(FedDNA), model, data)

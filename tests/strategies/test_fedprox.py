@@ -1,4 +1,4 @@
-"""FedProx: the proximal term and what is left of it at mu = 0."""
+"""FedProx: the proximal term, and FedAvg at mu = 0."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.strategies import FedAvg, FedProx
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
+SIZES = (6, 13, 9)
 
 
-def test_without_mu_it_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
+def test_fedprox_without_mu_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
     model = functools.partial(mlp, dropout=0.2)
     runs = [federate(s, model, datasets, sgd_momentum=0.9) for s in (FedProx(proximal_mu=0.0), FedAvg())]
     same_bits(runs[0].state, runs[1].state)
@@ -28,7 +25,7 @@ def test_without_mu_it_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_against_sgd_by_hand(federate, points, mlp, frozen: bool) -> None:
+def test_fedprox_equals_sgd_by_hand(federate, points, mlp, frozen: bool) -> None:
     """Three full-batch steps a round: grad F + mu (w - w_received), trainable parameters only."""
     datasets, mu, rate = [points(6, 1), points(8, 2)], 0.7, 0.1
 
@@ -56,14 +53,14 @@ def test_against_sgd_by_hand(federate, points, mlp, frozen: bool) -> None:
 
 
 def test_the_penalty_is_half_mu_times_the_squared_distance(mlp) -> None:
-    model, rule = mlp(), ProximalTerm(0.5)
-    rule.begin(model)
-    assert rule.penalty(model).item() == 0.0
+    model, hook = mlp(), ProximalTerm(0.5)
+    hook.begin(model)
+    assert hook.penalty(model).item() == 0.0
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 2
         model[1].running_mean += 100
-    assert rule.penalty(model).item() == pytest.approx(0.25 * 4 * sum(p.numel() for p in model.parameters()), rel=1e-12)
+    assert hook.penalty(model).item() == pytest.approx(0.25 * 4 * sum(p.numel() for p in model.parameters()), rel=1e-12)
 
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf")])
@@ -72,6 +69,6 @@ def test_mu_is_checked(mu: float) -> None:
         FedProx(proximal_mu=mu)
 
 
-def test_mu_travels(federate, datasets, mlp) -> None:
+def test_clients_receive_mu(federate, datasets, mlp) -> None:
     run = federate(FedProx(proximal_mu=0.25), mlp, datasets, rounds=1)
     assert [dict(c) for c in run.grid.config()] == [{"server-round": 1, "rules": "proximal", "proximal-mu": 0.25}] * 3

@@ -1,4 +1,4 @@
-"""FedTAN's settings, its ledger, and its channel in a whole run; the law and the dropouts have files of their own."""
+"""FedTAN's settings, its traffic, and its gRPC channel in a whole run; the law and dropouts have their own files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def branches() -> nn.Module:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_ledger_of_resnet20_is_table_3(run_step, transport: str) -> None:
-    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart; measured, and as ``inspect`` foretells it."""
+def test_the_traffic_of_fedtan_with_resnet20_is_table_3(run_step, transport: str) -> None:
+    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart; measured, and as ``inspect`` predicts it."""
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
     report = run_step(synchronised(FedTAN, transport), model, data, transport=transport).strategy.reports[0].train
@@ -42,7 +42,7 @@ def test_the_ledger_of_resnet20_is_table_3(run_step, transport: str) -> None:
     assert report == inspect_model(model, "fedtan", 5, config).first
 
 
-def test_the_ledger_of_fedavg_is_table_3(run_step) -> None:
+def test_the_traffic_of_fedavg_with_resnet20_is_table_3(run_step) -> None:
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
     plain = run_step(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
@@ -55,7 +55,7 @@ def test_the_ledger_of_fedavg_is_table_3(run_step) -> None:
     ("strategy", "exchanges", "rows", "count"),
     [(FedTAN, "3L+1", 4, 16), (FedTAN, "2L+1", 5, 11), (FedDNA, "3L+1", 2, 11), (FedDNA, "2L+1", 3, 6)],
 )
-def test_all_carriers_move_the_same_bytes(run_step, strategy, exchanges: str, rows: int, count: int) -> None:
+def test_all_transports_move_the_same_bytes(run_step, strategy, exchanges: str, rows: int, count: int) -> None:
     """Five calls of BatchNorm with four channels: mean, variance and two gradients; fused, a rest of the mean."""
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     state = sum(value.nbytes for value in model.state_dict().values() if value.is_floating_point())
@@ -71,7 +71,7 @@ def test_all_carriers_move_the_same_bytes(run_step, strategy, exchanges: str, ro
             assert (moved.counters_down, moved.counters_up) == (counters, 3 * counters), transport
 
 
-def test_the_carriers_give_the_same_bits(run_step, same_bits) -> None:
+def test_all_transports_give_the_same_bits(run_step, same_bits) -> None:
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     for strategy in (FedTAN, FedDNA):
         one, *others = (run_step(synchronised(strategy, c), model, data, transport=c, rounds=2) for c in TRANSPORTS)
@@ -79,7 +79,7 @@ def test_the_carriers_give_the_same_bits(run_step, same_bits) -> None:
             same_bits(one.state, other.state)
 
 
-def test_without_batchnorm_it_is_fedavg(run_step, same_bits) -> None:
+def test_fedtan_without_batchnorm_is_fedavg(run_step, same_bits) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(1, 4), nn.Linear(4, 3)).double()
     data = client_data((5,), (2, 3, 1))
     plain = run_step(FedAvg(fraction_evaluate=0.0), model, data, rounds=2, local_steps=2)
@@ -121,7 +121,7 @@ def test_a_channel_in_plaintext_beyond_loopback_is_refused(run_step) -> None:
         run_step(strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel")
 
 
-def test_clients_that_do_not_tell_their_size_are_named(run_step) -> None:
+def test_if_no_client_reports_its_size_the_error_names_one(run_step) -> None:
     class Silent(TorchClient):
         def get_properties(self, config):
             return {"partition-id": self.partition_id}
@@ -130,7 +130,7 @@ def test_clients_that_do_not_tell_their_size_are_named(run_step) -> None:
         run_step(synchronised(FedTAN), branches(), client_data((3, 6, 6), (2, 3)), client=Silent)
 
 
-def test_one_that_does_not_tell_its_size_is_refused_and_the_others_go_on(run_step) -> None:
+def test_a_client_that_does_not_report_its_size_is_rejected_and_the_others_continue(run_step) -> None:
     class Silent(TorchClient):
         def get_properties(self, config):
             return {} if self.partition_id == 1 else super().get_properties(config)
@@ -142,7 +142,7 @@ def test_one_that_does_not_tell_its_size_is_refused_and_the_others_go_on(run_ste
     assert "needs to know the training examples and the first batch's size of node" in reason
 
 
-def test_the_port_is_closed_at_the_end_also_of_a_run_that_failed(run_step) -> None:
+def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(run_step) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         bind = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -201,7 +201,7 @@ def test_intruders_do_not_disturb_a_run(run_step, same_bits) -> None:
     same_bits(run.state, run_step(synchronised(FedTAN), model, data, rounds=2).state)
 
 
-def test_two_runs_of_one_strategy_are_independent(run_step, same_bits) -> None:
+def test_two_runs_of_one_strategy_give_the_same_bits(run_step, same_bits) -> None:
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     strategy = synchronised(FedTAN, "channel")
     first = run_step(strategy, model, data, transport="channel", rounds=2)
@@ -210,7 +210,7 @@ def test_two_runs_of_one_strategy_are_independent(run_step, same_bits) -> None:
     assert len(strategy.reports) == 2
 
 
-def test_the_global_model_moves(run_step) -> None:
+def test_the_global_model_changes_in_every_round(run_step) -> None:
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     run = run_step(synchronised(FedTAN), model, data, rounds=2)
     assert [r.phase for r in run.strategy.reports] == ["synchronised"] * 2

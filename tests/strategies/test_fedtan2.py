@@ -1,4 +1,4 @@
-"""FedTAN-II: FedTAN bit for bit up to M, then statistics that never change again."""
+"""FedTAN-II: FedTAN bit for bit up to M, then statistics that never change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def data():
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("at", "m"), [(2, 2), (0.5, 2), (0, 0)])
-def test_fedtan_up_to_m_then_frozen(run_step, model, data, same_bits, transport: str, at: int | float, m: int) -> None:
+def test_fedtan2_is_fedtan_up_to_m_and_frozen_after(
+    run_step, model, data, same_bits, transport: str, at: int | float, m: int
+) -> None:
     settings = {"rounds": 5, "local_steps": 2, "batch_size": 4, "transport": transport}
     run = run_step(synchronised(FedTAN2, transport, fedtan_rounds=at), model, data, **settings)
     full = run_step(synchronised(FedTAN, transport), model, data, **settings)
@@ -45,13 +47,13 @@ def test_fedtan_up_to_m_then_frozen(run_step, model, data, same_bits, transport:
         assert not np.array_equal(run.history[5][name], run.history[4][name]), name
     reports = run.strategy.reports
     assert [r.phase for r in reports] == ["synchronised"] * m + ["frozen"] * (5 - m)
-    told = [list(run.strategy.hooks_for(r)) for r in range(1, 6)]
-    assert told == [["synchronise-first-step"]] * m + [["freeze-bn"]] * (5 - m)
+    hooks = [list(run.strategy.hooks_for(r)) for r in range(1, 6)]
+    assert hooks == [["synchronise-first-step"]] * m + [["freeze-bn"]] * (5 - m)
     assert [r.train.exchanges for r in reports] == [4] * m + [1] * (5 - m)
     assert len({r.train.down for r in reports[m:]}) == 1
 
 
-def test_after_m_it_is_fixbn(run_step, model, data, same_bits) -> None:
+def test_fedtan2_with_m_zero_is_fixbn(run_step, model, data, same_bits) -> None:
     """With M = 0 both have frozen BN from the start."""
     settings = {"rounds": 3, "local_steps": 2, "batch_size": 4}
     tan2 = run_step(synchronised(FedTAN2, fedtan_rounds=0), model, data, **settings)
@@ -96,7 +98,7 @@ def test_a_window_as_long_as_the_run_is_refused(run_step, model, data) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_automatic_m_fires_by_the_window_rule(run_step, model, data, same_bits, transport: str) -> None:
+def test_the_automatic_m_follows_the_window_rule(run_step, model, data, same_bits, transport: str) -> None:
     """Deltas 1, .5, .3, .25, .24: the variance of three falls under 0.012 after round 4 (0.0116...), not 3 (0.087)."""
     deltas = [1.0, 0.5, 0.3, 0.25, 0.24, 9.0]
     window = [float(np.var(deltas[i - 3 : i])) for i in (3, 4)]

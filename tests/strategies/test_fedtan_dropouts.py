@@ -1,4 +1,4 @@
-"""A client lost in mid-step is dropped, named, and the round is what it would have been without it."""
+"""A client lost during the step is dropped and named, and the round equals one without it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_the_round_is_as_without_the_lost_client(
+def test_a_round_equals_one_without_the_lost_client(
     run_step, model, data, without, same_bits, monkeypatch, transport: str, kind: str, simulated: bool
 ) -> None:
     """In Flower's simulation, too, where by channel a client that is only late ends the run."""
@@ -173,7 +173,7 @@ def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_lost_clients_are_two_redone_steps(run_step, model, data, same_bits, transport: str) -> None:
+def test_a_step_is_retried_without_two_lost_clients(run_step, model, data, same_bits, transport: str) -> None:
     class Broken(TorchClient):
         def fit(self, parameters, config):
             self.model[4].fault = {0: cut, 2: cut_backward}.get(self.partition_id)
@@ -203,7 +203,7 @@ def test_below_the_minimum_the_previous_model_is_kept(run_step, model, data, sam
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_when_all_are_lost_the_round_ends(run_step, model, data, same_bits, transport: str) -> None:
+def test_if_all_clients_are_lost_the_round_ends(run_step, model, data, same_bits, transport: str) -> None:
     class Broken(TorchClient):
         def fit(self, parameters, config):
             self.model[4].fault = cut
@@ -217,7 +217,7 @@ def test_when_all_are_lost_the_round_ends(run_step, model, data, same_bits, tran
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(run_step, model, data, transport: str) -> None:
+def test_a_client_that_fails_after_the_step_is_rejected_as_in_fedavg(run_step, model, data, transport: str) -> None:
     """The step it took part in stands; only its model is missing from the average."""
 
     def fit(self: TorchClient, parameters: Any, config: Any) -> Any:
@@ -234,7 +234,7 @@ def test_a_client_that_fails_after_the_step_is_refused_as_in_fedavg(run_step, mo
     done = run_step(made, model, data, transport=transport, client=broken(None, fit=fit), local_steps=2)
     assert "lights out" in done.reason(BAD)
     assert made.reports[0].participants == [0, 2, 3]
-    assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was redone"
+    assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was retried"
 
 
 def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, without, same_bits, monkeypatch) -> None:
@@ -257,19 +257,19 @@ def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, wi
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_replayed_steps_give_the_bits_of_uninterrupted_ones(run_step, model, data, same_bits, steps: int) -> None:
+def test_replayed_steps_give_the_bits_of_uninterrupted_steps(run_step, model, data, same_bits, steps: int) -> None:
     """With dropout on: batch, random state and running statistics are those of the first pass in every replay."""
     settings = {"rounds": 2, "local_steps": steps, "batch_size": 4, "sgd_momentum": 0.9}
-    met, replayed, called = (
+    barrier, messages, channel = (
         run_step(synchronised(FedTAN, c), model, data, transport=c, **settings) for c in TRANSPORTS
     )
-    same_bits(met.state, replayed.state)
-    same_bits(met.state, called.state)
+    same_bits(barrier.state, messages.state)
+    same_bits(barrier.state, channel.state)
     other = run_step(synchronised(FedTAN, "barrier"), model, data, **settings, seed=8)
-    assert not np.array_equal(met.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"
+    assert not np.array_equal(barrier.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"
 
 
-def test_a_client_that_hangs_for_rounds_takes_nobody_elses_place(run_step, model, data, release) -> None:
+def test_a_client_that_hangs_for_rounds_does_not_block_the_others(run_step, model, data, release) -> None:
     """In process: it is dropped in each round, and its waiting messages do not keep a healthy client from starting."""
 
     class Hanging(TorchClient):

@@ -59,9 +59,9 @@ def make(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def one_round(run_step, model, data, strategy=FedTAN, **options):
-    alone = {"min_train_nodes": 1, "min_available_nodes": 1}
+    one_client = {"min_train_nodes": 1, "min_available_nodes": 1}
     own = {key: options.pop(key) for key in list(options) if key.startswith("fedtan_")}
-    made = synchronised(strategy, options.get("transport", "barrier"), **alone, **own)
+    made = synchronised(strategy, options.get("transport", "barrier"), **one_client, **own)
     done = run_step(made, model, data, weight_decay=WEIGHT_DECAY, **options)
     assert done.strategy.reports[0].rejected == {}
     assert done.strategy.reports[0].participants == list(range(len(data)))
@@ -75,7 +75,7 @@ def off(run_step, model, data, **options) -> float:
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_in_process_a_round_is_a_centralised_step(run_step, name: str, exchanges: str) -> None:
+def test_a_round_in_process_is_a_centralised_step(run_step, name: str, exchanges: str) -> None:
     model, shape = make(name)
     data = client_data(shape, (3, 2) if name in VISION else SIZES)
     assert off(run_step, model, data, fedtan_exchanges=exchanges) < 1e-10
@@ -96,7 +96,9 @@ def test_the_other_transports_obey_the_law(run_step, name: str, sizes: tuple[int
     exchanges=st.sampled_from(MODES),
     seed=st.integers(0, 99),
 )
-def test_any_number_and_size_of_clients(run_step, sizes: list[int], exchanges: str, seed: int) -> None:
+def test_the_law_holds_for_any_number_and_size_of_clients(
+    run_step, sizes: list[int], exchanges: str, seed: int
+) -> None:
     model, shape = make("mlp")
     data = client_data(shape, sizes, seed=seed)
     assert off(run_step, model, data, fedtan_exchanges=exchanges) < 1e-10
@@ -104,7 +106,7 @@ def test_any_number_and_size_of_clients(run_step, sizes: list[int], exchanges: s
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_is_no_farther_from_the_oracle_than_torch(run_step, name: str, exchanges: str) -> None:
+def test_float32_is_as_near_to_the_oracle_as_torch(run_step, name: str, exchanges: str) -> None:
     """Three times torch's own distance is allowed: the order of sums is another one.
 
     A unit whose input is within rounding of a kink (ReLU, max pooling) may fall on its other side, in torch's step or
@@ -154,7 +156,7 @@ class WeightedBatchNorm(nn.Module):
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-def test_equal_batches_of_unequal_clients_weigh_samples_by_p_over_b(run_step, exchanges: str) -> None:
+def test_equal_batches_of_unequal_clients_weigh_examples_by_p_over_b(run_step, exchanges: str) -> None:
     """|D_i| 4, 12 and 8, batches of 4: the oracle weighs an example of client i by p_i / b_i."""
     model, shape = make("mlp")
     data = client_data(shape, (4, 12, 8))

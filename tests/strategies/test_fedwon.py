@@ -12,15 +12,11 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.strategies import FedAvg, FedWon
 
+SIZES = (6, 13, 9)
 RATE, CLIPPING = 0.5, 0.02
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 13, 9))]
-
-
-def test_without_agc_it_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
+def test_fedwon_without_agc_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
     model = functools.partial(mlp, norm=False)
     same_bits(federate(FedWon(agc=0), model, datasets).state, federate(FedAvg(), model, datasets).state)
     clipped = federate(FedWon(agc=CLIPPING), model, datasets)
@@ -28,7 +24,7 @@ def test_without_agc_it_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits
 
 
 @pytest.mark.parametrize(("name", "shape", "head"), [("mlp", (5,), "2."), ("torchvision_net", (3, 40, 40), "fc.")])
-def test_against_clipping_by_hand(name: str, shape, head: str, federate, points, request) -> None:
+def test_fedwon_equals_clipping_by_hand(name: str, shape, head: str, federate, points, request) -> None:
     """One step with weight decay: each row of a weight, each vector as a whole, the last layer left out.
 
     torchvision's network has scaled standardised convolutions in place of its BatchNorm layers.

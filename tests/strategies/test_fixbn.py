@@ -24,12 +24,7 @@ STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
 AFFINE = ("1.weight", "1.bias")
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
-def test_before_t_star_it_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
+def test_fixbn_is_fedavg_bit_for_bit_before_t_star(federate, datasets, mlp, same_bits) -> None:
     model = functools.partial(mlp, dropout=0.2)
     fixed = federate(FixBN(freeze_at=3), model, datasets, rounds=5)
     plain = federate(FedAvg(), model, datasets, rounds=5)
@@ -82,11 +77,11 @@ def test_freeze_affine_freezes_gamma_and_beta_too(federate, datasets, mlp) -> No
     assert not np.array_equal(run.history[1]["1.weight"], run.history[0]["1.weight"])
 
 
-def test_clients_are_told(federate, datasets, mlp) -> None:
+def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp) -> None:
     run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
-    told = run.grid.config()
-    assert dict(told[0]) == {"server-round": 1}
-    assert dict(told[-1]) == {"server-round": 2, "rules": "freeze-bn", "freeze-affine": False, "frozen": True}
+    configs = run.grid.config()
+    assert dict(configs[0]) == {"server-round": 1}
+    assert dict(configs[-1]) == {"server-round": 2, "rules": "freeze-bn", "freeze-affine": False, "frozen": True}
     assert all("rules" not in config for config in run.grid.config("evaluate"))
 
 
@@ -96,7 +91,7 @@ def test_nothing_is_frozen_when_t_star_is_the_last_round(federate, datasets, mlp
         same_bits(federate(FixBN(freeze_at=at), mlp, datasets).state, plain.state)
 
 
-def test_frozen_from_the_start(federate, datasets, mlp) -> None:
+def test_freeze_at_zero_freezes_from_the_start(federate, datasets, mlp) -> None:
     run = federate(FixBN(freeze_at=0), mlp, datasets, rounds=2)
     assert run.state["1.running_var"].tolist() == [1, 1, 1, 1]
     assert run.state["1.num_batches_tracked"] == 0
@@ -115,7 +110,7 @@ def test_frozen_from_the_start(federate, datasets, mlp) -> None:
         ("auto", 9, None),
     ],
 )
-def test_t_star(at, rounds: int, t_star: int | None) -> None:
+def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
     assert freeze_round(at, rounds) == t_star
 
 
@@ -175,7 +170,7 @@ def first_round_under(deltas: list[list[float]], window: int, tau: float) -> int
 
 
 @pytest.mark.parametrize(("window", "tau", "t_star"), [(3, 0.012, 4), (3, 0.0116, 5), (2, 0.02, 3), (4, 0.012, 5)])
-def test_the_automatic_t_star_fires_in_the_round_the_rule_says(
+def test_the_automatic_t_star_is_the_round_of_the_rule(
     federate, datasets, mlp, window: int, tau: float, t_star: int
 ) -> None:
     """Tau = 0.012 lies between the population and the sample variance of round 4; unweighted means differ by round."""
@@ -193,7 +188,7 @@ def test_the_automatic_t_star_fires_in_the_round_the_rule_says(
         assert run.state[name].tobytes() == run.history[t_star][name].tobytes()
 
 
-def test_watching_changes_no_bit(federate, datasets, mlp, same_bits) -> None:
+def test_reporting_drift_changes_no_bit(federate, datasets, mlp, same_bits) -> None:
     never = federate(FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30), mlp, datasets, rounds=4)
     assert never.strategy.frozen_after is None
     same_bits(never.state, federate(FedAvg(), mlp, datasets, rounds=4).state)
@@ -232,7 +227,7 @@ def test_a_delta_that_is_no_distance_is_refused(federate, datasets, mlp, delta: 
     )
 
 
-def test_a_client_that_changes_what_is_frozen_is_refused_by_name(federate, datasets, mlp) -> None:
+def test_a_client_that_changes_frozen_entries_is_rejected_by_name(federate, datasets, mlp) -> None:
     class Deaf(TorchClient):
         def fit(self, parameters, config):
             if self.partition_id == 1:
@@ -264,15 +259,15 @@ def test_counters_are_frozen_with_the_statistics(federate, datasets, mlp) -> Non
     )
 
 
-def test_the_rule_undoes_what_it_did() -> None:
+def test_the_hook_restores_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2))
     model[3].weight.requires_grad_(False)
     wanted = [p.requires_grad for p in model.parameters()]
-    rule = FreezeBN(affine=True)
-    rule.begin(model.train())
+    hook = FreezeBN(affine=True)
+    hook.begin(model.train())
     assert [m.training for m in model] == [True, False, False, False]
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, False, False]
-    rule.end(model)
+    hook.end(model)
     assert [p.requires_grad for p in model.parameters()] == wanted
 
 
@@ -288,9 +283,9 @@ def test_subclasses_and_3d_layers_are_frozen_and_group_norm_is_not() -> None:
 
 def test_drift_of_a_model_without_statistics_is_not_reported() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    rule = ReportDrift()
-    rule.begin(model)
-    assert rule.end(model) == {}
+    hook = ReportDrift()
+    hook.begin(model)
+    assert hook.end(model) == {}
 
 
 def test_the_layer_keeps_its_statistics_eps_and_counters(federate, datasets, mlp) -> None:

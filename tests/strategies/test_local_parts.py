@@ -1,4 +1,4 @@
-"""FedBN, SiloBN, MTFL and Standalone: what they keep never travels, and the rest is FedAvg."""
+"""FedBN, SiloBN, MTFL and Standalone: what they keep is never sent, and the rest is FedAvg."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.messages.records import from_record, tensors, to_state
+from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining, train
@@ -38,7 +38,7 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
-def test_on_a_model_without_bn_it_is_fedavg_bit_for_bit(federate, points, mlp, same_bits, method) -> None:
+def test_without_batchnorm_it_is_fedavg_bit_for_bit(federate, points, mlp, same_bits, method) -> None:
     datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
     model = functools.partial(mlp, norm=False, dropout=0.2)
     mine, plain = [federate(strategy, model, datasets) for strategy in (method(), FedAvg())]
@@ -48,7 +48,9 @@ def test_on_a_model_without_bn_it_is_fedavg_bit_for_bit(federate, points, mlp, s
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_against_the_method_written_out(federate, points, mlp, same_bits, method, fraction: float) -> None:
+def test_each_method_equals_its_definition_written_out(
+    federate, points, mlp, same_bits, method, fraction: float
+) -> None:
     """Every client's own entries live on; absent clients keep theirs; the shared ones are averaged."""
     sizes, model = (6, 13, 9, 5), functools.partial(mlp, dropout=0.2)
     datasets = [points(n, i) for i, n in enumerate(sizes)]
@@ -80,18 +82,18 @@ def test_against_the_method_written_out(federate, points, mlp, same_bits, method
     for name in start:
         same_bits({name: run.state[name]}, {name: shared.get(name, start[name])})
     for i in seen:
-        state = from_record(run.grid.inner.context(i).state["fedbn-flwr.local"])
+        state = run.local_state(i)
         same_bits(state, {name: kept[i][name] for name in start if name in own})
-    assert all("fedbn-flwr.local" not in run.grid.inner.context(i).state for i in set(range(4)) - seen)
+    assert all("fedbn-flwr.local" not in run.context(i).state for i in set(range(4)) - seen)
 
 
-def test_standalone_is_training_alone(federate, points, mlp, same_bits) -> None:
+def test_standalone_equals_training_alone(federate, points, mlp, same_bits) -> None:
     """The other clients make no difference, and neither does how many there are."""
     datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
     many = federate(Standalone(), mlp, datasets)
     few = federate(Standalone(), mlp, datasets[:2])
     for i in range(2):
-        states = [from_record(run.grid.inner.context(i).state["fedbn-flwr.local"]) for run in (many, few)]
+        states = [run.local_state(i) for run in (many, few)]
         same_bits(*states)
     assert [r.train.up for r in many.strategy.reports] == [0, 0, 0]
 
@@ -127,7 +129,7 @@ def made() -> Callable[[str], nn.Module]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_message_carries_a_local_part(federate, points, made, method, name: str) -> None:
+def test_no_message_contains_a_local_part(federate, points, made, method, name: str) -> None:
     datasets = [points(2 + i, i, shape=(3, 32, 32)) for i in range(2)]
     strategy = method(fraction_evaluate=0.0)
     run = federate(strategy, functools.partial(made, name), datasets, rounds=2, local_steps=1, batch_size=0, rate=1e-3)
@@ -142,13 +144,13 @@ def test_no_message_carries_a_local_part(federate, points, made, method, name: s
     for message in replies:
         assert list(message.content.array_records) == ["arrays"], "no other way out"
     for partition in range(2):
-        assert set(run.grid.inner.context(partition).state["fedbn-flwr.local"]) == own
+        assert set(run.local_state(partition)) == own
     down, up = strategy.reports[1].train.down, strategy.reports[1].train.up
     floats = sum(t.numel() * 4 for n, t in made(name).state_dict().items() if n in shared and t.is_floating_point())
     assert (down, up) == (floats, 2 * floats)
 
 
-def test_a_client_that_uploads_its_own_part_is_refused(federate, points, mlp) -> None:
+def test_a_client_that_uploads_its_local_part_is_rejected(federate, points, mlp) -> None:
     from fedbn_flwr.client import TorchClient
 
     class Chatty(TorchClient):

@@ -1,4 +1,4 @@
-"""SCAFFOLD against a slow reference with its own variates; what it becomes without them; what it refuses."""
+"""SCAFFOLD against a slow reference with its own variates; what it is without them; what it refuses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import ControlVariates
 
+SIZES = (6, 14, 10, 8)
 SERVER_RATE, ROUNDS = 0.7, 5
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 14, 10, 8))]
 
 
 def local(model, data, rate: float, correction: dict) -> int:
@@ -42,7 +38,7 @@ def subject(request, points) -> tuple:
     return request.getfixturevalue(request.param), [points(n, i, shape) for i, n in enumerate(sizes)], rate
 
 
-def test_against_a_slow_reference(federate, subject, monkeypatch) -> None:
+def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> None:
     """Five rounds, half of the clients a round, uneven steps: server and client variates, model and statistics."""
     make, datasets, rate = subject
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
@@ -87,7 +83,7 @@ def test_against_a_slow_reference(federate, subject, monkeypatch) -> None:
     for name in names:
         np.testing.assert_allclose(strategy.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12)
     for i, variate in enumerate(own):
-        state = run.grid.inner.context(i).state
+        state = run.context(i).state
         if any(i in c for c in chosen):
             kept = from_record(state.array_records["fedbn-flwr.rules"])
             for name in names:
@@ -99,7 +95,7 @@ def test_against_a_slow_reference(federate, subject, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("mlp", (5,)), ("torchvision_net", (3, 40, 40))])
-def test_with_variates_frozen_at_zero_and_equal_clients_it_is_fedavg(
+def test_scaffold_with_zero_variates_and_equal_clients_is_fedavg(
     name: str, shape, federate, points, request, monkeypatch
 ) -> None:
     make = request.getfixturevalue(name)
@@ -111,7 +107,7 @@ def test_with_variates_frozen_at_zero_and_equal_clients_it_is_fedavg(
         np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-12, atol=1e-14)
 
 
-def test_it_differs_from_fedavg_once_variates_are_there(federate, datasets, mlp, same_bits) -> None:
+def test_scaffold_differs_from_fedavg_once_variates_are_there(federate, datasets, mlp, same_bits) -> None:
     """In round 1 all variates are zero: with equal weights the same model; from round 2 on another."""
     runs = [federate(strategy, mlp, datasets, rounds=2) for strategy in (Scaffold(), FedAvg())]
     same_bits(

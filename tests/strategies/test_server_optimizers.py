@@ -1,4 +1,4 @@
-"""FedAvgM, FedAdam, FedYogi, FedAdagrad: a slow reference, Flower's own where there is no BN, and what they spare."""
+"""FedAvgM, FedAdam, FedYogi, FedAdagrad: a slow reference, Flower's own without BN, and what they leave alone."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN
 
+SIZES = (6, 14, 10, 8)
 ROUNDS, RATE, ETA, MOMENTUM = 5, 0.1, 0.07, 0.8
 BETA_1, BETA_2, TAU = 0.85, 0.95, 2e-3
 ARGUMENTS: dict[str, dict[str, float]] = {
@@ -29,11 +30,6 @@ ARGUMENTS: dict[str, dict[str, float]] = {
     "FedAdagrad": {"eta": ETA, "tau": TAU},
 }
 NAMES = list(ARGUMENTS)
-
-
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate((6, 14, 10, 8))]
 
 
 def slow_step(name: str, t: int, x: float, mean: float, m: float, v: float) -> tuple[float, float, float]:
@@ -56,7 +52,7 @@ def slow_step(name: str, t: int, x: float, mean: float, m: float, v: float) -> t
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_against_a_slow_reference(name: str, federate, datasets, mlp) -> None:
+def test_server_optimizers_equal_a_slow_reference(name: str, federate, datasets, mlp) -> None:
     """Five rounds, half of the clients a round: parameters number by number, statistics and counters averaged."""
     strategy = getattr(strategies, name)(fraction_train=0.5, min_train_nodes=2, seed=3, **ARGUMENTS[name])
     run = federate(strategy, mlp, datasets, rounds=ROUNDS, batch_size=0, local_steps=2)
@@ -95,7 +91,7 @@ def test_against_a_slow_reference(name: str, federate, datasets, mlp) -> None:
 
 @pytest.mark.parametrize("arguments", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_without_batchnorm_it_is_flowers_own(name: str, arguments: bool, federate, datasets, mlp) -> None:
+def test_without_batchnorm_they_equal_flowers(name: str, arguments: bool, federate, datasets, mlp) -> None:
     """Also with the defaults of both; Flower's takes the same constructor arguments."""
     given = ARGUMENTS[name] if arguments else {}
     if arguments and name != "FedAvgM":
@@ -115,7 +111,7 @@ def test_without_momentum_fedavgm_is_fedavg(federate, datasets, mlp) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_statistics_are_the_replies_average(name: str, federate, datasets, mlp) -> None:
+def test_statistics_are_the_average_of_the_replies(name: str, federate, datasets, mlp) -> None:
     """The step leaves running statistics and counters where FedAvg would put them, pooled or not."""
     for variance in ("mean", "pooled"):
         runs = [
@@ -151,12 +147,12 @@ def test_a_round_without_enough_replies_leaves_the_optimizer_alone(federate, dat
     same_bits(run.state, run.history[0])
 
 
-def test_a_second_run_starts_afresh(federate, datasets, mlp, same_bits) -> None:
+def test_a_second_run_starts_with_a_new_optimizer(federate, datasets, mlp, same_bits) -> None:
     for strategy in (FedAdam(), FedAvgM(server_momentum=0.9)):
         same_bits(federate(strategy, mlp, datasets).state, federate(strategy, mlp, datasets).state)
 
 
-def test_local_parts_compose(federate, datasets, mlp) -> None:
+def test_server_optimizers_work_with_local_parts(federate, datasets, mlp) -> None:
     """FedBN's parts stay with the clients; what is shared is stepped as by FedAdam."""
 
     class FedBNAdam(FedAdam):
@@ -167,10 +163,10 @@ def test_local_parts_compose(federate, datasets, mlp) -> None:
     assert run.strategy.m.keys() == run.strategy.v.keys() == shared
     for key, value in run.state.items():
         assert (value.tobytes() == run.history[0][key].tobytes()) == (key not in shared), key
-    assert set(run.grid.inner.context(0).state.array_records["fedbn-flwr.local"]) == set(run.state) - shared
+    assert set(run.local_state(0)) == set(run.state) - shared
 
 
-def test_flowers_own_turn_nan_on_the_toy_and_ours_do_not() -> None:
+def test_flowers_optimizers_give_nan_on_this_toy_and_ours_do_not() -> None:
     """The benchmark's toy: running_var below zero, then the loss NaN, by Flower's FedAvgM in round 2."""
     bench: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/server_optimizers.py"))
     for name, settings in bench["SETTINGS"].items():

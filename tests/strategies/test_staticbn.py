@@ -1,4 +1,4 @@
-"""StaticBN: training is that of any method's batch statistics, the tested model holds the union's statistics."""
+"""StaticBN: clients train with batch statistics, and the tested model has the union's statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import functools
 
 import numpy as np
-import pytest
 import torch
 import torchvision.models as tv
 
@@ -19,12 +18,7 @@ SIZES = (6, 13, 9)
 UNTRACKED = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
 
 
-@pytest.fixture
-def datasets(points) -> list:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
-def test_weights_are_fedavgs_and_the_first_layer_has_the_unions_statistics(federate, datasets, mlp) -> None:
+def test_weights_equal_fedavgs_and_the_first_layer_has_the_unions_statistics(federate, datasets, mlp) -> None:
     """Running statistics have no part in training; of one layer the batches do not matter: the law."""
     model = functools.partial(mlp, dropout=0.3)
     mine, plain = (federate(strategy, model, datasets) for strategy in (StaticBN(), FedAvg()))
@@ -38,7 +32,7 @@ def test_weights_are_fedavgs_and_the_first_layer_has_the_unions_statistics(feder
     assert all(mine.state[name].tobytes() == mine.history[-1][name].tobytes() for name in mine.state)
 
 
-def test_clients_receive_and_return_the_statistics_of_the_start(federate, datasets, mlp) -> None:
+def test_clients_receive_and_return_the_initial_statistics(federate, datasets, mlp) -> None:
     run = federate(StaticBN(), mlp, datasets)
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
     travelled = [m for m in (*run.grid.sent, *run.grid.received) if m.metadata.message_type == "train"]
@@ -48,7 +42,7 @@ def test_clients_receive_and_return_the_statistics_of_the_start(federate, datase
         assert all(state[name].tobytes() == start[name].tobytes() for name in UNTRACKED)
 
 
-def test_all_layers_of_a_torchvision_model_after_training(federate, points) -> None:
+def test_all_layers_of_a_torchvision_model_have_reestimated_statistics(federate, points) -> None:
     """Against plain passes over each client's data under the final weights: uneven clients, smaller last batches."""
     torch.manual_seed(0)
     net = tv.resnet18(num_classes=3).double()
@@ -72,7 +66,7 @@ def test_all_layers_of_a_torchvision_model_after_training(federate, points) -> N
         torch.testing.assert_close(held[f"{path}.running_var"], values.var(0), rtol=1e-9, atol=1e-14, msg=path)
 
 
-def test_a_client_that_tracked_is_refused_by_name(federate, datasets, mlp) -> None:
+def test_a_client_that_tracked_statistics_is_rejected_by_name(federate, datasets, mlp) -> None:
     class Tracking(TorchClient):
         def fit(self, parameters, config):
             ignored = config if self.partition_id != 1 else {**config, "rules": ""}
@@ -85,17 +79,17 @@ def test_a_client_that_tracked_is_refused_by_name(federate, datasets, mlp) -> No
     assert run.strategy.reports[0].participants == [0, 2]
 
 
-def test_the_rule_leaves_the_model_as_it_was(mlp) -> None:
-    model, rule = mlp().train(), Untracked()
-    rule.begin(model)
+def test_the_hook_restores_the_model(mlp) -> None:
+    model, hook = mlp().train(), Untracked()
+    hook.begin(model)
     model(torch.randn(4, 5, dtype=torch.float64))
     assert model[1].num_batches_tracked == 0
-    rule.end(model)
+    hook.end(model)
     model(torch.randn(4, 5, dtype=torch.float64))
     assert model[1].num_batches_tracked == 1
 
 
-def test_without_batchnorm_it_is_fedavg(federate, datasets, mlp, same_bits) -> None:
+def test_staticbn_without_batchnorm_is_fedavg(federate, datasets, mlp, same_bits) -> None:
     """As for the other methods about BN; a run from a config refuses such a model by name."""
     model = functools.partial(mlp, norm=False)
     mine, plain = (federate(strategy, model, datasets) for strategy in (StaticBN(), FedAvg()))

@@ -1,4 +1,4 @@
-"""The one way in which tests run a strategy over nodes of this process, and what such a run leaves behind."""
+"""The one way in which tests run a strategy over nodes of this process, and the outcome of such a run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor, nn
 
+from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import FedAvg
@@ -21,7 +23,7 @@ from fedbn_flwr.training import LocalTraining
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
 SEED = 7
-"""The seed of the clients of ``torch_app``."""
+"""The seed of the clients of ``torch_clients``."""
 
 
 class RecordingGrid(PollingGrid):
@@ -154,19 +156,60 @@ def run_strategy(
     return Outcome(from_record(result.arrays), history, strategy, grid, result, time.monotonic() - began)
 
 
-def torch_app(
+def torch_clients(
     model: Callable[[], nn.Module],
     datasets: Sequence[Any],
     training: LocalTraining,
     *,
     client: type[TorchClient] = TorchClient,
-    wrap: Callable[[Callable[[Context], Any]], ClientApp] = client_app,
     seed: int = SEED,
-) -> ClientApp:
-    """Return an app whose node i trains and tests a ``TorchClient`` on ``datasets[i]``."""
+) -> Callable[[Context], TorchClient]:
+    """Return a ``client_fn`` whose client i trains and tests on ``datasets[i]``."""
 
     def client_fn(context: Context) -> TorchClient:
         data = datasets[int(context.node_config["partition-id"])]
         return client(model(), data, data, training, context=context, seed=seed)
 
-    return wrap(client_fn)
+    return client_fn
+
+
+@dataclass
+class LegacyOutcome:
+    """A finished run of Flower's legacy loop."""
+
+    history: list[list[Array]]
+    """The global arrays before the first round and after each."""
+    evaluations: list[Any]
+    """What the strategy returned for the evaluations of each round: the loss, and the metrics."""
+    strategy: FedAvg
+    grid: InProcessGrid
+
+
+def run_legacy_loop(
+    grids: ExitStack,
+    strategy: Any,
+    app: ClientApp,
+    start: Mapping[str, Any],
+    num_nodes: int,
+    rounds: int,
+    **options: Any,
+) -> LegacyOutcome:
+    """Run a strategy, ours or one of Flower's legacy ones, in Flower's legacy loop; ``options``: of ``to_legacy``."""
+    history: list[list[Array]] = []
+    evaluations: list[Any] = []
+    legacy = strategy
+    if isinstance(strategy, FedAvg):
+        noted = lambda _, arrays, config: history.append(arrays)  # type: ignore[func-returns-value] # noqa: E731
+        options = {"num_rounds": rounds, "timeout": 60, "evaluate_fn": noted, **options}
+        legacy = to_legacy(strategy, to_record(start), **options)
+    aggregate = legacy.aggregate_evaluate
+
+    def watch(server_round: int, results: Any, failures: Any) -> Any:
+        evaluations.append(aggregate(server_round, results, failures))
+        return evaluations[-1]
+
+    legacy.aggregate_evaluate = watch
+    components = ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=rounds))
+    grid = grids.enter_context(InProcessGrid(app, num_nodes, max_workers=1))
+    ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
+    return LegacyOutcome(history, evaluations, strategy, grid)

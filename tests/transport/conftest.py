@@ -1,4 +1,4 @@
-"""Threads that never outlive a test's patience, members of barriers, and certificates."""
+"""Threads with a time limit, members of barriers, and certificates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The barrier that reduces: exact sums, and nobody waits for ever."""
+"""The barrier that reduces: exact sums, and nobody waits forever."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
         assert answers == [row(1.0)] * 3
 
 
-def test_who_comes_too_late_is_dropped_and_the_others_begin_again_once(members, at_once, steps) -> None:
+def test_late_members_are_dropped_and_the_others_retry_once(members, at_once, steps) -> None:
     """Many wait; all notice the end of the time at the same moment, and one of them acts on it."""
     barrier = Barrier(members(*[1] * 9), timeout=0.3)
     barrier.reducer(104).begin()
@@ -78,7 +78,7 @@ def test_who_comes_too_late_is_dropped_and_the_others_begin_again_once(members, 
         ("mean/1", row(1, 2), "sent ('mean/1', (2,), torch.float64) where"),
     ],
 )
-def test_what_cannot_be_used_drops_its_sender(members, at_once, steps, tag: str, tensor, why: str) -> None:
+def test_an_unusable_tensor_drops_its_sender(members, at_once, steps, tag: str, tensor, why: str) -> None:
     barrier = Barrier(members(1, 1, 2), timeout=10)
     good = {"mean/0": row(1, 2)}
     bad, *others = at_once(
@@ -93,14 +93,14 @@ def test_what_cannot_be_used_drops_its_sender(members, at_once, steps, tag: str,
         assert torch.equal(answers["mean/0"], row(1, 2))
 
 
-def test_what_nobody_can_combine_ends_the_step(members, at_once, steps) -> None:
+def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
     done = at_once(*(partial(steps, barrier.reducer(100 + i), {"moments/0": torch.ones(2, 5)}) for i in range(2)))
     assert all(isinstance(error, Dropped) for error in done)
     assert barrier.dropped[101].startswith("sent what cannot be combined: exchange 'moments/0' needs tensors of shape")
 
 
-def test_one_who_wants_more_than_the_others_is_dropped(members, at_once, steps) -> None:
+def test_a_member_with_more_exchanges_than_the_others_is_dropped(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=10)
     one = {"mean/0": row(1)}
     more, *others = at_once(
@@ -114,45 +114,45 @@ def test_one_who_wants_more_than_the_others_is_dropped(members, at_once, steps) 
     assert all(attempts == 1 for _, _, attempts in others), "those who were done stay done"
 
 
-def test_leaving_drops_a_member_at_once_unless_it_was_done(members, at_once, steps) -> None:
+def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=10)
 
     def leave() -> None:
         barrier.reducer(100).begin()
         time.sleep(0.1)
-        barrier.leave(100, "went home")
+        barrier.leave(100, "was switched off")
 
     start = time.monotonic()
     _, *others = at_once(leave, *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
     assert time.monotonic() - start < 5
     assert [(union, attempts) for _, union, attempts in others] == [(3 + 4, 2)] * 2
-    assert barrier.dropped == {100: "went home"}
+    assert barrier.dropped == {100: "was switched off"}
     barrier.leave(101, "after the step")
     barrier.leave(100, "a second time")
-    assert barrier.dropped == {100: "went home"}
+    assert barrier.dropped == {100: "was switched off"}
 
 
-def test_below_the_minimum_everybody_is_sent_home(members, at_once, steps) -> None:
+def test_below_the_minimum_all_members_are_dropped(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=10, min_members=3)
-    release = threading.Timer(0.1, partial(barrier.leave, 100, "went home"))
+    release = threading.Timer(0.1, partial(barrier.leave, 100, "was switched off"))
     release.start()
     done = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
     assert [str(error) for error in done] == ["2 clients are left for the synchronised step, 3 needed"] * 2
-    assert barrier.dropped == {100: "went home"}
+    assert barrier.dropped == {100: "was switched off"}
 
 
-def test_a_seat_of_an_earlier_attempt_must_begin_again(members) -> None:
+def test_a_reducer_of_an_earlier_attempt_must_retry(members) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
     reducer = barrier.reducer(101)
     reducer.begin()
-    barrier.leave(100, "went home")
+    barrier.leave(100, "was switched off")
     with pytest.raises(RetryStep, match="attempt 0 is over; attempt 1 has begun"):
         reducer.reduce("mean/0", row(1))
     assert reducer.begin() == 3
     assert reducer.reduce("mean/0", row(5)) == 5
 
 
-def test_seats_are_found_in_their_own_thread_only(members, at_once) -> None:
+def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
     barrier = Barrier(members(1), timeout=10)
     with use_reducers({"a": barrier.reducer(100)}.__getitem__):
         assert local_reducer("a").begin() == 2

@@ -1,4 +1,4 @@
-"""The gRPC channel: who may come in, what may come in, and what an intruder does to a step: nothing."""
+"""The gRPC channel: who may call, which messages are accepted, and that an intruder does not change a step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_exchange_is_the_weighted_sum(server, members, at_once, steps) -> Non
     assert barrier.exchanges == 3
 
 
-def test_nobody_comes_in_without_a_valid_token(server, members, at_once, steps) -> None:
+def test_calls_without_a_valid_token_are_refused(server, members, at_once, steps) -> None:
     old, barrier = Barrier(members(1, 1), timeout=10), Barrier(members(1, 1), timeout=10)
     expired = server.admit(old)
     server.dismiss(old)
@@ -129,7 +129,7 @@ def test_a_reduction_without_a_tensor_is_refused(server, members) -> None:
     assert raw(server.address, tokens[100], frame({"op": "reduce", "attempt": 0, "tag": "mean/0"})) == "dropped"
 
 
-def test_what_is_too_large_is_refused_before_it_is_read(server, members, at_once, steps) -> None:
+def test_a_message_that_is_too_large_is_refused_before_it_is_read(server, members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1), timeout=1)
     tokens = server.admit(barrier)
     assert raw(server.address, tokens[100], bytes(MANY)) == "RESOURCE_EXHAUSTED"
@@ -146,7 +146,7 @@ def test_what_is_too_large_is_refused_before_it_is_read(server, members, at_once
     assert done[1] == 3
 
 
-def test_other_methods_and_bare_bytes_get_nothing(server, members, at_once, steps) -> None:
+def test_other_methods_and_raw_bytes_get_no_answer(server, members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
     tokens = server.admit(barrier)
     assert raw(server.address, tokens[100], frame({"op": "begin"}), "/fedbn.Channel/Other") == "UNIMPLEMENTED"
@@ -158,7 +158,7 @@ def test_other_methods_and_bare_bytes_get_nothing(server, members, at_once, step
     assert [attempts for _, _, attempts in done] == [1, 1]
 
 
-def test_a_client_that_vanishes_while_it_waits_is_dropped_at_once(server, members, at_once, steps) -> None:
+def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(server, members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=10)
     tokens = server.admit(barrier)
     vanishing, *good = reducers(server, tokens)
@@ -180,19 +180,19 @@ def test_a_client_that_vanishes_while_it_waits_is_dropped_at_once(server, member
     assert {union for _, union, _ in done} == {3 + 4}
 
 
-def test_begin_again_and_dropped_reach_the_client(server, members, at_once, steps) -> None:
-    """Being told to begin again ends a call, and must not count as a lost connection."""
+def test_retry_step_and_dropped_reach_the_client(server, members, at_once, steps) -> None:
+    """RetryStep ends a call, and does not count as a lost connection."""
     barrier = Barrier(members(1, 1, 1), timeout=10)
     tokens = server.admit(barrier)
     out, *good = reducers(server, tokens)
 
     def leave() -> None:
         time.sleep(0.3)
-        barrier.leave(100, "went home")
+        barrier.leave(100, "was switched off")
 
     _, *done = at_once(leave, *(partial(steps, s, {"mean/0": torch.ones(1), "mean/1": torch.ones(1)}) for s in good))
     assert [(union, attempts) for _, union, attempts in done] == [(7, 2), (7, 2)]
-    with pytest.raises(Dropped, match="node 100 was dropped from the synchronised step: it went home"):
+    with pytest.raises(Dropped, match="node 100 was dropped from the synchronised step: it was switched off"):
         out.begin()
     time.sleep(0.1)
     assert list(barrier.dropped) == [100]
@@ -219,11 +219,11 @@ def test_plaintext_is_refused_beyond_loopback(bind: str) -> None:
         ("", False),
     ],
 )
-def test_what_loopback_is(address: str, loopback: bool) -> None:
+def test_loopback_addresses_are_recognised(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
 
 
-def test_tls_with_a_ca_of_ones_own(tls_dir, members, at_once, steps) -> None:
+def test_tls_works_with_a_private_ca(tls_dir, members, at_once, steps) -> None:
     ours, theirs = tls_dir("ours"), tls_dir("theirs")
     server = ChannelServer("0.0.0.0:0", tls_dir=str(ours))
     try:
@@ -247,7 +247,7 @@ def test_tls_with_a_ca_of_ones_own(tls_dir, members, at_once, steps) -> None:
         server.close()
 
 
-def test_certificates_that_are_missing_or_broken(tls_dir, tmp_path) -> None:
+def test_missing_or_broken_certificates_are_refused(tls_dir, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"fedtan-tls-dir=.*ca.crt"):
         ChannelServer("127.0.0.1:0", tls_dir=str(tmp_path / "nowhere"))
     folder = tls_dir("broken")
@@ -261,13 +261,13 @@ def test_a_port_in_use_is_an_error(server) -> None:
         ChannelServer(server.address)
 
 
-def test_an_address_to_tell_the_clients() -> None:
+def test_the_server_can_announce_another_address() -> None:
     server = ChannelServer("127.0.0.1:0", "server.example.org:9000")
     assert server.address == "server.example.org:9000"
     server.close()
 
 
-def test_a_server_that_is_not_there(server) -> None:
+def test_a_missing_server_is_an_error_at_once(server) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""PollingGrid over a Grid that behaves as Flower's do."""
+"""PollingGrid over a Grid that behaves as Flower's grids do."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ def messages(*node_ids: int) -> list[Message]:
     return [Message(RecordDict(), node_id, MessageType.TRAIN) for node_id in node_ids]
 
 
-def test_replies_are_mapped_to_nodes_also_those_of_lost_ones() -> None:
+def test_replies_are_mapped_to_nodes_lost_ones_included() -> None:
     grid = SlowGrid(lost=[5])
     replies = list(PollingGrid(grid).send_and_receive(iter(messages(4, 5, 6))))
     assert {r.metadata.src_node_id: r.has_error() for r in replies} == {4: False, 5: True, 6: False}
     assert len(grid.asked) == 3
 
 
-def test_polls_at_once() -> None:
+def test_polling_starts_at_once() -> None:
     start = time.monotonic()
     list(PollingGrid(SlowGrid(polls=2)).send_and_receive(messages(4)))
     assert time.monotonic() - start < 0.1
 
 
-def test_at_the_timeout_it_returns_what_is_there_and_names_the_rest(caplog) -> None:
+def test_at_the_timeout_replies_are_returned_and_silent_nodes_named(caplog) -> None:
     logging.getLogger("flwr").propagate = True
     grid = SlowGrid(polls=1, silent=[5, 7])
     start = time.monotonic()
@@ -127,7 +127,7 @@ class Failing(SlowGrid):
         return pulled
 
 
-def test_a_request_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatch) -> None:
+def test_a_request_that_fails_in_the_superlink_is_repeated(caplog, monkeypatch) -> None:
     monkeypatch.setattr(RetryInvoker, "invoke", _without_waiting(RetryInvoker.invoke))
     caplog.set_level(logging.WARNING, logger="flwr")
     grid = PollingGrid(PollingGrid(failing := Failing(500, failures=7)))
@@ -143,7 +143,7 @@ def test_a_request_that_fails_in_the_superlink_is_tried_again(caplog, monkeypatc
         PollingGrid(Failing(404, failures=1)).send_and_receive(messages(4), timeout=10)
 
 
-def test_requests_of_other_threads_do_not_count(monkeypatch) -> None:
+def test_requests_of_other_threads_do_not_count_as_repetitions(monkeypatch) -> None:
     """Flower's threads share the grid's invoker: its log uploader succeeds several times a second."""
     grid = Failing(500, failures=100)
     PollingGrid(grid)
@@ -170,13 +170,13 @@ def _without_waiting(invoke):
     return at_once
 
 
-def test_nothing_to_send() -> None:
+def test_no_messages_give_no_replies() -> None:
     grid = SlowGrid()
     assert list(PollingGrid(grid).send_and_receive([], timeout=5)) == []
     assert grid.asked == []
 
 
-def test_messages_that_could_not_be_pushed(caplog) -> None:
+def test_messages_that_could_not_be_pushed_are_named(caplog) -> None:
     logging.getLogger("flwr").propagate = True
 
     class Refusing(SlowGrid):
@@ -192,7 +192,7 @@ def test_messages_that_could_not_be_pushed(caplog) -> None:
         PollingGrid(Refusing()).send_and_receive(messages(4, 5, 6), timeout=1)
 
 
-def test_the_rest_of_the_grid_is_passed_on() -> None:
+def test_the_other_methods_call_the_inner_grid() -> None:
     inner = SlowGrid(polls=1)
     grid = PollingGrid(inner)
     grid.set_run("x")  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def test_the_rest_of_the_grid_is_passed_on() -> None:
     assert [r.metadata.reply_to_message_id for r in grid.pull_messages(ids)] == list(ids)
 
 
-def test_a_prompt_grid_is_not_wrapped_again() -> None:
+def test_a_polling_grid_is_not_wrapped_again() -> None:
     grid = PollingGrid(SlowGrid())
     assert polling(grid) is grid
     assert isinstance(polling(SlowGrid()), PollingGrid)

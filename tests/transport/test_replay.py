@@ -1,4 +1,4 @@
-"""The step replayed from a record, and the record itself: what a client keeps between the messages of a round."""
+"""The replayed step and the replay log that a client keeps between the messages of a round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedbn_flwr.transport import Pending, Replay
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 
 
-def test_a_replay_answers_from_the_record_and_stops_at_its_end() -> None:
+def test_a_replay_answers_from_the_log_and_stops_at_its_end() -> None:
     reducer = Replay({"mean/0": torch.ones(2)}, union_batch_size=9)
     assert reducer.begin() == 9
     assert torch.equal(reducer.reduce("mean/0", torch.zeros(2)), torch.ones(2))
@@ -33,12 +33,12 @@ def context() -> Context:
 
 
 def message(arrays, *, server_round: int = 1, attempt: int = 0, union: int = 9):
-    told = {"server-round": server_round, "fedtan-attempt": attempt, "fedtan-union": union}
-    return list(arrays.values()), {**told, "array-names": json.dumps(list(arrays))}
+    config = {"server-round": server_round, "fedtan-attempt": attempt, "fedtan-union": union}
+    return list(arrays.values()), {**config, "array-names": json.dumps(list(arrays))}
 
 
-def told(context: Context, arrays, **about) -> tuple[dict, dict]:
-    """The model and the answers a client has after a message."""
+def received(context: Context, arrays, **about) -> tuple[dict, dict]:
+    """Return the model and the answers that a client has after a message."""
     parameters, config = log_answer(context, *message(arrays, **about))
     reducer = replay(context, config)
     assert reducer.begin() == about.get("union", 9)
@@ -53,41 +53,41 @@ def same_model(model) -> bool:
     )
 
 
-def test_the_model_travels_once_and_every_answer_once(context) -> None:
-    model, answers = told(context, MODEL)
+def test_the_model_and_every_answer_are_sent_once(context) -> None:
+    model, answers = received(context, MODEL)
     assert same_model(model)
     assert answers == {}
     for given, known in (
         ({"fedtan/mean/0": np.ones(1)}, {"mean/0": [1.0]}),
         ({"fedtan/variance/0": np.zeros(1)}, {"mean/0": [1.0], "variance/0": [0.0]}),
     ):
-        model, answers = told(context, given)
+        model, answers = received(context, given)
         assert same_model(model)
         assert answers == known
 
 
-def test_a_new_attempt_forgets_the_answers_and_a_new_round_the_model(context) -> None:
-    told(context, MODEL)
-    told(context, {"fedtan/mean/0": np.ones(1)})
-    model, answers = told(context, {}, attempt=1, union=5)
+def test_a_new_attempt_drops_the_answers_and_a_new_round_the_model(context) -> None:
+    received(context, MODEL)
+    received(context, {"fedtan/mean/0": np.ones(1)})
+    model, answers = received(context, {}, attempt=1, union=5)
     assert same_model(model)
     assert answers == {}
-    told(context, {"fedtan/mean/0": np.ones(1)}, attempt=1)
-    _, answers = told(context, {**MODEL, "w": np.zeros(3)}, server_round=2)
+    received(context, {"fedtan/mean/0": np.ones(1)}, attempt=1)
+    _, answers = received(context, {**MODEL, "w": np.zeros(3)}, server_round=2)
     assert answers == {}
     with pytest.raises(StateError, match="the model of round 3 was sent to this client in an earlier message"):
         log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, server_round=3))
 
 
 def test_a_finished_round_leaves_nothing_behind(context) -> None:
-    told(context, MODEL)
-    told(context, {"fedtan/mean/0": np.ones(1)})
+    received(context, MODEL)
+    received(context, {"fedtan/mean/0": np.ones(1)})
     clear_log(context)
     assert len(context.state) == 0
     clear_log(context)
     clear_log(None)
 
 
-def test_without_a_context_there_is_no_record() -> None:
+def test_without_a_context_there_is_no_replay_log() -> None:
     with pytest.raises(StateError, match="FedTAN by messages keeps the step in the client's Context"):
         log_answer(None, *message(MODEL))
