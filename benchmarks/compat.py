@@ -117,7 +117,8 @@ def tested(environment: Path, arguments: Sequence[str]) -> tuple[int, list[str]]
     failed = count["failures"] + sum(int(suite.get("errors", "0")) for suite in suites)
     seconds = sum(float(suite.get("time", "0")) for suite in suites)
     passed = count["tests"] - failed - count["skipped"]
-    return code, [str(passed), str(failed), str(count["skipped"]), f"{seconds:.0f}"]
+    bad = f"pytest ended with {code}" if code and not failed else str(failed)
+    return code, [str(passed), bad, str(count["skipped"]), f"{seconds:.0f}"]
 
 
 def pair_of(row: str) -> tuple[str, str]:
