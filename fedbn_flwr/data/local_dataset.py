@@ -49,9 +49,7 @@ def load_local_dataset(
     num_classes = num_classes or info.num_classes
     shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
     if not where.is_absolute():
-        raise DataError(
-            f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path."
-        )
+        raise DataError(f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path.")
     try:
         if where.is_file():
             train, test = read_archive(where, num_classes)
