@@ -146,7 +146,7 @@ def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> 
     return ArrayRecord({name: entries[name] for name in spec.shapes}), store
 
 
-_LOST = "entries were neither sent nor kept by this client; the server will send the common start again"
+_LOST = "entries were neither sent nor kept by this client; the server will send the whole state again"
 
 
 def _take_out(reply: Message, key: str, config: TrainConfig, store: LocalState, context: Context) -> None:

@@ -268,7 +268,7 @@ class TorchClient(NumPyClient):
         if missing := [name for name in own if name not in state]:
             raise StateError(
                 f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
-                "client; the server will send the common start again"
+                "client; the server will send the whole state again"
             )
         if extra := [name for name in state if name not in own]:
             raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")

@@ -1,6 +1,7 @@
 """The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
 
-The settings of the methods come from the strategies' ``Params``.
+The settings of the methods come from the strategies' ``Params``: the key ``freeze-at``, for example, is
+``FixBNParams.freeze_at`` in ``strategies/fixbn.py``. ``docs/config.md`` names the methods of each key.
 """
 
 from __future__ import annotations

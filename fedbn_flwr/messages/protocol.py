@@ -2,7 +2,8 @@
 
 This file declares each record name and key that more than one module uses. The keys of a single method are declared in
 the method's file (its ``keys``) and listed here too. ``make generate`` writes the table from the declarations. No other
-file may write such a name (``tests/messages/test_protocol.py``).
+file may write such a name (``tests/messages/test_protocol.py``). Some names are older than the words of the code:
+``rules`` are client hooks, a ``meeting`` is a barrier, ``frame`` and ``whole`` are the model's spec.
 
 <!-- protocol -->
 
@@ -61,7 +62,7 @@ file may write such a name (``tests/messages/test_protocol.py``).
 | `fedbn-flwr.step` | ConfigRecord: round and attempt | client | client | 0.1 |
 | `version` | int, in KEPT_ABOUT: version of the format | client | client | 0.1 |
 | `fingerprint` | str, in KEPT_ABOUT: fingerprint of the model | client | client | 0.1 |
-| `begun` | int, in KEPT_ABOUT: the round if the kept state began in it, else 0 | client | client | 0.1 |
+| `begun` | int, in KEPT_ABOUT: the round that made the kept state anew, else 0 | client | client | 0.1 |
 | `attempt` | int, in STEP_ABOUT | client | client | 0.1 |
 | `frame` | str, JSON, in MODEL_SPEC | mod | mod | 0.1 |
 | `fedbn-flwr.step.generators` | ConfigRecord: the default generators | mod | mod | 0.1 |
@@ -155,7 +156,7 @@ class Key(str):
         return key
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Return that a copy is the plain name: messages are copied and pickled."""
+        """Make a copied or pickled key a plain ``str``: messages do not carry this class."""
         return str, (str(self),)
 
 
@@ -225,7 +226,7 @@ STEP_SENT = Key("fedbn-flwr.step.sent", "ArrayRecord: exchanges sent so far", "m
 STEP_ABOUT = Key("fedbn-flwr.step", "ConfigRecord: round and attempt", "client", "client")
 VERSION = Key("version", "int, in KEPT_ABOUT: version of the format", "client", "client")
 FINGERPRINT = Key("fingerprint", "str, in KEPT_ABOUT: fingerprint of the model", "client", "client")
-BEGUN = Key("begun", "int, in KEPT_ABOUT: the round if the kept state began in it, else 0", "client", "client")
+BEGUN = Key("begun", "int, in KEPT_ABOUT: the round that made the kept state anew, else 0", "client", "client")
 STEP_ATTEMPT = Key("attempt", "int, in STEP_ABOUT", "client", "client")
 SPEC_SHAPES = Key("frame", "str, JSON, in MODEL_SPEC", "mod", "mod")
 STEP_GENERATORS = Key("fedbn-flwr.step.generators", "ConfigRecord: the default generators", "mod", "mod")

@@ -40,7 +40,7 @@ logger = logging.getLogger("flwr")
 
 
 class Server(Method[P]):
-    """A method as Flower runs it: by ``start``, or by the single calls of one of Flower's own loops.
+    """The part of a method that Flower calls: ``start`` for a whole run, or a loop of Flower's call by call.
 
     Attributes:
         run: the state of the run.
@@ -133,7 +133,7 @@ class Server(Method[P]):
         wanted = {*self._checkpoint_keys(), *RunState("").checkpoint([])}
         if set(state) != wanted:
             found, needed = ", ".join(sorted(state)), ", ".join(sorted(wanted))
-            raise ConfigError(f"the state of a strategy {self.name!r} holds {needed}; this one holds {found}")
+            raise ConfigError(f"this state does not fit strategy {self.name!r}. Needed: {needed}. Found: {found}.")
         self._saved = server_round, dict(state)
 
     @property
@@ -291,7 +291,7 @@ class Server(Method[P]):
         count = max(share_of(self.fraction_evaluate, len(present)), self.min_evaluate_nodes)
         nodes = self.nodes.sample(present, count, "evaluate", server_round)
         sent = {**config, **self._common(server_round).write()}
-        # A client that has no BN parts of its own yet takes the average, if there is one, not the initial ones.
+        # A client without BN parts of its own is tested with the averaged ones, and with the initial ones before these.
         arrays = self._for_tests(_replaced(arrays, self.completion(SHARED_BN)))
         return self._address(nodes, MessageType.EVALUATE, arrays, sent, self.run.report.evaluate, {})
 
@@ -323,7 +323,7 @@ class Server(Method[P]):
         return _replaced(arrays, self.run.reestimated) if self.recalibrates else arrays
 
     def _reestimate(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
-        """Re-estimate the statistics of ``arrays`` from all clients with data; no usable replies: no statistics."""
+        """Re-estimate the statistics of ``arrays`` from all clients with data; none below ``min_replies``."""
         report, like, parts = self.run.report, from_record(arrays), self.run.parts
         # Re-estimation that the method needs counts as training traffic, else as evaluation traffic.
         traffic = report.train if self.recalibrates else report.evaluate

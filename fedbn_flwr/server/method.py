@@ -207,7 +207,7 @@ class Method(FlowerFedAvg, Generic[P]):
     @classmethod
     @abstractmethod
     def extra_copies(cls, params: P) -> tuple[int, int]:
-        """Return how many more copies of the trainable floats travel with the model: of shared entries, and of all."""
+        """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
 
     @classmethod
     def needs_all_at_once(cls, params: P) -> bool:
@@ -232,7 +232,7 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @abstractmethod
     def extras(self, server_round: int) -> Mapping[str, State]:
-        """Return the further records sent with the model; a client may answer in no other records."""
+        """Return the further records sent with the model; a client may reply with records of these names only."""
 
     @abstractmethod
     def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:

@@ -136,7 +136,7 @@ class FedAvg(Server[P]):
 
     @classmethod
     def extra_copies(cls, params: P) -> tuple[int, int]:
-        """Return how many more copies of the trainable floats travel with the model: of shared entries, and of all."""
+        """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
         return int(params.momentum_scope == "global"), 0
 
     def begin(self) -> None:

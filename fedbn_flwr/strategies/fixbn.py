@@ -21,9 +21,9 @@ $T^*$ is `freeze_at`. With `freeze_at="auto"` client $m$ sends `delta`, how far 
 
 $$\delta_m = \frac{\lVert S_m - S \rVert_1}{\text{number of entries}}$$
 
-and the server takes the mean $\sum_m p_m \delta_m$ of each round. It freezes for good after the first round in which
-$W$ rounds are there and the population variance of the last $W$ means is below $\tau$. $W$ is `freeze_window`, $\tau$
-is `freeze_tau`.
+and the server takes the mean $\sum_m p_m \delta_m$ of each round. It freezes for good after the first round
+for which there are at least $W$ means and the last $W$ of them have a population variance below $\tau$. $W$ is
+`freeze_window`, $\tau$ is `freeze_tau`.
 
 ## What travels
 
@@ -270,8 +270,7 @@ class Freezing(FedAvg[W]):
                 if not np.array_equal(reply.state[name], before[name]):
                     raise ClientPartError(
                         f"entry '{name}' changed after round {self.frozen_after}, when it was frozen: the client "
-                        "trained with BN in train mode. Its training must run inside "
-                        '`with bn_rules(model, msg.content["config"]):`.'
+                        "trained with BN in train mode. Run its training inside `with bn_rules(model, msg, context):`."
                     )
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:

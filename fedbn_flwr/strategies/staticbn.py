@@ -112,8 +112,8 @@ class StaticBN(FedAvg[FedAvgParams]):
         for name in self._untracked_names():
             if not np.array_equal(reply.state[name], before[name]):
                 raise ClientPartError(
-                    f"entry '{name}' changed in training, which tracks no statistics under staticbn. The client's "
-                    'training must run inside `with bn_rules(model, msg.content["config"]):`.'
+                    f"entry '{name}' changed in training, which tracks no statistics under staticbn. Run the client's "
+                    "training inside `with bn_rules(model, msg, context):`."
                 )
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Barrier:
         with self._changed:
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
-            return self._exchange.attempt, sum(self.members[i].batch_size for i in self._left())
+            return self._exchange.attempt, sum(self.members[i].batch_size for i in self._remaining())
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
         """Return the answer when all members' tensors of this exchange are there; see ``Reducer.reduce``."""
@@ -104,7 +104,7 @@ class Barrier:
             while exchange.answer is None and not exchange.aborted:
                 in_time = self._changed.wait(exchange.deadline - time.monotonic())
                 if not in_time and exchange is self._exchange:  # no other thread has noticed it yet
-                    missing = {i: self._late(i, tag) for i in self._left() if i not in exchange.sent}
+                    missing = {i: self._late(i, tag) for i in self._remaining() if i not in exchange.sent}
                     self.late += [reason for i, reason in missing.items() if i not in self._begun]
                     self._drop(missing)
             if exchange.answer is not None:
@@ -121,10 +121,10 @@ class Barrier:
     def leave(self, node_id: int, reason: str) -> None:
         """Drop a member that has left without closing its reducer."""
         with self._changed:
-            if node_id in self._left() and node_id not in self._closed:
+            if node_id in self._remaining() and node_id not in self._closed:
                 self._drop({node_id: reason})
 
-    def _left(self) -> list[int]:
+    def _remaining(self) -> list[int]:
         return [node_id for node_id in self.members if node_id not in self.dropped]
 
     def _refuse_dropped(self, node_id: int) -> None:
@@ -133,8 +133,10 @@ class Barrier:
         if node_id in self.dropped:
             name, reason = self.members[node_id].name, self.dropped[node_id]
             raise Dropped(f"{name} was dropped from the synchronised step: it {reason}")
-        if len(self._left()) < self._min_members:
-            raise Dropped(f"{len(self._left())} clients are left for the synchronised step, {self._min_members} needed")
+        if len(self._remaining()) < self._min_members:
+            raise Dropped(
+                f"{len(self._remaining())} clients are left for the synchronised step, {self._min_members} needed"
+            )
 
     def _late(self, node_id: int, tag: str) -> str:
         """Return the reason for dropping a member that did not send exchange ``tag`` in time."""
@@ -155,13 +157,14 @@ class Barrier:
 
     def _answer_if_complete(self) -> None:
         """Answer the exchange if every remaining member has sent; drop members whose tensor does not fit the others."""
-        exchange, left = self._exchange, self._left()
+        exchange, left = self._exchange, self._remaining()
         if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
             return
         odd = odd_ones(exchange.sent)
         if closed := [i for i in left if i not in exchange.sent]:
             odd = {
-                i: f"wanted exchange {_kind(s)} when {len(closed)} others were done" for i, s in exchange.sent.items()
+                i: f"asked for exchange {_kind(s)} when {len(closed)} others had finished the step"
+                for i, s in exchange.sent.items()
             }
         if odd:
             self._drop(odd)

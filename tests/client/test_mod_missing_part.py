@@ -41,13 +41,13 @@ MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
         1,
         f"client hook 'momentum' of strategy 'fedavg'. {RUN_INSIDE}",
     ),
-    "fixbn": (functools.partial(FixBN, freeze_at=1), 2, 'inside `with bn_rules(model, msg.content["config"]):`'),
+    "fixbn": (functools.partial(FixBN, freeze_at=1), 2, "inside `with bn_rules(model, msg, context):`"),
     "fixbn auto": (
         functools.partial(FixBN, freeze_at="auto", freeze_window=2),
         1,
         f"client hook 'report-drift' of strategy 'fixbn'. {RUN_INSIDE}",
     ),
-    "staticbn": (StaticBN, 1, "under staticbn. The client's training must run inside `with bn_rules(model, msg."),
+    "staticbn": (StaticBN, 1, "under staticbn. Run the client's training inside `with bn_rules(model, msg, context):`"),
     "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RUN_INSIDE}"),
     "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RUN_INSIDE}"),
     "fedtan2": (

@@ -150,7 +150,7 @@ def test_a_client_that_lost_its_local_part_raises_an_error(client) -> None:
         client.fit(values, {"local-entries": BN, "array-names": json.dumps(names)})
     assert str(error.value) == (
         "no value for 5 entries ('1.weight', ...): they were neither sent nor kept by this client; the server will "
-        "send the common start again"
+        "send the whole state again"
     )
 
 

@@ -59,7 +59,7 @@ def test_checkpoint_keys_are_unique(name: str) -> None:
 def test_the_checkpoint_of_another_method_is_refused() -> None:
     saved = FedAvg().state_dict()
     with pytest.raises(
-        ConfigError, match=r"the state of a strategy 'scaffold' holds .*variates, volatile; this one holds"
+        ConfigError, match=r"this state does not fit strategy 'scaffold'\. Needed: .*variates, volatile\. Found: "
     ):
         Scaffold().load_state_dict(saved, 3)
 

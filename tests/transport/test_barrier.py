@@ -109,7 +109,7 @@ def test_a_member_with_more_exchanges_than_the_others_is_dropped(members, at_onc
     )
     assert isinstance(more, Dropped)
     assert barrier.dropped == {
-        100: "wanted exchange ('mean/1', (1,), torch.float64) when 2 others were done",
+        100: "asked for exchange ('mean/1', (1,), torch.float64) when 2 others had finished the step",
     }
     assert all(attempts == 1 for _, _, attempts in others), "those who were done stay done"
 
