@@ -34,6 +34,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.diffs import changed_lines
 
 REPOSITORY = Path(os.environ.get("FLOWER_REPOSITORY", "/nowhere"))
 DIFFS = Path(__file__).parent / "found"
@@ -70,11 +71,7 @@ LINES = {
 
 @pytest.mark.parametrize(("project", "method"), LINES)
 def test_the_number_of_lines_to_change(project: str, method: str) -> None:
-    text = (DIFFS / f"{project}-{method}.diff").read_text().splitlines()
-    old, new = (
-        [line[1:].strip() for line in text if line.startswith(sign) and not line.startswith(3 * sign)] for sign in "-+"
-    )
-    new = [line for line in new if line and not line.startswith('"""')]
+    old, new = changed_lines(DIFFS / f"{project}-{method}.diff")
     assert (len(new), sum(line in old for line in new)) == LINES[project, method]
 
 

@@ -25,6 +25,7 @@ from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training.loop import LocalTraining
+from tests.support.diffs import changed_lines
 
 APPS = Path(__file__).parents[2] / "apps"
 NODES = 3
@@ -121,10 +122,8 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
 
 @pytest.mark.parametrize(("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 13)])
 def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
-    """Lines of the result that are new or different; blank ones and docstrings are not counted."""
-    text = (APPS / f"quickstart/{diff}.diff").read_text().splitlines()
-    new = [line[1:].strip() for line in text if line.startswith("+") and not line.startswith("+++")]
-    assert len([line for line in new if line and not line.startswith('"""')]) == lines
+    """Lines of the result that are new or different."""
+    assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines
 
 
 WORKING = ["fedavg", "fedprox", "scaffold", "fedbn", "silobn", "mtfl", "fixbn", "fedtan", "fedtan2", "feddna", "fedbs"]

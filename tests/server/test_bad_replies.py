@@ -12,38 +12,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg, FedBN
+from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
 
 SIZES = (6, 13, 9)
-BAD = 1
-Spoil = Callable[[RecordDict], None]
-
-
-def spoiling(
-    spoil: Spoil, client_fn, *, kind: str = MessageType.TRAIN, rounds: tuple[int, ...] = (1, 2, 3)
-) -> ClientApp:
-    """The usual app, but partition BAD spoils its replies to messages of a kind."""
-    whole, app = client_app(client_fn), ClientApp()
-
-    def answer(message: Message, context: Context) -> Message:
-        asked = next(iter(message.content.config_records.values()), ConfigRecord()).get("server-round")
-        reply = whole(message, context)
-        if context.node_config["partition-id"] == BAD and message.metadata.message_type == kind and asked in rounds:
-            spoil(reply.content)
-        return reply
-
-    for register in (app.train(), app.evaluate(), app.query()):
-        register(answer)
-    return app
 
 
 def entry(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Spoil:
-    def spoil(content: RecordDict) -> None:
-        state = from_record(content["arrays"])
-        content["arrays"] = to_record({k: change(v) if k == name else v for k, v in state.items()})
-
-    return spoil
+    return spoil_state(lambda state: state.update({name: change(state[name])}))
 
 
 def put(value: float, index: int = 0) -> Callable[[np.ndarray], np.ndarray]:

@@ -8,14 +8,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedTAN, FixBN, Scaffold, SiloBN, Standalone
+from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.synchronised import client_data
 
 SIZES = (6, 13, 9)
@@ -91,20 +89,9 @@ def test_recalibration_runs_before_tests_and_its_traffic_is_counted(federate, da
     assert (beside.train.exchanges, beside.evaluate.exchanges, beside.evaluate.up) == (1, 1, 3 * 64)
 
 
-def spoil_statistics(change, client_fn) -> ClientApp:
-    whole, app = client_app(client_fn), ClientApp()
-
-    def answer(message: Message, context: Context) -> Message:
-        reply = whole(message, context)
-        if context.node_config["partition-id"] == 1 and message.metadata.message_type == "query.statistics":
-            state = from_record(reply.content["arrays"])
-            change(state)
-            reply.content["arrays"] = to_record(state)
-        return reply
-
-    for register in (app.train(), app.evaluate(), app.query(), app.query("statistics")):
-        register(answer)
-    return app
+def spoil_statistics(change):
+    """Return an app whose bad client changes the statistics that it sends."""
+    return functools.partial(spoiling, spoil_state(change), kind="query.statistics")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +106,7 @@ def spoil_statistics(change, client_fn) -> ClientApp:
     ],
 )
 def test_bad_statistics_are_rejected_and_the_others_pooled(federate, datasets, mlp, change, said) -> None:
-    wrap = functools.partial(spoil_statistics, change)
+    wrap = spoil_statistics(change)
     run = federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
     (why,) = run.strategy.reports[0].rejected.values()
     assert "partition 1" in why
@@ -132,7 +119,7 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(federate, datasets, m
 
 
 def test_below_min_replies_the_model_keeps_its_statistics(federate, datasets, mlp, same_bits) -> None:
-    wrap = functools.partial(spoil_statistics, lambda state: state.clear() or state.update(x=np.zeros(1)))
+    wrap = spoil_statistics(lambda state: state.clear() or state.update(x=np.zeros(1)))
     run = federate(FedAvg(recalibrate=True, min_replies=3), mlp, datasets, wrap=wrap)
     same_bits(run.state, federate(FedAvg(), mlp, datasets).state)
 

@@ -19,6 +19,7 @@ from tests.support.synchronised import (
     TRANSPORTS,
     WEIGHT_DECAY,
     Branches,
+    WeightedBatchNorm,
     centralised,
     client_data,
     distances,
@@ -133,26 +134,6 @@ def test_without_the_backward_half_the_law_fails(run_step, name: str, exchanges:
     parameters, statistics = distances(done.tensors, oracle, start)
     assert parameters > 1e-3
     assert statistics < 1e-10, "the forward half is exact"
-
-
-class WeightedBatchNorm(nn.Module):
-    """BatchNorm whose moments weigh example j by q_j (sum 1), in plain differentiable operations."""
-
-    def __init__(self, layer: nn.BatchNorm1d, q: Tensor) -> None:
-        super().__init__()
-        self.q, self.eps, self.momentum, self.weight, self.bias = q, layer.eps, layer.momentum, layer.weight, layer.bias
-        for name, buffer in layer.named_buffers():
-            self.register_buffer(name, buffer)
-
-    def forward(self, y: Tensor) -> Tensor:
-        q = self.q[:, None]
-        mean = (q * y).sum(0)
-        var = (q * (y - mean) ** 2).sum(0)
-        with torch.no_grad():
-            self.running_mean += self.momentum * (mean - self.running_mean)
-            self.running_var += self.momentum * (var * len(y) / (len(y) - 1) - self.running_var)
-            self.num_batches_tracked += 1
-        return (y - mean) / (var + self.eps).sqrt() * self.weight + self.bias
 
 
 @pytest.mark.parametrize("exchanges", MODES)

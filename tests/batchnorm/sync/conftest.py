@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
+from tests.support.synchronised import WeightedBatchNorm, distances
 
 LR, WEIGHT_DECAY = 0.1, 1e-2
 Batch = tuple[Tensor, Tensor]
@@ -113,33 +114,6 @@ def centralised(
     return sgd_step(model)
 
 
-class WeightedBatchNorm(nn.Module):
-    """BatchNorm whose moments weigh example j by q_j (sum 1), in plain differentiable operations."""
-
-    def __init__(self, layer: nn.Module, q: Tensor) -> None:
-        super().__init__()
-        self.q, self.eps, self.momentum = q, layer.eps, layer.momentum
-        self.weight, self.bias = layer.weight, layer.bias
-        for name, buffer in layer.named_buffers():
-            self.register_buffer(name, buffer)
-
-    def moment(self, y: Tensor) -> Tensor:
-        return (self.q.view(-1, 1) * y.mean(2)).sum(0)
-
-    def forward(self, y: Tensor) -> Tensor:
-        flat = y.reshape(*y.shape[:2], -1)
-        mean = self.moment(flat)
-        centred = flat - mean.view(1, -1, 1)
-        var = self.moment(centred**2)
-        n = flat.shape[0] * flat.shape[2]
-        with torch.no_grad():
-            self.running_mean += self.momentum * (mean - self.running_mean)
-            self.running_var += self.momentum * (var * n / (n - 1) - self.running_var)
-            self.num_batches_tracked += 1
-        x = centred / (var + self.eps).sqrt().view(1, -1, 1)
-        return (x * self.weight.view(1, -1, 1) + self.bias.view(1, -1, 1)).view_as(y)
-
-
 def weighted_centralised(model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]) -> State:
     """One step on the loss sum p_i mean_i(loss): examples of client i have weight p_i / b_i, also in BatchNorm."""
     q = torch.cat(
@@ -153,23 +127,6 @@ def weighted_centralised(model: nn.Module, batches: Sequence[Batch], weights: Se
     x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
     (q * functional.cross_entropy(model(x), target, reduction="none")).sum().backward()
     return sgd_step(model)
-
-
-def distance(found: State, oracle: State, start: State) -> float:
-    """The larger of ||found - oracle|| / ||oracle - start|| over parameters and over running statistics."""
-    ratios = []
-    for statistics in (False, True):
-        names = [n for n, v in oracle.items() if v.is_floating_point() and ("running_" in n) == statistics]
-        if names:
-            off, update = (
-                torch.cat([(a[n].double() - b[n].double()).flatten() for n in names]).norm()
-                for a, b in ((found, oracle), (oracle, start))
-            )
-            ratios.append(float(off / update))
-    for name, value in oracle.items():
-        if not value.is_floating_point():
-            assert torch.equal(found[name], value), name
-    return max(ratios)
 
 
 def client_batches(shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0) -> list[Batch]:
@@ -192,7 +149,7 @@ def lab() -> SimpleNamespace:
         federated=federated,
         centralised=centralised,
         weighted_centralised=weighted_centralised,
-        distance=distance,
+        distance=lambda found, oracle, start: max(distances(found, oracle, start)),
         client_batches=client_batches,
     )
 

@@ -1,0 +1,51 @@
+"""A client whose replies are spoilt on their way to the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.client import client_app
+from fedbn_flwr.messages.records import from_record, to_record
+
+BAD = 1
+"""The partition of the bad client."""
+Spoil = Callable[[RecordDict], None]
+
+
+def spoiling(
+    spoil: Spoil,
+    client_fn: Callable[[Context], Any],
+    *,
+    kind: str = MessageType.TRAIN,
+    rounds: Collection[int] | None = None,
+) -> ClientApp:
+    """Return the usual app, in which partition BAD spoils its replies to messages of a kind; in all rounds, or some."""
+    whole, app = client_app(client_fn), ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        asked = next(iter(message.content.config_records.values()), ConfigRecord()).get("server-round")
+        reply = whole(message, context)
+        bad = context.node_config["partition-id"] == BAD and message.metadata.message_type == kind
+        if bad and (rounds is None or asked in rounds):
+            spoil(reply.content)
+        return reply
+
+    for register in (app.train(), app.evaluate(), app.query(), app.query("statistics")):
+        register(answer)
+    return app
+
+
+def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
+    """Return what changes the state in a reply."""
+
+    def spoil(content: RecordDict) -> None:
+        state = from_record(content["arrays"])
+        change(state)
+        content["arrays"] = to_record(state)
+
+    return spoil
