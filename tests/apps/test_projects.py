@@ -113,8 +113,7 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
             torch.manual_seed(0)
             return theirs.task.Net()
 
-    options = {"max_workers": NODES}
-    ours = federate(method(), model, datasets, rounds=2, rate=0.01, client=OurClient, grid_options=options)
+    ours = federate(method(), model, datasets, rounds=2, rate=0.01, client=OurClient)
     same_bits(from_record(theirs.result.arrays), ours.state)
     assert theirs.strategy.phase(2) == {"fedbn": "train", "fixbn": "frozen", "fedtan": "synchronised"}[method.name]
     assert theirs.strategy.run.local_hashes.keys() == ours.strategy.run.local_hashes.keys()
