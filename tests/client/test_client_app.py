@@ -214,7 +214,7 @@ def test_other_arrays_than_received_need_names(open_grid) -> None:
     assert list(reply.content["arrays"]) == ["y"]
     assert list(reply.content.config_records) == []
     reply = ask(open_grid(client_app(lambda _: Plain(lambda p, _: (p[1:], 1, {})))), content, MessageType.TRAIN)
-    assert "fit returned 1 arrays for 2 names; where they differ from those received" in reply.error.reason
+    assert "fit returned 1 arrays for 2 names; if they differ from those received" in reply.error.reason
 
 
 def test_a_client_fn_that_returns_something_else(open_grid) -> None:
