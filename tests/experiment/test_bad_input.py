@@ -123,8 +123,8 @@ def test_a_federation_of_another_size_is_refused(found: int, quick_config, tmp_p
         serve(grid, config, tmp_path / "out")
     assert str(caught.value) == (
         f"num-clients=3, but the federation has {found} node(s). In simulation add --federation-config "
-        "'num-supernodes=3' to `flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all there "
-        "are."
+        "'num-supernodes=3' to `flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all "
+        "nodes."
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -152,7 +152,7 @@ def test_a_history_shortened_by_hand_is_refused(tmp_path: Path) -> None:
     start(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    with pytest.raises(ConfigError, match="lacks rounds of 1 to 6"):
+    with pytest.raises(ConfigError, match="lacks some of the rounds 1 to 6"):
         start(tmp_path, resume=True)
 
 
