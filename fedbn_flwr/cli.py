@@ -198,14 +198,14 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
     for part, floats in found.floats.items():
         use = "stays with the client" if part in found.local else "shared"
         use += ", frozen after T*" if part in found.phases[-1].frozen else ""
-        if found.gathering and part == "statistics":
+        if found.reestimation and part == "statistics":
             use += "; re-estimated before a test"
         counters = found.counters[part]
         table.add_row(part.value, f"{floats:,}", f"{counters:,}", use if floats or counters else "-")
     table.add_row("all", f"{sum(found.floats.values()):,}", f"{sum(found.counters.values()):,}", "")
     console.print(table)
     table = Table("rounds", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
-    for phase in (*found.phases, *filter(None, [found.gathering])):
+    for phase in (*found.phases, *filter(None, [found.reestimation])):
         cost, name = phase.traffic, f"{phase.name} ({'?' if phase.rounds is None else phase.rounds})"
         counters = f"{cost.counters_down:,}/{cost.counters_up:,}"
         table.add_row(name, str(cost.exchanges), f"{cost.megabytes:.4f}", f"{cost.down:,}", f"{cost.up:,}", counters)

@@ -54,7 +54,7 @@ class Inspection:
         local: the parts that stay with the clients.
         synchronised: the channels of each BatchNorm call in a synchronised step, in order; empty without such a step.
         phases: the phases of the run in order.
-        gathering: additional traffic of re-estimated BN statistics in each round with a test; None without.
+        reestimation: additional traffic of re-estimated BN statistics in each round with a test; None without.
         plain: traffic of a round of FedAvg with the same model.
         warnings: why the method would have no effect, or only a part of it.
     """
@@ -65,7 +65,7 @@ class Inspection:
     local: frozenset[Part]
     synchronised: tuple[int, ...]
     phases: tuple[Phase, ...]
-    gathering: Phase | None
+    reestimation: Phase | None
     plain: Traffic
     warnings: tuple[str, ...]
 
@@ -86,7 +86,7 @@ class Inspection:
             ConfigError: the length of a phase is found out during the run.
         """
         total = Traffic()
-        for phase in (*self.phases, *filter(None, [self.gathering])):
+        for phase in (*self.phases, *filter(None, [self.reestimation])):
             if phase.rounds is None:
                 raise ConfigError(f"the number of rounds of phase {phase.name!r} is found out during the run")
             total = total.plus(phase.traffic, phase.rounds)
@@ -140,13 +140,13 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     exchanges = Traffic(per_layer * len(calls), size, num_clients * size)
     freezes = method.freezes(params) if issubclass(method, Freezing) else None
     phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, freezes)
-    gathering = None
+    reestimation = None
     if (method.reestimates or config.recalibrate) and (layers := len(list(parts.moments()))):
         tested = -(-config.num_server_rounds // config.eval_every)
         statistics = sum(state[name].nbytes for name in parts.statistics)
-        gathering = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
+        reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
     warnings = _warnings(parts, strategy)
-    return Inspection(parts, floats, counters, method.local, calls, phases, gathering, plain, warnings)
+    return Inspection(parts, floats, counters, method.local, calls, phases, reestimation, plain, warnings)
 
 
 def _phases(

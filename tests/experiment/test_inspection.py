@@ -45,7 +45,7 @@ def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
 
 def predicted(found: Inspection) -> list[Traffic]:
     """The traffic of each round; every round is tested."""
-    reestimation = found.gathering.traffic if found.gathering else Traffic()
+    reestimation = found.reestimation.traffic if found.reestimation else Traffic()
     return [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
 
 
