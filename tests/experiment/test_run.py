@@ -110,7 +110,7 @@ def test_the_traffic_is_what_inspect_predicts(name: str, runs) -> None:
     lines = read_metrics(out / "metrics.jsonl")
     config = Config.load(out / "config.yaml")
     found = inspect_model(make_model(config), name, 3, config)
-    reestimation = found.gathering.traffic if found.gathering else Traffic()  # every round is tested
+    reestimation = found.reestimation.traffic if found.reestimation else Traffic()  # every round is tested
     predicted = [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
     for line, cost in zip(lines, predicted, strict=True):
         expected = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
