@@ -95,7 +95,6 @@ def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
         **options: Any,
     ) -> Outcome:
         start = model().state_dict() if start is None else start
-        options = {"grid_options": {"max_workers": len(SIZES)}, **options}
         return run_strategy(strategy, app, start, len(SIZES), barrier=barrier, **options)
 
     return run
