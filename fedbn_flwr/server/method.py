@@ -74,9 +74,8 @@ class Params(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            first = {
-                problem["loc"][:1]: problem for problem in reversed(error.errors())
-            }  # a union gives several problems for one field
+            # A union gives several problems for one field.
+            first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
             raise ConfigError("\n".join(map(self._problem, reversed(first.values())))) from error
 
     @classmethod
