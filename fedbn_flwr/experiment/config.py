@@ -7,23 +7,24 @@ The settings of the methods come from the strategies' ``Params``: the key ``free
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import yaml
 from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 
 from fedbn_flwr.data import DATASETS, PARTITIONS, Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
-from fedbn_flwr.experiment.method_settings import method_fields, own_default
+from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, model_info
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.method import Params, RunSettings, setting
-from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.training.settings import share_of
+from fedbn_flwr.server.method import Params, Role, RunSettings, setting
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.training.settings import Sampling, share_of
 
 __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split"]
 
@@ -34,6 +35,11 @@ STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: 
 GROUPS = ("what", "rounds", "local training", "methods", "files")
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
+
+_OF_A_FEDERATION = (
+    *("fraction_train", "fraction_evaluate", "min_replies", "round_timeout", "variance", "momentum_scope", "agc"),
+    *("recalibrate", "local_part", "client_hooks", "server_step", "state_dir", "series", "checkpoint_every"),
+)
 
 logger = logging.getLogger("flwr")
 
@@ -92,9 +98,27 @@ class Config(_MethodSettings):
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
     fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
     round_timeout: float = _key("rounds", 3600.0, "seconds to wait for the replies of a round, and for nodes", gt=0)
-    local_steps: int = _key("local training", 0, "E steps per round, each on a batch drawn with replacement", ge=0)
+    local_part: str = _key(
+        "methods", "", "fedbn, silobn or mtfl: the method whose local parts a combination has; empty = the strategy's"
+    )
+    client_hooks: str = _key(
+        "methods",
+        "",
+        "comma list of methods whose local training is added to the strategy: fedprox, scaffold, staticbn, fixbn, "
+        "fedtan, fedtan2",
+    )
+    server_step: str = _key(
+        "methods",
+        "",
+        "fedavgm, fedadam, fedyogi or fedadagrad: the method whose server step a combination has; empty = the "
+        "strategy's",
+    )
+    local_steps: int = _key("local training", 0, "E steps per round; see sampling", ge=0)
     local_epochs: int = _key(
         "local training", 1, "E passes over the local data per round; not together with local-steps", ge=0
+    )
+    sampling: Sampling = _key(
+        "local training", "with-replacement", "how the batches of local-steps are drawn, see training.settings"
     )
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
     augment: str = _key("local training", "", "comma list of `cropN` (pad N, crop back) and `flip`; empty = none")
@@ -151,6 +175,10 @@ class Config(_MethodSettings):
         """Check the keys together, and report all problems at once."""
         problems: list[str] = []
         _try(problems, lambda: self._known("strategy", self.strategy, [*STRATEGIES, CENTRALIZED]))
+        for role in get_args(Role):
+            allowed = [name for name, method in STRATEGIES.items() if method.role == role]
+            for name in self._added(role):
+                _try(problems, functools.partial(self._known, role, name, allowed))
         _try(problems, lambda: self._known("norm", self.norm, NORMS))
         _try(problems, self._one_task)
         _try(problems, lambda: self._known("dataset", self.dataset, DATASETS))
@@ -166,12 +194,10 @@ class Config(_MethodSettings):
             )
         if self.num_classes and self.num_classes < classes:
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
-        if self.strategy in STRATEGIES:
-            method = STRATEGIES[self.strategy]
-            run = RunSettings(self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations())
-            _try(problems, lambda: problems.extend(method.conflicts(self.params(), run)))
-        elif self.recalibrate:
-            problems.append(f"recalibrate re-estimates statistics on clients, and strategy={self.strategy} has none")
+        if not problems and self.strategy != CENTRALIZED:
+            _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
+        if not problems:
+            problems += [f"{key}={value!r} has no effect: {use}" for key, (value, use) in self.without_effect().items()]
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
         if self.series and not SERIES_PATTERN.fullmatch(self.series):
@@ -218,24 +244,82 @@ class Config(_MethodSettings):
             )
         return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
 
+    def _added(self, role: str) -> list[str]:
+        """Return the methods that the config key of a role adds to the strategy."""
+        return split(getattr(self, role.replace("-", "_"))) if role else []
+
+    def method(self) -> type[FedAvg[Any]]:
+        """Return the class of the strategy, combined with the methods that are added to it.
+
+        Raises:
+            ConfigError: two of the methods cannot be combined.
+        """
+        names = [self.strategy, *(name for role in get_args(Role) for name in self._added(role))]
+        return combined(*(STRATEGIES[name] for name in names))
+
+    def run_settings(self) -> RunSettings:
+        """Return the settings of the run that the method checks its own against."""
+        after, _ = self.decays()
+        return RunSettings(
+            self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations(), decays_at_freeze="freeze" in after
+        )
+
+    def without_effect(self) -> dict[str, tuple[Any, str]]:
+        """Return the keys that differ from their default and that this run cannot use: value, and what they need."""
+        unused = self._unused()
+        if self.strategy == CENTRALIZED:
+            unused |= dict.fromkeys(_OF_A_FEDERATION, "strategy=centralized has no clients")
+            used: set[str] = set()
+        else:
+            unused |= self.method().unused(self.params(), self.run_settings())
+            used = set(self.method().Params.model_fields)
+        for name in _MethodSettings.model_fields:
+            if name not in used and (users := [m.name for m in methods_with(STRATEGIES.values(), name)]):
+                unused[name] = f"it is for {', '.join(users)}"
+        fields = type(self).model_fields
+        found = {name: (getattr(self, name), use) for name, use in unused.items()}
+        return {fields[n].alias or n: (v, use) for n, (v, use) in found.items() if v != fields[n].default}
+
+    def _unused(self) -> dict[str, str]:
+        """Return the keys outside the method's settings that have no effect under the other keys."""
+        conditions: dict[str, tuple[bool, str]] = {
+            "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),
+            "wsconv_gain": (self.norm == "wsconv", "it is for norm=wsconv"),
+            "activation": (self.norm == "wsconv", "it is for norm=wsconv"),
+            "renorm_rmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
+            "renorm_dmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
+            "partition_alpha": (self.partition == "dirichlet", "it is for partition=dirichlet"),
+            "classes_per_client": (self.partition == "classes", "it is for partition=classes"),
+            "num_shards": ("shards" in self.partition, "it is for partition=shards and unbalanced-shards"),
+            "shards_per_client": ("shards" in self.partition, "it is for partition=shards and unbalanced-shards"),
+            "domain_share": (self.partition == "domain", "it is for partition=domain"),
+            "fraction_evaluate": (
+                any(name.startswith("personal") for name in self.evaluations()),
+                "no test of eval-on is done by clients",
+            ),
+            "sampling": (bool(self.local_steps), "it is for local-steps"),
+            "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
+        }
+        return {name: use for name, (used, use) in conditions.items() if not used}
+
     def params(self) -> Params:
-        """Return the settings of the run's method; 0 for "the method's own default" is replaced by that default."""
-        kind: type[Params] = STRATEGIES[self.strategy].Params
+        """Return the settings of the run's method; "the method's own default" is replaced by that default."""
+        kind: type[Params] = self.method().Params
         own = own_default(STRATEGIES.values())
         given = {name: getattr(self, name) for name in kind.model_fields}
         return kind(**{name: value for name, value in given.items() if name not in own or value != own[name]})
 
     def reestimates(self) -> bool:
         """Return whether BN statistics are re-estimated before tests."""
-        method = STRATEGIES.get(self.strategy)
-        return method is not None and (method.reestimates or self.recalibrate or "recalibrated" in self.evaluations())
+        if self.strategy == CENTRALIZED:
+            return False
+        return self.method().reestimates or self.recalibrate or "recalibrated" in self.evaluations()
 
     def evaluations(self) -> tuple[str, ...]:
         """Return the names in ``eval-on`` or their default; the first one gives the run's main metric."""
         if asked := split(self.eval_on):
             return tuple(asked)
-        local = self.strategy in STRATEGIES and STRATEGIES[self.strategy].local
-        return ("personal-own",) if local else ("global",)
+        return ("personal-own",) if self.strategy != CENTRALIZED and self.method().local else ("global",)
 
     @classmethod
     def make(cls, values: Mapping[str, Any], *, complete: bool = False) -> Config:
@@ -273,7 +357,7 @@ class Config(_MethodSettings):
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if lines:
             raise ConfigError("\n".join(lines))
-        if config.strategy in STRATEGIES:  # 0 for "the method's own default"
+        if config.strategy in STRATEGIES:  # in place of "the method's own default"
             config = config.model_copy(update=config.params().model_dump())
         return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
 

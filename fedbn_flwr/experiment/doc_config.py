@@ -12,6 +12,7 @@ from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, GROUPS, Confi
 from fedbn_flwr.experiment.method_settings import methods_with, own_default
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.method import Params
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["config_page", "field_cells"]
@@ -60,14 +61,16 @@ def field_cells(key: str, field: FieldInfo) -> list[str]:
 
 
 def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
-    """Return the cells of a config key; where 0 means "the method's own", the default and limits of each method."""
+    """Return the cells of a config key; with a default of each method's own, those and their limits."""
     kind, default, allowed, meaning = field_cells(key, field)
     if name not in own_default(STRATEGIES.values()):
         return [kind, default, allowed, meaning]
-    methods = methods_with(STRATEGIES.values(), name)
-    declared = {method.name: method.Params.model_fields[name] for method in methods}
-    own = ", ".join(f"{method} {_default(field.default)}" for method, field in declared.items())
-    return [kind, f"{default}: {own}", _allowed(key, next(iter(declared.values()))) + ", or 0", meaning]
+    common = Params.model_fields.get(name)
+    declared = {m.name: m.Params.model_fields[name] for m in STRATEGIES.values() if name in m.Params.model_fields}
+    differ = {method: field for method, field in declared.items() if not common or field.default != common.default}
+    own = ", ".join(f"{method} {_default(field.default)}" for method, field in differ.items())
+    own += f", the others {_default(common.default)}" if common else ""
+    return [kind, f"{default}: {own}", _allowed(key, next(iter(declared.values()))) + f", or {default}", meaning]
 
 
 def _users(name: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from fedbn_flwr.experiment.setup import image_shape
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import At, Freezing, freeze_round
 from fedbn_flwr.training.loop import kept_modes
 
@@ -106,7 +107,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         KeyError: the strategy is not in ``STRATEGIES``.
     """
     config = (config or Config.make({})).model_copy(update={"strategy": strategy})
-    method, params = STRATEGIES[strategy], config.params()
+    method, params = config.method(), config.params()
     parts = split_state(model)
     state = to_state(model.state_dict())
     floats, counters = dict.fromkeys(Part, 0), dict.fromkeys(Part, 0)
@@ -145,12 +146,16 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         tested = -(-config.num_server_rounds // config.eval_every)
         statistics = sum(state[name].nbytes for name in parts.statistics)
         reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
-    warnings = _warnings(parts, strategy)
+    warnings = (*_warnings(parts, method), *method.warnings(params, config.run_settings()))
     return Inspection(parts, floats, counters, method.local, calls, phases, reestimation, plain, warnings)
 
 
 def _phases(
-    start: Traffic, later: Traffic, exchanges: Traffic | None, rounds: int, freezes: tuple[str, At, bool] | None
+    start: Traffic,
+    later: Traffic,
+    exchanges: Traffic | None,
+    rounds: int,
+    freezes: tuple[str, At, frozenset[Part]] | None,
 ) -> tuple[Phase, ...]:
     """Split the rounds into phases.
 
@@ -161,9 +166,8 @@ def _phases(
         rounds: rounds of the run.
         freezes: see ``Freezing.freezes``; None = BN is never frozen.
     """
-    _, at, affine = freezes or ("", rounds, False)
+    _, at, parts = freezes or ("", rounds, frozenset())
     last = freeze_round(at, rounds)
-    parts = frozenset({Part.STATISTICS, Part.COUNTERS} | ({Part.AFFINE} if affine else set()))
     cuts = {0, rounds, 1 if start != later else 0, rounds if last is None else min(last, rounds)}
     found = []
     for begin, end in itertools.pairwise(sorted(cuts)):
@@ -201,11 +205,10 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _warnings(parts: Parts, strategy: str) -> tuple[str, ...]:
-    method = STRATEGIES[strategy]
+def _warnings(parts: Parts, method: type[FedAvg[Any]]) -> tuple[str, ...]:
     found = []
     if not parts.layers and method.needs_batchnorm:
-        found.append(f"the model has no BatchNorm: {strategy} would do what fedavg does")
+        found.append(f"the model has no BatchNorm: {method.name} would do what fedavg does")
     no_affine = [layer.path for layer in parts.layers if "weight" not in layer.entries]
     if no_affine and Part.AFFINE in method.local:
         found.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")

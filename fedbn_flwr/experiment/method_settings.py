@@ -1,7 +1,7 @@
 """The config keys of the methods, derived from the strategies' ``Params``.
 
-Several methods may have the same key. If their defaults differ, the config's default is 0, for "the method's own
-default". If their types or limits differ, this is an error.
+Several methods may have the same key. If their defaults differ, the config's default stands for "the method's own
+default": 0, or -1 for a setting that may be 0. If their types or limits differ, this is an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.method import Params
+from fedbn_flwr.server.method import Params, limits
 from fedbn_flwr.strategies import FedAvg
 
 __all__ = ["method_fields", "methods_with", "own_default"]
@@ -45,17 +45,21 @@ def method_fields(methods: Methods) -> dict[str, Any]:
         field.description = "; ".join(dict.fromkeys(str(f.description) for f in (first, *others)))
         if name in own:
             field.default, field.metadata = own[name], []
-            field.description += "; 0 = the method's own default"
+            field.description += f"; {own[name]:g} = the method's own default"
         fields[name] = (field.annotation, field)
     return fields
 
 
 def own_default(methods: Methods) -> dict[str, Any]:
-    """Return the config's default, 0, of each setting whose default differs between methods."""
+    """Return the config's default, 0 or -1, of each setting whose default differs between methods."""
     methods = list(methods)
     names = {name for method in methods for name in method.Params.model_fields}
     defaults = {name: [field.default for field in _declared(methods, name)] for name in names}
-    return {name: type(found[0])(0) for name, found in defaults.items() if len(set(found)) > 1}
+    return {
+        name: type(found[0])(-1 if limits(_declared(methods, name)[0]).endswith("at least 0") else 0)
+        for name, found in defaults.items()
+        if len(set(found)) > 1
+    }
 
 
 def _declared(methods: Methods, name: str) -> list[FieldInfo]:

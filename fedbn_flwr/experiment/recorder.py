@@ -134,7 +134,7 @@ class Recorder:
         kept = ("train-", "test-", "personal-", "domains")
         final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
         summary: dict[str, Any] = {
-            "strategy": self._config.strategy,
+            "strategy": strategy.name if strategy else self._config.strategy,
             "headline": headline,
             "final": final,
             "best": {"round": best.get("round"), headline: best.get(headline)},
@@ -143,7 +143,7 @@ class Recorder:
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
-        summary |= strategy.outcome() if strategy else {}
+        summary |= strategy.outcome(len(lines)) if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
         local = strategy.run.local_hashes if strategy else {}

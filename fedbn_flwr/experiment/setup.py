@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import DATASETS, Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
+from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.models import build_model, input_shape
-from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 
 __all__ = [
@@ -94,6 +94,7 @@ def local_training(config: Config) -> LocalTraining:
     return LocalTraining(
         learning_rate=LearningRate(config.learning_rate, after, factors),
         local_steps=config.local_steps,
+        sampling=config.sampling,
         local_epochs=config.local_epochs,
         batch_size=config.batch_size,
         sgd_momentum=config.sgd_momentum,
@@ -104,7 +105,7 @@ def local_training(config: Config) -> LocalTraining:
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[Any]:
     """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
-    return STRATEGIES[config.strategy](
+    return config.method()(
         fraction_train=config.fraction_train,
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
@@ -151,13 +152,13 @@ def check(config: Config) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     model = make_model(config)
-    strategy = STRATEGIES.get(config.strategy)
+    strategy = None if config.strategy == CENTRALIZED else config.method()
     if strategy is not None and strategy.needs_batchnorm and not split_state(model).layers:
         norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
         kinds = " and ".join(sorted({kind for _, kind in norms}))
         has = f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
         raise NormLayerError(
-            f"strategy {config.strategy!r} needs BatchNorm; model {config.model!r} has {has}. Use "
+            f"strategy {strategy.name!r} needs BatchNorm; model {config.model!r} has {has}. Use "
             "strategy='fedavg' or norm='batch'."
         )
     if config.reestimates() and not list(split_state(model).moments()):

@@ -14,7 +14,6 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
-from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["simulate"]
 
@@ -92,7 +91,7 @@ def simulate(
 
 def _actors(config: Config) -> dict[str, Scalar]:
     """Return the setting for one actor per client; the channel needs all clients of a round at the same time."""
-    if not STRATEGIES[config.strategy].needs_all_at_once(config.params()):
+    if not config.method().needs_all_at_once(config.params()):
         return {}
     return {"init-args-num-cpus": config.num_clients * config.torch_threads}
 

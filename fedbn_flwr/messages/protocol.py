@@ -74,6 +74,12 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 | `momentum` | ArrayRecord: SGD's buffers | server, client | client, server | 0.1 |
 | `momentum-scope` | str | server | client | 0.1 |
 
+`server/gradient_clipping.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `agc` | float: lambda | server | client | 0.1 |
+
 `server/shared_bn.py`:
 
 | key | type | writes | reads | since |
@@ -96,7 +102,8 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 
 | key | type | writes | reads | since |
 |---|---|---|---|---|
-| `freeze-affine` | bool: gamma and beta too | server | client | 0.1 |
+| `freeze-statistics` | bool: the running statistics | server | client | 0.1 |
+| `freeze-affine` | bool: gamma and beta | server | client | 0.1 |
 | `statistics-delta` | float: delta_m | client | server | 0.1 |
 
 `strategies/fedtan.py`:
@@ -105,12 +112,6 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 |---|---|---|---|---|
 | `fedtan-exchanges` | str: 3L+1 or 2L+1 | server | client | 0.1 |
 | `fedtan-backward` | str: global or own | server | client | 0.1 |
-
-`strategies/fedwon.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `agc` | float: lambda | server | client | 0.1 |
 
 <!-- /protocol -->
 """

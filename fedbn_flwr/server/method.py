@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, get_args
+from typing import Any, ClassVar, Generic, Literal, get_args
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -25,7 +25,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["HookContext", "HookFactory", "Method", "Params", "RunSettings", "limits", "setting"]
+__all__ = ["HookContext", "HookFactory", "Method", "Params", "Role", "RunSettings", "limits", "setting"]
 
 
 def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -> Any:
@@ -69,6 +69,7 @@ class Params(BaseModel):
         "SGD's momentum between rounds: none = reset, local = kept by the client, global = averaged",
         "local training",
     )
+    agc: float = setting(0.0, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -112,12 +113,14 @@ class RunSettings:
         norm: the normalisation of the model.
         sgd_momentum: momentum of the clients' SGD.
         tests: the names in ``eval-on``.
+        decays_at_freeze: whether the learning rate decays when the method freezes BN.
     """
 
     num_rounds: int
     norm: str = "batch"
     sgd_momentum: float = 0.0
     tests: tuple[str, ...] = ()
+    decays_at_freeze: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class HookContext:
 
 
 HookFactory = Callable[[HookContext], ClientHook]
+Role = Literal["", "local-part", "client-hooks", "server-step"]
 P = TypeVar("P", bound=Params, default=Params)
 
 
@@ -148,7 +152,9 @@ class Method(FlowerFedAvg, Generic[P]):
         name: the name in configs and messages.
         summary_line: the description in the tables.
         source: the paper.
+        role: what the method adds to another one, and the config key for it; "" = it is not combined with others.
         local: the parts of the state that stay with the clients.
+        freezes_bn: whether the method freezes BN during the run.
         needs_batchnorm: whether the method is useless without BatchNorm.
         reestimates: whether the method always tests with re-estimated statistics.
         synchronises: whether a local step exchanges statistics between the clients.
@@ -164,7 +170,9 @@ class Method(FlowerFedAvg, Generic[P]):
     name: ClassVar[str]
     summary_line: ClassVar[str]
     source: ClassVar[str]
+    role: ClassVar[Role] = ""
     local: ClassVar[frozenset[Part]] = frozenset()
+    freezes_bn: ClassVar[bool] = False
     needs_batchnorm: ClassVar[bool] = False
     reestimates: ClassVar[bool] = False
     synchronises: ClassVar[bool] = False
@@ -192,11 +200,39 @@ class Method(FlowerFedAvg, Generic[P]):
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
         self.params = self.Params(**settings)
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Raise ConfigError for settings that were given, differ from their default, and have no effect."""
+        run = RunSettings(0, tests=tuple(name.strip() for name in self.params.eval_on.split(",")))
+        fields = type(self.params).model_fields
+        lines = [
+            f"{name}={getattr(self.params, name)!r} has no effect: {use}"
+            for name, use in self.unused(self.params, run).items()
+            if getattr(self.params, name) != fields[name].default
+        ]
+        if lines:
+            raise ConfigError("\n".join(lines))
 
     @classmethod
     @abstractmethod
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
         """Return why these settings cannot be used in such a run: one line each, with the names of the config keys."""
+
+    @classmethod
+    @abstractmethod
+    def warnings(cls, params: P, run: RunSettings) -> list[str]:
+        """Return what these settings do in such a run that a user may not expect: one line each."""
+
+    @classmethod
+    @abstractmethod
+    def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
+        """Return the settings that have no effect under the other settings, by name, each with what it needs."""
+
+    @classmethod
+    @abstractmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Return why this method cannot be combined with another one; "" if this method allows it."""
 
     @classmethod
     @abstractmethod
@@ -213,8 +249,8 @@ class Method(FlowerFedAvg, Generic[P]):
         """Return whether all clients of a round must run at the same time, each in a process of its own."""
         return False
 
-    def outcome(self) -> dict[str, Any]:
-        """Return what the summary of a finished run says of the method, by key."""
+    def outcome(self, num_rounds: int) -> dict[str, Any]:
+        """Return what the summary of a run says of the method after so many rounds, by key."""
         return {}
 
     @abstractmethod

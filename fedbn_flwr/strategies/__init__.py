@@ -1,11 +1,18 @@
-"""The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to the classes."""
+"""The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to the classes.
+
+``combined`` makes one strategy of several: one method's local parts, another's local training, a third's server step.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedbn_flwr.errors import unknown_name
+from pydantic import create_model
+
+from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedavgm import FedAvgM
@@ -45,6 +52,7 @@ __all__ = [
     "SiloBN",
     "Standalone",
     "StaticBN",
+    "combined",
     "make_hooks",
 ]
 
@@ -58,6 +66,41 @@ STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
         *(FedBS, FedWon, Standalone),
     )
 }
+
+
+@functools.cache
+def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
+    """Return the strategy that does what all ``methods`` do: ``combined(FixBN, FedProx)(freeze_at=5)``.
+
+    Each method changes one place of FedAvg: what stays with the clients (``FedBN``, ``SiloBN``, ``MTFL``), the local
+    training (``FedProx``, ``Scaffold``, ``StaticBN``, ``FixBN``, ``FedTAN``, ``FedTAN2``) or the server's step
+    (``FedAvgM``, ``FedAdam``, ``FedYogi``, ``FedAdagrad``). The order of the arguments has no meaning. The settings are
+    those of all methods.
+
+    Raises:
+        ConfigError: two of the methods cannot be combined; the error has the reason of each pair.
+    """
+    # A method that restores entries (FixBN) acts after the server's step: later in the registry, earlier in the MRO.
+    registry = list(STRATEGIES.values())
+    rank = {m: max(registry.index(kind) for kind in m.__mro__ if kind in registry) for m in methods if m is not FedAvg}
+    chosen = sorted(rank, key=lambda method: rank[method], reverse=True)
+    if len(chosen) < 2:
+        return chosen[0] if chosen else FedAvg
+    pairs = [(a, b, a.excludes(b) or b.excludes(a)) for a, b in itertools.combinations(reversed(chosen), 2)]
+    if problems := [f"{a.name} and {b.name} cannot be combined: {why}" for a, b, why in pairs if why]:
+        raise ConfigError("\n".join(problems))
+    title = "And".join(method.__name__ for method in reversed(chosen))
+    kinds = list(dict.fromkeys(method.Params for method in chosen))
+    bases = [kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)]
+    fields = {
+        "name": "+".join(method.name for method in reversed(chosen)),
+        "summary_line": "; ".join(method.summary_line for method in reversed(chosen)),
+        "source": "; ".join(method.source for method in reversed(chosen)),
+        "Params": create_model(f"{title}Params", __base__=tuple(bases)),
+        "implicit_hooks": frozenset().union(*(method.implicit_hooks for method in chosen)),
+        "__doc__": f"{' and '.join(method.__name__ for method in reversed(chosen))}, combined.",
+    }
+    return type(title, tuple(chosen), fields)
 
 
 def make_hooks(names: Iterable[str], context: HookContext) -> dict[str, ClientHook]:

@@ -53,7 +53,8 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.flower import RECALIBRATED, Server
-from fedbn_flwr.server.method import HookFactory, Params, RunSettings
+from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
+from fedbn_flwr.server.method import HookFactory, Method, Params, RunSettings
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
@@ -90,10 +91,11 @@ class FedAvg(Server[P]):
     Params: ClassVar[type[Any]] = FedAvgParams
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {
         MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries),
+        AGC: lambda context: ClipGradients(float(context.config[AGC])),
         "share-bn": lambda context: ShareBN(context.local_entries),
     }
     implicit_hooks = frozenset({"share-bn"})  # a client may leave it out
-    keys: ClassVar[tuple[Key, ...]] = (MOMENTUM, SCOPE, SHARED_BN)
+    keys: ClassVar[tuple[Key, ...]] = (MOMENTUM, SCOPE, AGC, SHARED_BN)
     checkpoint_keys: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: dict[str, Any]
@@ -110,7 +112,29 @@ class FedAvg(Server[P]):
         found = cls._test_conflicts(params, run.tests)
         if params.momentum_scope != "none" and not run.sgd_momentum:
             found.append(f"momentum-scope={params.momentum_scope} needs sgd-momentum above 0")
+        if run.decays_at_freeze and not cls.freezes_bn:
+            found.append(f"lr-decay-at=freeze: strategy={cls.name} never freezes BN; fixbn and fedtan2 do")
         return found
+
+    @classmethod
+    def warnings(cls, params: P, run: RunSettings) -> list[str]:
+        """Return what these settings do in such a run that a user may not expect, one line each."""
+        return []
+
+    @classmethod
+    def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
+        """Return the settings that have no effect under the other settings, each with what it needs."""
+        averages = Part.STATISTICS not in cls.local or SHARED_BN in run.tests
+        return {} if averages else {"variance": f"strategy={cls.name} averages no running variances"}
+
+    @classmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Return why this method cannot be combined with another one."""
+        if not cls.role:
+            return f"{cls.name} is not combined with other methods"
+        if cls.role == other.role and cls.role != "client-hooks":
+            return f"a run has one {cls.role.replace('-', ' ')}"
+        return ""
 
     @classmethod
     def _test_conflicts(cls, params: P, tests: Sequence[str]) -> list[str]:
@@ -158,9 +182,11 @@ class FedAvg(Server[P]):
         return "train"
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Send the scope of momentum; ask for BN parts if a test averages them."""
+        """Send the scope of momentum and the strength of AGC; ask for BN parts if a test averages them."""
         scope = self.params.momentum_scope
         hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {MOMENTUM: {SCOPE: scope}}
+        if self.params.agc:
+            hooks[AGC] = {AGC: self.params.agc}
         return {**hooks, "share-bn": {}} if SHARED_BN in self.tests else hooks
 
     def extras(self, server_round: int) -> Mapping[str, State]:

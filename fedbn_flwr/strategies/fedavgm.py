@@ -15,7 +15,7 @@ starts at 0:
 
 $$v \leftarrow \beta v + \Delta w, \qquad w \leftarrow w - \gamma v$$
 
-$\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
+$\beta$ is `server_momentum` (the paper's 0.9). $\gamma$ is `server_learning_rate` (the paper: 1).
 
 ## What travels
 
@@ -53,7 +53,7 @@ class FedAvgMParams(FedAvgParams):
     """Parameters of FedAvgM."""
 
     server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
-    server_momentum: float = setting(0.0, "beta, the server's momentum", ge=0, lt=1)
+    server_momentum: float = setting(0.9, "beta, the server's momentum", ge=0, lt=1)
 
 
 class FedAvgM(FedOpt[FedAvgMParams]):

@@ -50,5 +50,6 @@ class FedBN(FedAvg):
     name = "fedbn"
     summary_line = "BN stays with the client: gamma, beta and running statistics"
     source = "Li 2021, arXiv:2102.07623"
+    role = "local-part"
     needs_batchnorm = True
     local = frozenset({Part.AFFINE, Part.STATISTICS, Part.COUNTERS})

@@ -50,7 +50,7 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.messages.protocol import TRAIN_LOSS
-from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.method import Method, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
 
@@ -78,11 +78,17 @@ class FedBS(FedProx[FedBSParams]):
     name = "fedbs"
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
+    role = ""
     Params = FedBSParams
     checkpoint_keys = ("switched_after", "agreed")
 
     switched_after: int | None = None
     agreed = 0
+
+    @classmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Refuse every other method."""
+        return "fedbs weighs the clients by their losses, and changes to fedprox by itself"
 
     def __init__(self, *args: Any, loss_key: str = TRAIN_LOSS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -67,9 +67,10 @@ __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOp
 class FedOpt(FedAvg[P]):
     """Algorithm 1: the server uses the clients' mean change as a gradient. A method implements ``step``.
 
-    A subclass may take the ``local`` parts of another method (``local = FedBN.local``): they stay with the clients, and
-    the optimizer does not change them.
+    Parts that stay with the clients (``combined(FedAdam, FedBN)``) are not stepped.
     """
+
+    role = "server-step"
 
     def step(self, server_round: int, name: str, delta: Array) -> Array:
         """Return what to add to entry ``name``, given its Delta_t in float64."""

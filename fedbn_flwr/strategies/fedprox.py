@@ -36,14 +36,14 @@ $\mu = 0$ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.method import Role, setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
 
@@ -85,6 +85,7 @@ class FedProx(FedAvg[P]):
     name = "fedprox"
     summary_line = "FedAvg with mu/2 ||w - w_global||^2 in the local loss"
     source = "Li 2020, arXiv:1812.06127"
+    role: ClassVar[Role] = "client-hooks"
     Params = FedProxParams
     client_hooks = {"proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))}
     keys = (PROXIMAL_MU,)

@@ -61,7 +61,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -82,7 +82,7 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
 )
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.server.method import HookContext, RunSettings, setting
+from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings, setting
 from fedbn_flwr.server.synchronised_step import (
     Limits,
     StepResult,
@@ -207,11 +207,12 @@ class FedTAN(FedAvg[P]):
     name = "fedtan"
     summary_line = "first local step synchronised layer by layer over all clients"
     source = "Wang 2023, arXiv:2301.02982"
+    role: ClassVar[Role] = "client-hooks"
     needs_batchnorm = True
     synchronises = True
     Params = FedTANParams
     client_hooks = {"synchronise-first-step": _synchronise}
-    keys = (EXCHANGES, BACKWARD)
+    keys: ClassVar[tuple[Key, ...]] = (EXCHANGES, BACKWARD)
     backward: Backward = "global"
 
     _channel: ChannelServer | None = None
@@ -232,6 +233,21 @@ class FedTAN(FedAvg[P]):
         if run.norm == "batch-renorm":
             found.append(f"strategy={cls.name} synchronises BatchNorm; norm=batch-renorm corrects it locally")
         return found
+
+    @classmethod
+    def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
+        """Return the settings of the channel if the exchanges do not use it."""
+        channel = () if params.fedtan_transport == "channel" else ("fedtan_bind", "fedtan_address", "fedtan_tls_dir")
+        return super().unused(params, run) | dict.fromkeys(channel, "it is for fedtan-transport=channel")
+
+    @classmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Refuse methods that keep BN with the clients, and SCAFFOLD."""
+        if other.local:
+            return f"the clients of {other.name} have different BN layers: their batches are not one batch of one model"
+        if other.name == "scaffold":
+            return "scaffold's variates are means of a client's own gradients, which a synchronised step does not give"
+        return super().excludes(other)
 
     @classmethod
     def needs_all_at_once(cls, params: P) -> bool:

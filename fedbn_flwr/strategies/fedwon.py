@@ -22,7 +22,7 @@ unit by unit, the classifier's last layer left out:
 $$G \leftarrow \lambda \, \frac{\lVert W \rVert_+}{\lVert G \rVert} G \quad \text{if} \quad
 \lVert G \rVert > \lambda \lVert W \rVert_+, \qquad \lVert W \rVert_+ = \max(\lVert W \rVert, 10^{-3})$$
 
-$\lambda$ is `agc`. The server averages as FedAvg.
+$\lambda$ is `agc`, a setting of every strategy. The server averages as FedAvg.
 
 ## What travels
 
@@ -46,35 +46,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import RunSettings, setting
+from fedbn_flwr.server.method import Method, RunSettings, setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
-from fedbn_flwr.training.loop import ClientHook
 
-__all__ = ["ClipGradients", "FedWon", "FedWonParams"]
-
-AGC = Key("agc", "float: lambda", "server", "client")
+__all__ = ["FedWon", "FedWonParams"]
 
 
 class FedWonParams(FedAvgParams):
     """Parameters of FedWon."""
 
-    agc: float = setting(0.1, "lambda of adaptive gradient clipping; 0 = off", ge=0)
-
-
-class ClipGradients(ClientHook):
-    """Client half: adaptive gradient clipping in every step."""
-
-    def __init__(self, clipping: float) -> None:
-        self._clipping = clipping
-
-    def gradients(self, model: nn.Module) -> None:
-        """Clip all gradients except those of the classifier's last layer."""
-        clip_gradients(model.parameters(), self._clipping, exclude=exclude_head(model))
+    agc: float = setting(0.1, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
 
 
 class FedWon(FedAvg[FedWonParams]):
@@ -84,8 +66,11 @@ class FedWon(FedAvg[FedWonParams]):
     summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
     source = "Zhuang 2024, arXiv:2306.11879"
     Params = FedWonParams
-    client_hooks = {"agc": lambda context: ClipGradients(float(context.config[AGC]))}
-    keys = (AGC,)
+
+    @classmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Refuse every other method; its two parts are settings of all of them."""
+        return "fedwon is norm=wsconv and agc: set these two with the other strategy"
 
     @classmethod
     def conflicts(cls, params: FedWonParams, run: RunSettings) -> list[str]:
@@ -107,8 +92,3 @@ class FedWon(FedAvg[FedWonParams]):
                 f"strategy 'fedwon' trains without normalisation; the model has {len(paths)} BatchNorm layers "
                 f"({', '.join(paths[:2])}, ...). Use replace_norm(model, 'wsconv'), or norm=wsconv."
             )
-
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Send lambda."""
-        hooks = super().hooks_for(server_round)
-        return {**hooks, "agc": {AGC: self.params.agc}} if self.params.agc else hooks

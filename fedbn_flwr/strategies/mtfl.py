@@ -49,5 +49,6 @@ class MTFL(FedAvg):
     name = "mtfl"
     summary_line = "gamma and beta stay with the client, BN statistics are shared"
     source = "Mills 2022, arXiv:2007.09236"
+    role = "local-part"
     needs_batchnorm = True
     local = frozenset({Part.AFFINE})

@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.averaging import State, weighted_sum
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import RunSettings, setting
+from fedbn_flwr.server.method import Method, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook, Entries, Extras
@@ -81,9 +81,13 @@ class ScaffoldParams(FedAvgParams):
 
 
 class ControlVariates(ClientHook):
-    """Client half: add c - c_i to every gradient, and compute the new c_i from the change of the parameters."""
+    """Client half: add c - c_i to every gradient, and compute the new c_i from the change of the parameters.
 
-    def __init__(self) -> None:
+    Entries that stay with the client have no common direction, and no variates.
+    """
+
+    def __init__(self, local: frozenset[str] = frozenset()) -> None:
+        self._local = local
         self._server: Entries = {}
         self._own: Entries = {}
         self._start: dict[str, Tensor] = {}
@@ -106,7 +110,7 @@ class ControlVariates(ClientHook):
         if group["momentum"]:
             raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={group['momentum']} must be 0")
         self._rate = float(group["lr"])
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in self._local}
         self._start = {name: p.detach().clone() for name, p in trainable.items()}
         self._correction = {
             name: self._of(self._server, name, p) - self._of(self._own, name, p) for name, p in self._start.items()
@@ -145,8 +149,9 @@ class Scaffold(FedAvg[ScaffoldParams]):
     name = "scaffold"
     summary_line = "control variates over trainable parameters; BN statistics averaged"
     source = "Karimireddy 2020, arXiv:1910.06378"
+    role = "client-hooks"
     Params = ScaffoldParams
-    client_hooks = {"variates": lambda context: ControlVariates()}
+    client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
     keys = (VARIATES,)
     checkpoint_keys = ("variates",)
 
@@ -161,9 +166,15 @@ class Scaffold(FedAvg[ScaffoldParams]):
         return found
 
     @classmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Refuse a second server step."""
+        return "scaffold has a server step of its own" if other.role == "server-step" else super().excludes(other)
+
+    @classmethod
     def extra_copies(cls, params: ScaffoldParams) -> tuple[int, int]:
-        """Return one more copy: the variates of all trainable parameters."""
-        return 0, 1
+        """Return one more copy of the shared parameters: their variates."""
+        shared, everything = super().extra_copies(params)
+        return shared + 1, everything
 
     def begin(self) -> None:
         """Start with c = 0."""

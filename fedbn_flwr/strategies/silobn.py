@@ -48,5 +48,6 @@ class SiloBN(FedAvg):
     name = "silobn"
     summary_line = "BN statistics stay with the client, gamma and beta are shared"
     source = "Andreux 2020, arXiv:2008.07424"
+    role = "local-part"
     needs_batchnorm = True
     local = frozenset({Part.STATISTICS, Part.COUNTERS})

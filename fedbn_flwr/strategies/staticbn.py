@@ -56,7 +56,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
 from fedbn_flwr.errors import ClientPartError
-from fedbn_flwr.server.method import RunSettings
+from fedbn_flwr.server.method import Method, RunSettings
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
@@ -89,10 +89,26 @@ class StaticBN(FedAvg[FedAvgParams]):
     name = "staticbn"
     summary_line = "trains on batch statistics; BN statistics re-estimated from all clients before a test"
     source = "Diao 2021, arXiv:2010.01264"
+    role = "client-hooks"
     needs_batchnorm = True
     reestimates = True
     implicit_hooks = FedAvg.implicit_hooks | {"untracked-statistics"}  # the statistics of the reply show it
     client_hooks = {"untracked-statistics": lambda context: Untracked()}
+
+    @classmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Refuse methods that keep parts of the model, or that synchronise statistics."""
+        if other.local:
+            return f"{other.name} keeps a part of the model: statistics are re-estimated under the server's whole model"
+        if other.synchronises:
+            return f"{other.name} synchronises statistics, which staticbn drops; use recalibrate=true with it"
+        return super().excludes(other)
+
+    @classmethod
+    def unused(cls, params: FedAvgParams, run: RunSettings) -> dict[str, str]:
+        """Return the settings of what staticbn does by itself."""
+        found = {"variance": "staticbn averages no running variances", "recalibrate": "staticbn always re-estimates"}
+        return super().unused(params, run) | found
 
     @classmethod
     def conflicts(cls, params: FedAvgParams, run: RunSettings) -> list[str]:

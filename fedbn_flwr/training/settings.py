@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["LearningRate", "LocalTraining", "share_of"]
+__all__ = ["LearningRate", "LocalTraining", "Sampling", "share_of"]
+
+Sampling = Literal["with-replacement", "without-replacement"]
 
 
 def share_of(fraction: float | str, count: int) -> int:
@@ -56,7 +60,9 @@ class LocalTraining:
 
     Args:
         learning_rate: rate over rounds.
-        local_steps: steps per round, each on a batch drawn with replacement (arXiv:2301.02982, 6.1); 0 = use epochs.
+        local_steps: steps per round; 0 = use epochs.
+        sampling: how the batch of a step is drawn: with replacement (arXiv:2301.02982, 6.1), or without, as passes over
+            the data in a new order each; the last batch of a pass may be smaller.
         local_epochs: passes over the data per round, each in a new order; the last batch may be smaller.
         batch_size: examples per step; 0 = the whole local data set in every step.
         sgd_momentum: momentum of SGD (not of BatchNorm); the optimizer is new in each round.
@@ -66,6 +72,7 @@ class LocalTraining:
 
     learning_rate: LearningRate
     local_steps: int = 0
+    sampling: Sampling = "with-replacement"
     local_epochs: int = 1
     batch_size: int = 32
     sgd_momentum: float = 0.0
@@ -90,9 +97,11 @@ class LocalTraining:
         if size >= num_examples:
             for _ in range(self.local_steps or self.local_epochs):
                 yield torch.arange(num_examples)
-        elif self.local_steps:
+        elif self.local_steps and self.sampling == "with-replacement":
             for _ in range(self.local_steps):
                 yield torch.randint(num_examples, (size,), generator=generator)
         else:
-            for _ in range(self.local_epochs):
-                yield from torch.split(torch.randperm(num_examples, generator=generator), size)
+            passes = math.ceil(self.local_steps / math.ceil(num_examples / size)) or self.local_epochs
+            orders = (torch.randperm(num_examples, generator=generator) for _ in range(passes))
+            batches = (batch for order in orders for batch in torch.split(order, size))
+            yield from itertools.islice(batches, self.local_steps or None)

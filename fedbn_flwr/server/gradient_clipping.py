@@ -1,0 +1,24 @@
+"""Adaptive gradient clipping as a client hook of every strategy; the formula is in ``training.gradient_clipping``."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
+from fedbn_flwr.training.loop import ClientHook
+
+__all__ = ["AGC", "ClipGradients"]
+
+AGC = Key("agc", "float: lambda", "server", "client")  # also the name of the client hook
+
+
+class ClipGradients(ClientHook):
+    """Client half: adaptive gradient clipping in every step."""
+
+    def __init__(self, clipping: float) -> None:
+        self._clipping = clipping
+
+    def gradients(self, model: nn.Module) -> None:
+        """Clip all gradients except those of the classifier's last layer."""
+        clip_gradients(model.parameters(), self._clipping, exclude=exclude_head(model))
