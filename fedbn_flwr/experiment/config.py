@@ -196,8 +196,6 @@ class Config(_MethodSettings):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not problems and self.strategy != CENTRALIZED:
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
-        if not problems:
-            problems += [f"{key}={value!r} has no effect: {use}" for key, (value, use) in self.without_effect().items()]
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
         if self.series and not SERIES_PATTERN.fullmatch(self.series):
@@ -280,6 +278,9 @@ class Config(_MethodSettings):
         found = {name: (getattr(self, name), use) for name, use in unused.items()}
         return {fields[n].alias or n: (v, use) for n, (v, use) in found.items() if v != fields[n].default}
 
+    def _freezes(self) -> bool:
+        return self.strategy != CENTRALIZED and self.method().freezes_bn
+
     def _unused(self) -> dict[str, str]:
         """Return the keys outside the method's settings that have no effect under the other keys."""
         conditions: dict[str, tuple[bool, str]] = {
@@ -296,6 +297,10 @@ class Config(_MethodSettings):
             "fraction_evaluate": (
                 any(name.startswith("personal") for name in self.evaluations()),
                 "no test of eval-on is done by clients",
+            ),
+            "lr_decay_at": (
+                self.lr_decay_at != "freeze" or self._freezes(),
+                f"strategy={self.strategy} never freezes BN",
             ),
             "sampling": (bool(self.local_steps), "it is for local-steps"),
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
@@ -355,11 +360,31 @@ class Config(_MethodSettings):
                 if not bad:
                     break
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
+        if not lines:
+            lines = [f"{key}={value!r} has no effect: {use}" for key, (value, use) in config.without_effect().items()]
         if lines:
             raise ConfigError("\n".join(lines))
-        if config.strategy in STRATEGIES:  # in place of "the method's own default"
+        if config.strategy != CENTRALIZED:  # in place of "the method's own default"
             config = config.model_copy(update=config.params().model_dump())
         return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
+
+    @classmethod
+    def make_of_shared(cls, shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Config, dict[str, str]]:
+        """Return the config of settings that several runs share and of a run's own, which take precedence.
+
+        Returns:
+            The config, and the shared keys that were left out because they have no effect in this run, with the reason.
+
+        Raises:
+            ConfigError: as ``make``; also if a key of the run's own has no effect.
+        """
+        values = {RENAMED.get(key, key): value for key, value in {**shared, **own}.items()}
+        try:
+            found = cls.model_validate(values).without_effect()
+        except ValidationError:
+            found = {}  # ``make`` reports all problems
+        dropped = {key: use for key, (_, use) in found.items() if key in shared and key not in own}
+        return cls.make({key: value for key, value in values.items() if key not in dropped}), dropped
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:

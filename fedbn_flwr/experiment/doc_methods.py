@@ -83,14 +83,16 @@ def _docstring(module: Any) -> tuple[str, str]:
 
 
 def _settings(method: Method) -> Iterator[str]:
-    own = {name: field for name, field in method.Params.model_fields.items() if name not in Params.model_fields}
+    common = {name: field.default for name, field in Params.model_fields.items()}
+    fields = method.Params.model_fields
+    own = {name: f for name, f in fields.items() if name not in common or f.default != common[name]}
     if own:
         yield "| argument | config key | type | default | allowed | meaning |"
         yield "|---|---|---|---|---|---|"
     for name, field in own.items():
         key = name.replace("_", "-")
         yield "| " + " | ".join([f"`{name}`", f"`{key}`", *field_cells(key, field)]) + " |"
-    shared = ", ".join(f"`{name.replace('_', '-')}`" for name in Params.model_fields)
+    shared = ", ".join(f"`{name.replace('_', '-')}`" for name in common if name not in own)
     yield ""
     yield "These are the method's own." if own else "The method has no settings of its own."
     yield f"Every method has {shared}, too: [config keys](../config.md) explains them."

@@ -124,7 +124,7 @@ def _file(key: Key) -> str:
 def _with_defaults(pyproject: str) -> str:
     """Return the text of ``pyproject.toml`` with every config key and its default."""
     before, rest = pyproject.split(_TOML_HEAD)
-    values = Config.make({}).to_mapping()
+    values = {field.alias or name: field.default for name, field in Config.model_fields.items()}
     lines = []
     for group in GROUPS:
         lines += [f"# {group}", *(f"{key} = {json.dumps(values[key])}" for key in Config.keys(group))]

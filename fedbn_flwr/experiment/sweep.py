@@ -13,9 +13,10 @@ A study file::
 The paper's number may also be given by domain, ``{amazon: 61.3, average: 66.3}``: it is then shown in the table by
 domain, a second table for data sets with several domains.
 
-``methods`` and ``splits`` override ``base``; a method's settings override those of the split. Each run has the folder
-``OUT/METHOD/SPLIT/seed-N``. A finished run (with ``summary.json``) is skipped, an unfinished run is resumed from its
-last checkpoint, and the folder of a run that cannot be resumed is renamed.
+``methods`` and ``splits`` override ``base``; a method's settings override those of the split. A key of ``base`` that
+has no effect in a run is left out there, and the log says so. Each run has the folder ``OUT/METHOD/SPLIT/seed-N``. A
+finished run (with ``summary.json``) is skipped, an unfinished run is resumed from its last checkpoint, and the folder of
+a run that cannot be resumed is renamed.
 """
 
 from __future__ import annotations
@@ -109,18 +110,19 @@ class Study(BaseModel):
             for split, split_settings in self.splits.items():
                 for method, method_settings in self.methods.items():
                     if f"{method}/{split}" not in self.skip:
-                        settings = {**self.base, **split_settings, **method_settings, "seed": seed}
-                        yield Cell(method, split, seed, settings)
+                        settings = {**split_settings, **method_settings, "seed": seed}
+                        yield Cell(method, split, seed, settings, self.base)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study."""
+    """One run of a study: its own settings, and those of ``base``."""
 
     method: str
     split: str
     seed: int
     settings: Mapping[str, Scalar]
+    base: Mapping[str, Scalar]
 
     @property
     def name(self) -> str:
@@ -134,7 +136,12 @@ class Cell:
         Raises:
             ConfigError: a setting is wrong.
         """
-        return Config.make(self.settings)
+        return Config.make_of_shared(self.base, self.settings)[0]
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """The keys of ``base`` that have no effect in this run, with the reason."""
+        return Config.make_of_shared(self.base, self.settings)[1]
 
     def folder(self, out: Path) -> Path:
         """Return the run's folder under ``out``."""
@@ -161,6 +168,9 @@ def sweep(
         FedBNError: a run failed; finished runs stay, and the same call continues with the others.
     """
     cells = list(study.cells())
+    for cell in (cell for cell in cells if cell.seed == study.seeds[0]):
+        for key, why in cell.dropped.items():
+            logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
     for index, cell in enumerate(cells):
         folder = cell.folder(out)
         if (folder / "summary.json").is_file():

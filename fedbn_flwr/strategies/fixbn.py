@@ -90,7 +90,7 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
-STATISTICS = Key("freeze-statistics", "bool: the running statistics", "server", "client")
+STATISTICS = Key("freeze-statistics", "bool: the running statistics; missing = true", "server", "client")
 AFFINE = Key("freeze-affine", "bool: gamma and beta", "server", "client")
 
 At = int | float | str  # a round, a fraction of all rounds, or "auto"
@@ -306,8 +306,8 @@ class Freezing(FedAvg[W]):
         hooks = super().hooks_for(server_round)
         if self.frozen(server_round):
             _, _, parts = self.freezes(self.params)
-            entries: dict[str, Any] = {AFFINE: Part.AFFINE in parts, STATISTICS: Part.STATISTICS in parts, FROZEN: True}
-            return {**hooks, "freeze-bn": entries}
+            entries: dict[str, Any] = {AFFINE: Part.AFFINE in parts, FROZEN: True}
+            return {**hooks, "freeze-bn": entries if Part.STATISTICS in parts else {**entries, STATISTICS: False}}
         return {**hooks, "report-drift": {}} if self.frozen_after is None else hooks
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:

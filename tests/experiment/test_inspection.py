@@ -40,7 +40,7 @@ def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
     """Both phases of a method that has two, for ResNet-20 on three channels or the MLP on one."""
     size = {"dataset": "cifar10" if model == "resnet20" else "mnist", "model": model, "norm": norm}
     quick = {"batch-size": 2, "local-steps": 1, "learning-rate": 0.001, "num-server-rounds": rounds}
-    return Config.make({"strategy": strategy, **size, **quick, "fedtan-rounds": 1})
+    return Config.make_of_shared({**quick, "fedtan-rounds": 1}, {"strategy": strategy, **size})[0]
 
 
 def predicted(found: Inspection) -> list[Traffic]:
@@ -78,7 +78,8 @@ def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, 
 def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_strategy, strategy: str) -> None:
     """SCAFFOLD refuses momentum."""
     values = settings(strategy, "mlp", "batch", rounds=3).to_mapping()
-    config = Config.make({**values, "local-epochs": 0, "sgd-momentum": 0.9, "momentum-scope": "global", "freeze-at": 2})
+    momentum = {"local-epochs": 0, "sgd-momentum": 0.9, "momentum-scope": "global"}
+    config, _ = Config.make_of_shared({"freeze-at": 2}, {**values, **momentum})
     assert measured(run_strategy, config, 2) == predicted(inspect_model(make_model(config), strategy, 2, config))
 
 

@@ -21,9 +21,12 @@ def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) ->
 
 
 def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
-    assert own_default(STRATEGIES.values()) == {"eta": 0.0}
+    assert own_default(STRATEGIES.values()) == {"eta": 0.0, "agc": -1.0}
     assert [Config.make({"strategy": name}).eta for name in ("fedavg", "fedadam", "fedyogi")] == [0.0, 0.1, 0.01]
     assert Config.make({"strategy": "fedyogi", "eta": 0.1}).eta == 0.1
+    fedwon = {"strategy": "fedwon", "norm": "wsconv"}
+    assert [Config.make({**fedwon, **own}).agc for own in ({}, {"agc": 0.0}, {"agc": 0.5})] == [0.1, 0.0, 0.5]
+    assert [Config.make(own).agc for own in ({}, {"agc": 0.5})] == [0.0, 0.5]
     with pytest.raises(ConfigError, match=r"eta=-1\.0 must be a finite number above 0"):
         Config.make({"strategy": "fedadam", "eta": -1.0})
 
