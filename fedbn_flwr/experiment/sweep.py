@@ -15,8 +15,8 @@ domain, a second table for data sets with several domains.
 
 ``methods`` and ``splits`` override ``base``; a method's settings override those of the split. A key of ``base`` that
 has no effect in a run is left out there, and the log says so. Each run has the folder ``OUT/METHOD/SPLIT/seed-N``. A
-finished run (with ``summary.json``) is skipped, an unfinished run is resumed from its last checkpoint, and the folder of
-a run that cannot be resumed is renamed.
+finished run (with ``summary.json``) is skipped, an unfinished run is resumed from its last checkpoint, and the folder
+of a run that cannot be resumed is renamed.
 """
 
 from __future__ import annotations

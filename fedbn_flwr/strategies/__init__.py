@@ -82,7 +82,7 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """
     # A method that restores entries (FixBN) acts after the server's step: later in the registry, earlier in the MRO.
     registry = list(STRATEGIES.values())
-    rank = {m: max(registry.index(kind) for kind in m.__mro__ if kind in registry) for m in methods if m is not FedAvg}
+    rank = {m: next(registry.index(kind) for kind in m.__mro__ if kind in registry) for m in methods if m is not FedAvg}
     chosen = sorted(rank, key=lambda method: rank[method], reverse=True)
     if len(chosen) < 2:
         return chosen[0] if chosen else FedAvg

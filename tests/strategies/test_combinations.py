@@ -1,0 +1,249 @@
+"""Methods in one strategy: each lawful pair against a slow reference in plain torch, every other pair refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, FedBN, FedProx, FixBN, combined
+
+SIZES = (6, 14, 10, 8)
+ROUNDS, STEPS, RATE, T_STAR = 4, 2, 0.1, 2
+MU, AGC, SERVER_RATE, MOMENTUM, ETA, TAU, BETA_1, BETA_2 = 0.3, 0.05, 0.7, 0.8, 0.07, 2e-3, 0.85, 0.95
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fedprox": {"proximal_mu": MU},
+    "scaffold": {"server_learning_rate": SERVER_RATE},
+    "fixbn": {"freeze_at": T_STAR},
+    "fedtan2": {"fedtan_rounds": T_STAR},
+    "fedavgm": {"server_learning_rate": SERVER_RATE, "server_momentum": MOMENTUM},
+    "fedadam": {"eta": ETA, "tau": TAU, "beta_1": BETA_1, "beta_2": BETA_2},
+    "fedyogi": {"eta": ETA, "tau": TAU, "beta_1": BETA_1, "beta_2": BETA_2},
+    "fedadagrad": {"eta": ETA, "tau": TAU},
+}
+LOCAL = ("fedbn", "silobn", "mtfl")
+STEP = ("fedavgm", "fedadam", "fedyogi", "fedadagrad")
+LAWFUL = [
+    *itertools.product(LOCAL, ("fedprox", "scaffold", *STEP)),
+    *itertools.product(STEP, ("fedprox", "staticbn", "fixbn", "fedtan", "fedtan2")),
+    *itertools.product(("fedprox",), ("scaffold", "staticbn", "fixbn", "fedtan", "fedtan2")),
+    *itertools.product(("scaffold",), ("staticbn", "fixbn")),
+    ("mtfl", "fixbn"),
+]
+MORE = [
+    ("mtfl", "fixbn", "fedprox"),
+    ("fedbn", "fedprox", "fedadam"),
+    ("fixbn", "scaffold", "fedprox"),
+    ("mtfl", "fixbn", "fedyogi", "fedprox"),
+    *((name, "agc") for name in ("fedprox", "scaffold", "fixbn", "fedbn", "fedadam", "staticbn")),
+]
+
+
+class Reference:
+    """A federation of full local batches, each method one ``if`` of a plain loop."""
+
+    def __init__(self, methods: Sequence[str], make: Any, datasets: Sequence[Any]) -> None:
+        self.has = set(methods)
+        self.make, self.datasets = make, datasets
+        model = make()
+        parts = split_state(model)
+        self.statistics, self.counters = set(parts.statistics), set(parts.counters)
+        self.trainable = [name for name, _ in model.named_parameters()]
+        kept = {"fedbn": parts.affine + parts.statistics + parts.counters, "mtfl": parts.affine}
+        kept["silobn"] = parts.statistics + parts.counters
+        self.local = {name for method in self.has & set(kept) for name in kept[method]}
+        self.state = {name: value.clone() for name, value in model.state_dict().items()}
+        self.own = [{name: self.state[name].clone() for name in self.local} for _ in datasets]
+        shared = [name for name in self.trainable if name not in self.local]
+        self.c = {name: torch.zeros_like(self.state[name]) for name in shared}
+        self.c_own = [{name: value.clone() for name, value in self.c.items()} for _ in datasets]
+        self.m = {name: torch.zeros_like(value) for name, value in self.state.items() if value.is_floating_point()}
+        self.v = {name: value.clone() for name, value in self.m.items()}
+
+    def round(self, t: int, chosen: Sequence[int]) -> None:
+        frozen = bool(self.has & {"fixbn", "fedtan2"}) and t > T_STAR
+        synchronised = bool(self.has & {"fedtan", "fedtan2"}) and not frozen
+        clients = [self.make().train() for _ in chosen]
+        starts = [{**self.state, **self.own[i]} for i in chosen]
+        for client, start in zip(clients, starts, strict=True):
+            client.load_state_dict(start)
+            for layer in (module for module in client.modules() if isinstance(module, _BatchNorm) and frozen):
+                layer.eval()
+        total = sum(len(self.datasets[i]) for i in chosen)
+        p = [len(self.datasets[i]) / total for i in chosen]
+        for step in range(STEPS):
+            if synchronised and step == 0:
+                gradients = self.synchronised(clients, chosen, p)
+            else:
+                gradients = [self.gradients(*one) for one in zip(clients, chosen, starts, strict=True)]
+            for i, client, found in zip(chosen, clients, gradients, strict=True):
+                for name, parameter in client.named_parameters():
+                    g = found[name]
+                    if "scaffold" in self.has and name in self.c:
+                        g = g - self.c_own[i][name] + self.c[name]
+                    parameter.data -= RATE * g
+        ends = [{name: value.clone() for name, value in client.state_dict().items()} for client in clients]
+        self.aggregate(t, frozen, chosen, p, starts, ends)
+
+    def gradients(self, client: nn.Module, i: int, start: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss = F.cross_entropy(client(self.datasets[i].inputs), self.datasets[i].targets)
+        if "fedprox" in self.has:
+            loss = loss + MU / 2 * sum(((q - start[n]) ** 2).sum() for n, q in client.named_parameters())
+        found = torch.autograd.grad(loss, list(client.parameters()))
+        gradients = dict(zip(self.trainable, found, strict=True))
+        if "agc" in self.has:
+            for name, q in [*client.named_parameters()][:-2]:  # not the classifier's weight and bias
+                units = (
+                    zip(gradients[name], q.detach(), strict=True) if q.dim() > 1 else [(gradients[name], q.detach())]
+                )
+                for g, w in units:
+                    allowed = AGC * max(float(w.norm()), 1e-3)
+                    if float(g.norm()) > allowed:
+                        g *= allowed / g.norm()
+        return gradients
+
+    def synchronised(self, clients: Sequence[nn.Module], chosen: Sequence[int], p: Sequence[float]) -> list[Any]:
+        """The step of the union, for Linear, BatchNorm, ReLU, Linear: one graph over all clients' parameters."""
+        hidden = [client[0](self.datasets[i].inputs) for client, i in zip(clients, chosen, strict=True)]
+        mean = sum(w * h.mean(0) for w, h in zip(p, hidden, strict=True))
+        var = sum(w * ((h - mean) ** 2).mean(0) for w, h in zip(p, hidden, strict=True))
+        loss, size = torch.zeros(()).double(), sum(len(h) for h in hidden)
+        for w, client, i, h in zip(p, clients, chosen, hidden, strict=True):
+            layer = client[1]
+            y = layer.weight * (h - mean) / (var + layer.eps).sqrt() + layer.bias
+            loss = loss + w * F.cross_entropy(client[3](y.relu()), self.datasets[i].targets)
+            with torch.no_grad():
+                layer.running_mean.mul_(0.9).add_(0.1 * mean)
+                layer.running_var.mul_(0.9).add_(0.1 * var * size / (size - 1))
+                layer.num_batches_tracked += 1
+        found = []
+        for w, client in zip(p, clients, strict=True):
+            gradients = torch.autograd.grad(loss, list(client.parameters()), retain_graph=True)
+            found.append({name: g / w for name, g in zip(self.trainable, gradients, strict=True)})
+        return found
+
+    def aggregate(self, t: int, frozen: bool, chosen: Any, p: Any, starts: Any, ends: Any) -> None:
+        before = {name: value.clone() for name, value in self.state.items()}
+        for i, end in zip(chosen, ends, strict=True):
+            self.own[i] = {name: end[name] for name in self.local}
+        for name in self.state.keys() - self.local:
+            values = [end[name] for end in ends]
+            if name in self.counters:
+                self.state[name] = torch.stack(values).max()
+            else:
+                self.state[name] = sum(w * value for w, value in zip(p, values, strict=True))
+            if name in self.statistics | self.counters:
+                if frozen or "staticbn" in self.has:
+                    self.state[name] = before[name]
+            elif self.has & set(STEP):
+                self.state[name] = self.server_step(t, name, before[name], self.state[name])
+        if "scaffold" not in self.has:
+            return
+        mean_change = {name: torch.zeros_like(value) for name, value in self.c.items()}
+        for name in self.c:
+            moves = [(end[name] - start[name]) / len(chosen) for start, end in zip(starts, ends, strict=True)]
+            self.state[name] = before[name] + SERVER_RATE * sum(moves)
+            for i, start, end in zip(chosen, starts, ends, strict=True):
+                new = self.c_own[i][name] - self.c[name] + (start[name] - end[name]) / (STEPS * RATE)
+                mean_change[name] += (new - self.c_own[i][name]) / len(chosen)
+                self.c_own[i][name] = new
+        self.c = {name: value + len(chosen) / len(SIZES) * mean_change[name] for name, value in self.c.items()}
+
+    def server_step(self, t: int, name: str, x: Tensor, mean: Tensor) -> Tensor:
+        delta = mean - x
+        if "fedavgm" in self.has:
+            self.m[name] = MOMENTUM * self.m[name] + delta
+            return x + SERVER_RATE * self.m[name]
+        beta_1 = 0.0 if "fedadagrad" in self.has else BETA_1
+        self.m[name] = beta_1 * self.m[name] + (1 - beta_1) * delta
+        rate, v, square = ETA, self.v[name], delta**2
+        if "fedadagrad" in self.has:
+            v = v + square
+        elif "fedadam" in self.has:
+            v = BETA_2 * v + (1 - BETA_2) * square
+            rate = ETA * (1 - BETA_2 ** (t + 1)) ** 0.5 / (1 - BETA_1 ** (t + 1))
+        else:
+            v = v - (1 - BETA_2) * square * (v - square).sign()
+        self.v[name] = v
+        return x + rate * self.m[name] / (v.sqrt() + TAU)
+
+
+def equals_the_reference(methods: Sequence[str], make: Any, datasets: Sequence[Any], federate: Any) -> None:
+    names = [name for name in methods if name != "agc"]
+    settings = {key: value for name in names for key, value in SETTINGS.get(name, {}).items()}
+    settings |= {"agc": AGC} if "agc" in methods else {}
+    strategy = combined(*(STRATEGIES[name] for name in names))(
+        fraction_train=0.5, min_train_nodes=2, seed=3, **settings
+    )
+    run = federate(strategy, make, datasets, rounds=ROUNDS, rate=RATE, batch_size=0, local_steps=STEPS)
+    reference = Reference(methods, make, datasets)
+    for report in strategy.reports:
+        assert report.rejected == {}
+        assert len(report.participants) == 2
+        reference.round(report.server_round, report.participants)
+    got = tensors({name: a for name, a in run.state.items() if name not in reference.local})
+    for name, value in got.items():
+        if not (name in reference.statistics and strategy.reestimates):  # those are re-estimated for the tests
+            torch.testing.assert_close(value, reference.state[name], rtol=1e-9, atol=1e-11, msg=name)
+    trained = {client for report in strategy.reports for client in report.participants}
+    for client in trained if reference.local else ():
+        for name, value in tensors(run.local_state(client)).items():
+            torch.testing.assert_close(value, reference.own[client][name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("methods", [*LAWFUL, *MORE], ids="+".join)
+def test_a_combination_equals_a_slow_reference(methods: Sequence[str], federate, datasets, mlp) -> None:
+    """Four rounds of two steps, two of four uneven clients a round; every entry, those kept by the clients too."""
+    equals_the_reference(methods, mlp, datasets, federate)
+
+
+@pytest.mark.parametrize(
+    "methods", [("fixbn", "fedprox"), ("fixbn", "scaffold"), ("mtfl", "fedadam"), ("fedbn", "fedavgm")], ids="+".join
+)
+def test_a_combination_equals_a_slow_reference_on_torchvisions_shufflenet(
+    methods: Sequence[str], federate, points, torchvision_net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "RATE", 1e-3)
+    datasets = [points(size, client, (3, 40, 40)) for client, size in enumerate((6, 9, 7, 8))]
+    equals_the_reference(methods, torchvision_net, datasets, federate)
+
+
+@pytest.mark.parametrize("pair", itertools.combinations(STRATEGIES, 2), ids="+".join)
+def test_every_other_pair_is_refused_with_the_reason(pair: tuple[str, str]) -> None:
+    first, second = (STRATEGIES[name] for name in pair)
+    if "fedavg" in pair:
+        assert combined(first, second) is second
+    elif {*map(frozenset, LAWFUL)} >= {frozenset(pair)}:
+        assert (
+            combined(first, second) is combined(second, first)
+            or combined(second, first).__mro__[1:] == (combined(first, second).__mro__[1:])
+        )
+    else:
+        with pytest.raises(ConfigError, match=f"{first.name} and {second.name} cannot be combined: .{{20,}}"):
+            combined(first, second)
+
+
+def test_a_combination_has_the_settings_of_its_methods() -> None:
+    strategy = combined(FixBN, FedProx)(freeze_at=5, proximal_mu=0.1, fraction_train=0.5)
+    assert (strategy.params.freeze_at, strategy.params.proximal_mu, strategy.fraction_train) == (5, 0.1, 0.5)
+    assert (strategy.name, type(strategy).__name__) == ("fedprox+fixbn", "FedProxAndFixBN")
+    with pytest.raises(ConfigError, match="eta"):
+        combined(FixBN, FedProx)(eta=0.1)
+
+
+def test_the_own_subclass_of_a_method_can_be_combined() -> None:
+    class Mine(FedBN):
+        name = "mine"
+
+    assert combined(FedAdam, Mine).__mro__[1:3] == (Mine, FedBN)
+    assert combined(Mine) is Mine
+    assert combined(FedAvg) is FedAvg
