@@ -21,6 +21,9 @@ SIZES = (6, 14, 10, 8)
 ROUNDS, STEPS, RATE, T_STAR = 4, 2, 0.1, 2
 MU, AGC, SERVER_RATE, MOMENTUM, ETA, TAU, BETA_1, BETA_2 = 0.3, 0.05, 0.7, 0.8, 0.07, 2e-3, 0.85, 0.95
 SETTINGS: dict[str, dict[str, Any]] = {
+    "agc": {"agc": AGC},
+    "affine": {"freeze_affine": True},
+    "affine-only": {"freeze_affine": True, "freeze_statistics": False},
     "fedprox": {"proximal_mu": MU},
     "scaffold": {"server_learning_rate": SERVER_RATE},
     "fixbn": {"freeze_at": T_STAR},
@@ -44,6 +47,10 @@ MORE = [
     ("fedbn", "fedprox", "fedadam"),
     ("fixbn", "scaffold", "fedprox"),
     ("mtfl", "fixbn", "fedyogi", "fedprox"),
+    ("fixbn", "affine", "fedadam"),
+    ("fixbn", "affine-only"),
+    ("fixbn", "affine-only", "fedavgm"),
+    ("mtfl", "fixbn", "affine"),
     *((name, "agc") for name in ("fedprox", "scaffold", "fixbn", "fedbn", "fedadam", "staticbn")),
 ]
 
@@ -56,7 +63,7 @@ class Reference:
         self.make, self.datasets = make, datasets
         model = make()
         parts = split_state(model)
-        self.statistics, self.counters = set(parts.statistics), set(parts.counters)
+        self.statistics, self.counters, self.affine = map(set, (parts.statistics, parts.counters, parts.affine))
         self.trainable = [name for name, _ in model.named_parameters()]
         kept = {"fedbn": parts.affine + parts.statistics + parts.counters, "mtfl": parts.affine}
         kept["silobn"] = parts.statistics + parts.counters
@@ -71,13 +78,15 @@ class Reference:
 
     def round(self, t: int, chosen: Sequence[int]) -> None:
         frozen = bool(self.has & {"fixbn", "fedtan2"}) and t > T_STAR
+        fixed = self.affine if frozen and self.has & {"affine", "affine-only"} else set()
         synchronised = bool(self.has & {"fedtan", "fedtan2"}) and not frozen
         clients = [self.make().train() for _ in chosen]
         starts = [{**self.state, **self.own[i]} for i in chosen]
         for client, start in zip(clients, starts, strict=True):
             client.load_state_dict(start)
-            for layer in (module for module in client.modules() if isinstance(module, _BatchNorm) and frozen):
-                layer.eval()
+            for layer in client.modules():
+                if isinstance(layer, _BatchNorm) and frozen and "affine-only" not in self.has:
+                    layer.eval()
         total = sum(len(self.datasets[i]) for i in chosen)
         p = [len(self.datasets[i]) / total for i in chosen]
         for step in range(STEPS):
@@ -86,13 +95,15 @@ class Reference:
             else:
                 gradients = [self.gradients(*one) for one in zip(clients, chosen, starts, strict=True)]
             for i, client, found in zip(chosen, clients, gradients, strict=True):
-                for name, parameter in client.named_parameters():
+                for name, parameter in [(n, q) for n, q in client.named_parameters() if n not in fixed]:
                     g = found[name]
                     if "scaffold" in self.has and name in self.c:
                         g = g - self.c_own[i][name] + self.c[name]
                     parameter.data -= RATE * g
         ends = [{name: value.clone() for name, value in client.state_dict().items()} for client in clients]
-        self.aggregate(t, frozen, chosen, p, starts, ends)
+        still = (frozen and "affine-only" not in self.has) or "staticbn" in self.has
+        fixed = fixed | (self.statistics | self.counters if still else set())
+        self.aggregate(t, fixed, chosen, p, starts, ends)
 
     def gradients(self, client: nn.Module, i: int, start: dict[str, Tensor]) -> dict[str, Tensor]:
         loss = F.cross_entropy(client(self.datasets[i].inputs), self.datasets[i].targets)
@@ -131,7 +142,7 @@ class Reference:
             found.append({name: g / w for name, g in zip(self.trainable, gradients, strict=True)})
         return found
 
-    def aggregate(self, t: int, frozen: bool, chosen: Any, p: Any, starts: Any, ends: Any) -> None:
+    def aggregate(self, t: int, fixed: set[str], chosen: Any, p: Any, starts: Any, ends: Any) -> None:
         before = {name: value.clone() for name, value in self.state.items()}
         for i, end in zip(chosen, ends, strict=True):
             self.own[i] = {name: end[name] for name in self.local}
@@ -141,10 +152,9 @@ class Reference:
                 self.state[name] = torch.stack(values).max()
             else:
                 self.state[name] = sum(w * value for w, value in zip(p, values, strict=True))
-            if name in self.statistics | self.counters:
-                if frozen or "staticbn" in self.has:
-                    self.state[name] = before[name]
-            elif self.has & set(STEP):
+            if name in fixed:
+                self.state[name] = before[name]
+            elif self.has & set(STEP) and name not in self.statistics | self.counters:
                 self.state[name] = self.server_step(t, name, before[name], self.state[name])
         if "scaffold" not in self.has:
             return
@@ -178,10 +188,8 @@ class Reference:
 
 
 def equals_the_reference(methods: Sequence[str], make: Any, datasets: Sequence[Any], federate: Any) -> None:
-    names = [name for name in methods if name != "agc"]
-    settings = {key: value for name in names for key, value in SETTINGS.get(name, {}).items()}
-    settings |= {"agc": AGC} if "agc" in methods else {}
-    strategy = combined(*(STRATEGIES[name] for name in names))(
+    settings = {key: value for name in methods for key, value in SETTINGS.get(name, {}).items()}
+    strategy = combined(*(STRATEGIES[name] for name in methods if name in STRATEGIES))(
         fraction_train=0.5, min_train_nodes=2, seed=3, **settings
     )
     run = federate(strategy, make, datasets, rounds=ROUNDS, rate=RATE, batch_size=0, local_steps=STEPS)
