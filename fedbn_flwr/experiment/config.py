@@ -20,7 +20,7 @@ from fedbn_flwr.data import DATASETS, PARTITIONS, Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
-from fedbn_flwr.models import MODELS, model_info
+from fedbn_flwr.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
@@ -283,13 +283,18 @@ class Config(_MethodSettings):
 
     def _unused(self) -> dict[str, str]:
         """Return the keys outside the method's settings that have no effect under the other keys."""
+        info = DATASETS[self.dataset]
+        _, size = input_shape(self.model, info.channels, self.image_size or info.size)
         conditions: dict[str, tuple[bool, str]] = {
             "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),
             "wsconv_gain": (self.norm == "wsconv", "it is for norm=wsconv"),
             "activation": (self.norm == "wsconv", "it is for norm=wsconv"),
             "renorm_rmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "renorm_dmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
-            "partition_alpha": (self.partition == "dirichlet", "it is for partition=dirichlet"),
+            "bn_momentum": (self.norm.startswith("batch"), "it is for norm=batch and batch-renorm"),
+            "image_size": (self.image_size in (0, size), f"model={self.model} takes images of {size} pixels"),
+            "data_dir": (bool(info.files), f"dataset={self.dataset} needs no files"),
+            "partition_alpha": (self.partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
             "classes_per_client": (self.partition == "classes", "it is for partition=classes"),
             "num_shards": ("shards" in self.partition, "it is for partition=shards and unbalanced-shards"),
             "shards_per_client": ("shards" in self.partition, "it is for partition=shards and unbalanced-shards"),

@@ -209,7 +209,7 @@ class Method(FlowerFedAvg, Generic[P]):
         lines = [
             f"{name}={getattr(self.params, name)!r} has no effect: {use}"
             for name, use in self.unused(self.params, run).items()
-            if getattr(self.params, name) != fields[name].default
+            if name in fields and getattr(self.params, name) != fields[name].default
         ]
         if lines:
             raise ConfigError("\n".join(lines))
@@ -227,7 +227,10 @@ class Method(FlowerFedAvg, Generic[P]):
     @classmethod
     @abstractmethod
     def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
-        """Return the settings that have no effect under the other settings, by name, each with what it needs."""
+        """Return the settings that have no effect under the other settings, by name, each with what it needs.
+
+        They are fields of ``Params``, or config keys of local training (with ``_``).
+        """
 
     @classmethod
     @abstractmethod

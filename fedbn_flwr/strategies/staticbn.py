@@ -107,7 +107,8 @@ class StaticBN(FedAvg[FedAvgParams]):
     @classmethod
     def unused(cls, params: FedAvgParams, run: RunSettings) -> dict[str, str]:
         """Return the settings of what staticbn does by itself."""
-        found = {"variance": "staticbn averages no running variances", "recalibrate": "staticbn always re-estimates"}
+        found = dict.fromkeys(("variance", "bn_momentum"), "staticbn tracks no running variances in training")
+        found["recalibrate"] = "staticbn always re-estimates"
         return super().unused(params, run) | found
 
     @classmethod

@@ -1,0 +1,184 @@
+"""Set every config key to another value under every strategy: it must change the result, or be refused.
+
+    python benchmarks/every_key.py                       # all of them, 20 minutes on two cores; prints a table
+    python benchmarks/every_key.py --key agc --key seed  # some keys
+
+Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the settings that it needs
+(``norm-groups`` beside ``norm=group``), and once alone. It acts if the final SHA-256 or a figure of ``metrics.jsonl``
+changes, seconds left out. Keys that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
+its effect. The exit code is 1 where a key does nothing without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.strategies import STRATEGIES
+
+BASE: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 4, "local-steps": 2, "batch-size": 8}
+BASE |= {"learning-rate": 0.2}
+OWN: dict[str, dict[str, Any]] = {
+    "fedwon": {"norm": "wsconv", "model": "lenet"},
+    "fixbn": {"freeze-at": 2},
+    "fedtan2": {"fedtan-rounds": 2},
+}
+AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
+
+# Each key: another value, and the settings that it needs.
+KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "norm": ("group", {}),
+    "norm-groups": (1, {"norm": "group"}),
+    "wsconv-gain": (False, {"norm": "wsconv", "model": "lenet"}),
+    "activation": ("identity", {"norm": "wsconv", "model": "lenet"}),
+    "renorm-rmax": (300.0, {"norm": "batch-renorm"}),
+    "renorm-dmax": (500.0, {"norm": "batch-renorm"}),
+    "model": ("digits-cnn", {}),
+    "num-classes": (12, {}),
+    "dataset": ("digits-domains", {"model": "lenet"}),
+    "image-size": (80, {"model": "alexnet-bn-small"}),
+    "partition": ("iid", {}),
+    "partition-alpha": (9.0, {"partition": "dirichlet"}),
+    "num-shards": (30, {"partition": "unbalanced-shards"}),
+    "shards-per-client": (1, {"partition": "shards"}),
+    "domain-share": (0.5, {"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "model": "lenet"}),
+    "classes-per-client": (3, {}),
+    "num-clients": (4, {}),
+    "num-server-rounds": (5, {}),
+    "fraction-train": (0.5, {}),
+    "fraction-evaluate": (0.5, {"eval-on": "personal-own"}),
+    "eval-every": (2, {}),
+    "eval-on": ("personal-own,personal-global", {}),
+    "seed": (1, {}),
+    "local-steps": (3, {}),
+    "local-epochs": (2, {"local-steps": 0}),
+    "batch-size": (4, {}),
+    "sampling": ("without-replacement", {}),
+    "augment": ("crop2", {}),
+    "learning-rate": (0.1, {}),
+    "lr-decay-at": ("1", {}),
+    "lr-decay-factor": ("0.5", {"lr-decay-at": "1"}),
+    "sgd-momentum": (0.9, {}),
+    "momentum-scope": ("local", {"sgd-momentum": 0.9}),
+    "weight-decay": (0.01, {}),
+    "bn-momentum": (0.5, {}),
+    "agc": (0.01, {}),
+    "amp": (True, {}),
+    "variance": ("pooled", {}),
+    "recalibrate": (True, {}),
+    "freeze-at": (1, {}),
+    "freeze-affine": (True, {}),
+    "freeze-statistics": (False, {"freeze-affine": True}),
+    "freeze-window": (3, {**AUTO, "freeze-window": 2}),
+    "freeze-tau": (1e-30, {**AUTO, "freeze-window": 2}),
+    "freeze-rule": ("clients", {**AUTO, "freeze-window": 2, "fraction-train": 0.5}),
+    "local-part": ("silobn", {}),
+    "client-hooks": ("fedprox", {}),
+    "server-step": ("fedavgm", {}),
+    "proximal-mu": (0.5, {"fedbs-eps": 99.0, "fedbs-rounds": 1}),
+    "server-learning-rate": (0.5, {}),
+    "server-momentum": (0.5, {}),
+    "eta": (0.05, {}),
+    "beta-1": (0.5, {}),
+    "beta-2": (0.5, {}),
+    "tau": (0.1, {}),
+    "fedtan-rounds": (1, {}),
+    "fedtan-exchanges": ("2L+1", {}),
+    "fedbs-eps": (99.0, {"fedbs-rounds": 1}),
+    "fedbs-rounds": (1, {"fedbs-eps": 99.0}),
+}
+ELSEWHERE = {
+    "strategy": "tests/strategies/test_combinations.py",
+    "data-dir": "tests/data/test_loading.py",
+    "min-replies": "tests/server/test_bad_replies.py",
+    "round-timeout": "tests/server/test_bad_replies.py",
+    "device": "tests/experiment/test_setup.py",
+    "torch-threads": "tests/engines/test_in_process.py",
+    "fedtan-transport": "tests/strategies/test_fedtan_law.py",
+    "fedtan-timeout": "tests/strategies/test_fedtan_dropouts.py",
+    "fedtan-bind": "tests/transport/test_grpc_channel.py",
+    "fedtan-address": "tests/transport/test_grpc_channel.py",
+    "fedtan-tls-dir": "tests/transport/test_grpc_channel.py",
+    "on-divergence": "tests/experiment/test_divergence.py",
+    "out": "tests/experiment/test_output.py",
+    "tensorboard": "tests/experiment/test_output.py",
+    "checkpoint-every": "tests/experiment/test_checkpoint.py",
+    "state-dir": "tests/client/test_state_folder.py",
+    "series": "tests/client/test_state_folder.py",
+    "resume": "tests/experiment/test_resume.py",
+}
+
+
+def result(settings: Mapping[str, Any]) -> Any:
+    """Return the SHA-256 and the figures of a run, or the error with which it is refused."""
+    return _result(json.dumps(settings, sort_keys=True))
+
+
+@functools.cache
+def _result(settings: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            summary = run(Config.make(json.loads(settings)), Path(folder) / "out")
+        except FedBNError as error:
+            return error
+        lines = read_metrics(Path(folder) / "out" / "metrics.jsonl")
+    figures = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    return {"sha256": summary["sha256"], "figures": figures}
+
+
+def effect(strategy: str, key: str) -> tuple[str, str]:
+    """Return the effect of a key, beside what it needs and alone: "acts", "refused", or "" for no effect."""
+    value, needs = KEYS[key]
+    start = {**BASE, "strategy": strategy, **OWN.get(strategy, {})}
+    return _compared(_shared(needs, start), key, value), _compared(start, key, value)
+
+
+def _shared(needs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with what a key needs; keys that the strategy does not have are left out."""
+    try:
+        _, dropped = Config.make_of_shared(needs, {key: v for key, v in start.items() if key not in needs})
+    except FedBNError:
+        dropped = {}
+    return {**start, **{name: v for name, v in needs.items() if name not in dropped}}
+
+
+def _compared(settings: Mapping[str, Any], key: str, value: Any) -> str:
+    before, after = result(settings), result({**settings, key: value})
+    if isinstance(after, FedBNError):
+        return "refused"
+    return "acts" if after != before else ""
+
+
+def main(
+    key: Annotated[list[str] | None, typer.Option(help="A key; all of them by default.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="A strategy; all of them by default.")] = None,
+) -> None:
+    """Print the table; exit with 1 where a key does nothing without a word."""
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    strategies = strategy or list(STRATEGIES)
+    print("| key | " + " | ".join(strategies) + " |")
+    print("|---" * (1 + len(strategies)) + "|")
+    silent = []
+    for name in key or KEYS:
+        cells = []
+        for method in strategies:
+            beside, alone = effect(method, name)
+            silent += [(method, name)] * (not beside or not alone)
+            cells.append(f"{beside or 'NOTHING'}" + ("" if alone == beside else f", alone {alone or 'NOTHING'}"))
+        print(f"| `{name}` | " + " | ".join(cells) + " |", flush=True)
+    raise typer.Exit(int(bool(silent)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
