@@ -21,6 +21,7 @@ from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
+from fedbn_flwr.experiment.yaml_file import read_yaml
 
 __all__ = ["RunFolder", "lock_folder", "read_metrics", "versions"]
 
@@ -116,7 +117,7 @@ class RunFolder:
     def num_clients(path: Path) -> int:
         """Return the number of clients with which the folder's run began; 0 without a run."""
         config = path / "config.yaml"
-        content = yaml.safe_load(config.read_text()) if config.is_file() else None
+        content = read_yaml(config, "config") if config.is_file() else None
         return int(content.get("num-clients", 0)) if isinstance(content, dict) else 0
 
     def _cut_back(self, after: int) -> None:

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn_flwr.checked_file import write_atomically
@@ -43,6 +42,7 @@ from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_r
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
+from fedbn_flwr.experiment.yaml_file import read_yaml
 
 __all__ = ["Cell", "Study", "sweep"]
 
@@ -75,13 +75,11 @@ class Study(BaseModel):
         Raises:
             ConfigError: all problems, each with the name of the run.
         """
+        read = read_yaml(path, "study")
         try:
-            read = yaml.safe_load(path.read_text())
-            if overrides and isinstance(read, dict):
-                read["base"] = {**(read.get("base") or {}), **read_overrides(overrides)}
+            if overrides and isinstance(read, dict) and isinstance(base := read.get("base") or {}, dict):
+                read["base"] = {**base, **read_overrides(overrides)}
             study = cls.model_validate(read)
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"study {path}: {error}") from error
         except ValidationError as error:
             lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error

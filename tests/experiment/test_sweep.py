@@ -71,6 +71,8 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
         (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
         ((TEXT, "- a"), "study .*study.yaml"),
         ((TEXT, "a: ["), "study .*study.yaml"),
+        (("name: small", "name: small\nname: large"), "study .*study.yaml: line 3: 'name' is also in line 2"),
+        (("strategy: fedavg}", "strategy: fedavg}\n  FedAvg: {}"), "line 6: 'FedAvg' is also in line 5"),
     ],
 )
 def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
