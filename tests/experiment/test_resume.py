@@ -28,15 +28,19 @@ from fedbn_flwr.strategies import STRATEGIES
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
     **{"num-clients": 3, "num-server-rounds": ROUNDS, "local-steps": 2, "batch-size": 8, "learning-rate": 0.2},
-    **{"checkpoint-every": 2, "eval-every": 3, "variance": "pooled", "fedbs-rounds": 2, "fedbs-eps": 9.0},
+    **{"checkpoint-every": 2, "eval-every": 3},
 }
-NEEDS = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
-AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-window": 4, "freeze-tau": 1e9}  # frozen after round 4
+NEEDS = {
+    "fedavg": {"variance": "pooled"},
+    "fedbs": {"fedbs-rounds": 2, "fedbs-eps": 9.0},
+    "fedwon": {"norm": "wsconv", "model": "lenet"},
+}
+AUTO = {"freeze-window": 4, "freeze-tau": 1e9}  # frozen after round 4
 MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "local"}
 CASES = {
     **{name: {"strategy": name, **NEEDS.get(name, {})} for name in STRATEGIES},
-    "fixbn, auto": {"strategy": "fixbn", **AUTO},
-    "fedtan2, auto": {"strategy": "fedtan2", **AUTO},
+    "fixbn, auto": {"strategy": "fixbn", "freeze-at": "auto", **AUTO},
+    "fedtan2, auto": {"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO},
     "local momentum": {"strategy": "fedavg", **MOMENTUM},
     "local momentum beside local parts": {"strategy": "fedbn", **MOMENTUM},
     "global momentum": {"strategy": "silobn", **MOMENTUM, "momentum-scope": "global"},
@@ -164,7 +168,7 @@ def test_a_used_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is in use"):
         start(tmp_path / "other", resume=True)
     with pytest.raises(ConfigError, match="strategy=centralized writes no checkpoints"):
-        start(tmp_path / "new", resume=True, strategy=CENTRALIZED)
+        start(tmp_path / "new", resume=True, strategy=CENTRALIZED, **{"checkpoint-every": 10})
 
 
 def test_a_history_shortened_by_hand_is_refused(tmp_path: Path) -> None:
@@ -183,7 +187,7 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     start(tmp_path, resume=True)
     (tmp_path / "reference").mkdir()
     with lock_folder(tmp_path / "reference"), pytest.raises(ConfigError, match="another process is still writing"):
-        start(tmp_path / "reference", strategy=CENTRALIZED)
+        start(tmp_path / "reference", strategy=CENTRALIZED, **{"checkpoint-every": 10})
 
 
 def test_an_incomplete_first_line_is_gone_after_a_resume(tmp_path: Path) -> None:
