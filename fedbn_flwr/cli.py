@@ -49,12 +49,25 @@ class Kind(StrEnum):
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Turn errors into exit codes: 2 for bad usage, config or data, 1 for a failed run."""
+    """Turn errors into exit codes: 2 for bad usage, config or data, 1 for a failed run, 130 for Ctrl-C."""
     try:
         yield
+    except KeyboardInterrupt as error:  # its argument says what is saved
+        text = " ".join(["interrupted.", *map(str, error.args)]) if any(error.args) else "interrupted"
+        complaints.print(text, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from error
     except FedBNError as error:
         complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError)) else 1) from error
+
+
+@contextmanager
+def _interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
+    """Add to a Ctrl-C what is saved and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(what_is_saved()) from error
 
 
 @app.command(epilog="Example: fedbn-flwr run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
@@ -66,6 +79,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
+    from fedbn_flwr.experiment.checkpoint import after_interrupt
     from fedbn_flwr.experiment.config import Config
     from fedbn_flwr.experiment.run import preflight
     from fedbn_flwr.experiment.run import run as launch
@@ -77,7 +91,11 @@ def run(
         settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.strategy}")
         preflight(settings, folder)
-        with _progress(settings.num_server_rounds, settings.strategy) as advance:
+        options = "" if engine is Engine.in_process else f" --engine {engine.value}"
+        with (
+            _interrupt(lambda: after_interrupt(folder, options)),
+            _progress(settings.num_server_rounds, settings.strategy) as advance,
+        ):
             summary = launch(settings, folder, engine.value, advance)
         console.print(_summary_table({settings.strategy: summary}))
         console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
@@ -117,14 +135,22 @@ def sweep(
     engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write a table with mean and standard deviation."""
-    from fedbn_flwr.experiment.sweep import Study
+    from fedbn_flwr.experiment.sweep import Study, finished
     from fedbn_flwr.experiment.sweep import sweep as launch
 
     with _exit_codes():
         _quiet_flower()
         grid = Study.load(study, set_ or [])
-        total = sum(1 for _ in grid.cells())
-        with _progress(total, grid.name) as follow:
+        folders = [cell.folder(out) for cell in grid.cells()]
+        total = len(folders)
+
+        def saved() -> str:
+            return (
+                f"Finished in {out}: {sum(map(finished, folders))} of {total} runs.\nThe same command goes on with the "
+                "others, and with an unfinished run from its last checkpoint."
+            )
+
+        with _interrupt(saved), _progress(total, grid.name) as follow:
             table = launch(grid, out, engine.value, lambda cell, index, _: follow.cell(cell.name, index))
             follow.cell("done", total)
         console.print(table, markup=False, highlight=False, soft_wrap=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedbn_flwr.cli import Engine, Kind, app
+from fedbn_flwr.cli import Engine, Kind, _Bar, app
 from fedbn_flwr.data import DATASETS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import run as run_module
@@ -245,6 +247,62 @@ def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(run_module, "run", fails)
     result = call("run", *SMALL, "--out", str(tmp_path / "out"))
     assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (1, "the federation fell over")
+
+
+def interrupt_in_round(number: int, monkeypatch) -> None:
+    """Ctrl-C while this round's line is shown."""
+
+    def pressed(line: Mapping[str, Any]) -> None:
+        if line["round"] == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Bar, "__call__", lambda self, line: pressed(line))
+    monkeypatch.setattr(_Bar, "cell", lambda self, name, index: pressed if index == 1 else None)
+
+
+def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch) -> None:
+    out = tmp_path / "my run"
+    interrupt_in_round(3, monkeypatch)
+    rounds = ["--set", "num-server-rounds=5", "--set", "num-clients=2", "--set", "local-steps=1"]
+    result = call("run", *rounds, "--set", "checkpoint-every=2", "--out", str(out))
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-2:] == [
+        f"interrupted. Saved in {out}: the results of round 3 of 5, and a checkpoint of round 2.",
+        f"Go on from there: fedbn-flwr run --out '{out}' --resume",
+    ]
+    monkeypatch.undo()
+    assert call("run", "--out", str(out), "--resume").exit_code == 0
+    assert json.loads((out / "summary.json").read_text())["resumed-after"] == [2]
+    interrupt_in_round(1, monkeypatch)
+    for settings, name in ((["--set", "checkpoint-every=0"], "bare"), (["--set", "strategy=centralized"], "reference")):
+        result = call("run", *rounds, *settings, "--out", str(tmp_path / name))
+        assert result.exit_code == 130
+        assert result.stderr.strip().splitlines()[-2:] == [
+            f"interrupted. Saved in {tmp_path / name}: the results of round 1 of 5, and no checkpoint.",
+            "It cannot be continued: start a new run in another folder.",
+        ]
+
+
+def test_an_interrupted_sweep_says_how_many_runs_are_done(tmp_path: Path, monkeypatch) -> None:
+    study = tmp_path / "study.yaml"
+    base = "{num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}"
+    study.write_text(f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy: fedbn}}}}\n")
+    interrupt_in_round(1, monkeypatch)
+    result = call("sweep", str(study), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-2:] == [
+        f"interrupted. Finished in {tmp_path / 'out'}: 1 of 2 runs.",
+        "The same command goes on with the others, and with an unfinished run from its last checkpoint.",
+    ]
+
+
+def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Config, "load", pressed)
+    result = call("partition")
+    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted")
 
 
 def test_sweep(tmp_path: Path) -> None:

@@ -125,6 +125,11 @@ def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:
 def _checked(path: Path, images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], num_classes: int) -> Samples:
     if images.dtype != np.uint8 or labels.shape != images.shape[:1]:
         raise DataError(f"{path}: {images.dtype} images {images.shape} with labels {labels.shape}; one uint8 each.")
+    if labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: labels are {labels.dtype} ({labels[:2].tolist()}, ...); integers 0 to {num_classes - 1} needed: "
+            "the class numbers, y.astype('int64')."
+        )
     if labels.size and not 0 <= labels.min() <= labels.max() < num_classes:
         raise DataError(f"{path}: labels run from {labels.min()} to {labels.max()}; 0 to {num_classes - 1} allowed.")
     return as_samples(images, labels)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,25 +20,18 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.experiment.config import RENAMED, Config
-from fedbn_flwr.experiment.output import versions
+from fedbn_flwr.experiment.output import PLACES, RunFolder, changed_settings, read_metrics, versions
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedAvg
 
-__all__ = ["Checkpoint", "CheckpointManager", "Checkpoints"]
+__all__ = ["Checkpoint", "CheckpointManager", "Checkpoints", "after_interrupt"]
 
 logger = logging.getLogger("flwr")
 
 _VERSION, _KEPT = 1, 2
 _FILE = re.compile(r"round-(\d+)\.safetensors")
-# A resume may change places of files, timeouts and how often to save; any other change would make another run.
-_FREE = frozenset(
-    (
-        *("num-server-rounds", "out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
-        "tensorboard",
-        *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
-    )
-)
+_FREE = PLACES | {"num-server-rounds"}  # a resume may change these; any other change would make another run
 
 
 @dataclass(frozen=True)
@@ -76,8 +70,7 @@ class Checkpoints:
     @property
     def rounds(self) -> list[int]:
         """The rounds of the existing checkpoints, oldest first."""
-        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+        return _rounds(self.folder)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint; keep only the last two.
@@ -132,11 +125,9 @@ class Checkpoints:
             raise StateError(f"{path} is no checkpoint of version {_VERSION}")
         saved = {RENAMED.get(key, key): value for key, value in content["config"].items()}
         now = self._config.to_mapping()
-        changed = [key for key in sorted({*saved, *now} - _FREE) if saved.get(key) != now.get(key)]
-        if changed:
-            listed = "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
+        if changed := changed_settings(saved, now, _FREE):
             raise ConfigError(
-                f"{path} belongs to a run with other settings: {listed}. A resume may only change "
+                f"{path} belongs to a run with other settings: {changed}. A resume may only change "
                 f"{', '.join(sorted(_FREE - {'out', 'resume'}))}; for other settings choose another folder."
             )
         if content["fingerprint"] != self._owner["fingerprint"]:
@@ -152,6 +143,30 @@ class Checkpoints:
 
     def _path(self, server_round: int) -> Path:
         return self.folder / f"round-{server_round:06d}.safetensors"
+
+
+def _rounds(folder: Path) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+
+
+def after_interrupt(out: Path, options: str = "") -> str:
+    """Return what the folder of an interrupted run holds, and the command that goes on; "" if nothing was written.
+
+    Args:
+        out: the run's folder.
+        options: further options of the command.
+    """
+    lines, begun_with = read_metrics(out / "metrics.jsonl"), RunFolder.settings(out).get("num-server-rounds")
+    if begun_with is None:
+        return ""
+    rounds = _rounds(out / "checkpoint")
+    results = f"the results of round {lines[-1]['round']} of {begun_with}" if lines else "no results"
+    point = f"a checkpoint of round {rounds[-1]}" if rounds else "no checkpoint"
+    go_on = f"Go on from there: fedbn-flwr run --out {shlex.quote(str(out))}{options} --resume"
+    if not rounds:
+        go_on = "It cannot be continued: start a new run in another folder."
+    return f"Saved in {out}: {results}, and {point}.\n{go_on}"
 
 
 class CheckpointManager:

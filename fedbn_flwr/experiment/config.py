@@ -19,6 +19,7 @@ from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, 
 from fedbn_flwr.data import DATASETS, PARTITIONS, Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
+from fedbn_flwr.experiment.yaml_file import UNREADABLE, read_yaml
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
@@ -396,14 +397,11 @@ class Config(_MethodSettings):
         """Return the config of a YAML file and ``key=value`` overrides (values are read as YAML).
 
         Raises:
-            ConfigError: the file is missing or is no mapping, an override has no "=", or as ``make``.
+            ConfigError: the file is missing, unreadable or no mapping, an override has no "=", or as ``make``.
         """
         values: dict[str, Any] = {}
         if path is not None:
-            try:
-                read = yaml.safe_load(path.read_text())
-            except (OSError, yaml.YAMLError) as error:
-                raise ConfigError(f"config {path}: {error}") from error
+            read = read_yaml(path, "config")
             if not isinstance(read, dict):
                 raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
             values.update(read)
@@ -434,7 +432,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
             values[key.strip()] = yaml.safe_load(value) if value.strip() else ""
-        except yaml.YAMLError as error:
+        except UNREADABLE as error:
             raise ConfigError(f"--set {override!r}: {error}") from error
     return values
 

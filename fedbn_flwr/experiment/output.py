@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +21,23 @@ from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
+from fedbn_flwr.experiment.yaml_file import read_yaml
 
-__all__ = ["RunFolder", "lock_folder", "read_metrics", "versions"]
+__all__ = ["PLACES", "RunFolder", "changed_settings", "lock_folder", "read_metrics", "versions"]
+
+PLACES = frozenset(
+    (
+        *("out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout", "tensorboard"),
+        *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
+    )
+)
+"""Keys that do not change a run's results: places of files, timeouts, and how often to save."""
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> str:
+    """Return the keys with other values, except those in ``free``, as ``KEY=VALUE, now VALUE; ...``; "" if none."""
+    changed = [key for key in sorted({*saved, *now} - {*free}) if saved.get(key) != now.get(key)]
+    return "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
 
 
 def versions() -> dict[str, str]:
@@ -44,8 +59,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def lock_folder(path: Path) -> Iterator[None]:
-    """Make and lock a run's folder, so that no other process, left from a killed command, writes to it.
+def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
+    """Make and lock the folder of a run or a study, so that no other process, such as that of a killed command, writes.
 
     Raises:
         ConfigError: another process has the lock, or the folder cannot be made.
@@ -59,7 +74,9 @@ def lock_folder(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"out={str(path)!r}: another process is still writing this run. End it first.") from None
+            raise ConfigError(
+                f"out={str(path)!r}: another process is still writing this {what}. End it first."
+            ) from None
         yield
     finally:
         os.close(handle)
@@ -113,11 +130,22 @@ class RunFolder:
         return bool(names)
 
     @staticmethod
-    def num_clients(path: Path) -> int:
-        """Return the number of clients with which the folder's run began; 0 without a run."""
+    def settings(path: Path) -> dict[str, Any]:
+        """Return the ``config.yaml`` of the folder's run; empty without a run."""
         config = path / "config.yaml"
-        content = yaml.safe_load(config.read_text()) if config.is_file() else None
-        return int(content.get("num-clients", 0)) if isinstance(content, dict) else 0
+        content = read_yaml(config, "config") if config.is_file() else None
+        return content if isinstance(content, dict) else {}
+
+    @staticmethod
+    def refuse_shorter(path: Path, num_rounds: int) -> None:
+        """Raise ConfigError if the folder's run has more rounds than ``num_rounds``: they would be removed."""
+        begun_with = int(RunFolder.settings(path).get("num-server-rounds", 0))
+        if num_rounds < begun_with:
+            raise ConfigError(
+                f"num-server-rounds={num_rounds} is below the {begun_with} of the run in out={str(path)!r}: a resume "
+                f"may lengthen a run, never shorten it. Set {begun_with} or more, or choose another folder for a new "
+                "run."
+            )
 
     def _cut_back(self, after: int) -> None:
         """Remove the rounds after ``after`` from ``metrics.jsonl``: they are repeated."""

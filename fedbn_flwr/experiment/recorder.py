@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -40,6 +40,8 @@ GLOBAL_TESTS |= {name: f"test-{name}" for name in _COMPLETED}
 
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
+_WHAT_MEAN = " (mean over clients)"
+
 
 class Recorder:
     """Tests the global model if ``eval-on`` asks for it, and writes a line for each round."""
@@ -58,6 +60,8 @@ class Recorder:
         self._test, self._task = (data.test_view() if data else None), DATASETS[config.dataset].task
         self._domains = data.domain_views() if data else {}
         self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))} if data else {}
+        lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
+        self._trained = {str(client) for line in lines for client in line["participants"]}
         self._clock = time.monotonic()
 
     def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -77,7 +81,8 @@ class Recorder:
                 line[key] = report.metrics[key]
         if self._due(report.server_round):
             line |= self._tested(state)
-        line |= _personal(report)
+        self._trained |= {str(client) for client in report.participants}
+        line |= _personal(report, self._trained)
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
         clients = report.clients.values() or [report.metrics]
         line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
@@ -87,6 +92,8 @@ class Recorder:
             line |= _moved(report.evaluate, "evaluation-")
         if report.evaluations:
             line["clients"] = report.evaluations
+        if unseen := sorted(report.evaluations.keys() - self._trained):
+            line["unseen"] = unseen
         if domains:
             line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
@@ -95,7 +102,8 @@ class Recorder:
             line["kept-previous"] = True
         self._clock = time.monotonic()
         self._folder.add_round(line)
-        shown = " ".join(f"{k} {line[k]:.4f}" for k in (*_headlines(self._config), TRAIN_LOSS) if k in line)
+        names = (*_headlines(self._config), TRAIN_LOSS)
+        shown = " ".join(f"{k} {line[k]:.4f}{_WHAT_MEAN * k.startswith('personal')}" for k in names if k in line)
         logger.info("round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
         if self._on_round:
             self._on_round(line)
@@ -177,15 +185,32 @@ def _headlines(config: Config) -> list[str]:
     return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in config.evaluations()]
 
 
-def _personal(report: RoundReport) -> dict[str, float]:
-    """Return the plain mean over clients of each test set's metrics (arXiv:2301.02982, 6.2.1)."""
-    values: dict[str, list[float]] = {}
-    for metrics in report.evaluations.values():
+def _personal(report: RoundReport, trained: Collection[str]) -> dict[str, float]:
+    """Return each metric of the clients' tests: its plain mean over the clients (arXiv:2301.02982, 6.2.1) and others.
+
+    ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test examples. ``NAME-seen`` is the
+    plain mean over the clients that have trained in this run, ``NAME-unseen`` over the others.
+    """
+    values: dict[str, list[tuple[float, float, bool]]] = {}  # value, test examples, has trained
+    for client, metrics in report.evaluations.items():
         for name in ("own", "global"):
             for what in ("accuracy", "loss", "miou"):
-                if f"{name}-{what}" in metrics and metrics.get(f"{name}-{NUM_EXAMPLES}", 0) > 0:
-                    values.setdefault(f"personal-{name}-{what}", []).append(metrics[f"{name}-{what}"])
-    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
+                count = metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
+                if f"{name}-{what}" in metrics and count > 0:
+                    one = metrics[f"{name}-{what}"], count, client in trained
+                    values.setdefault(f"personal-{name}-{what}", []).append(one)
+    line: dict[str, float] = {}
+    for key, found in values.items():
+        line[key] = _mean([value for value, _, _ in found])
+        line[f"{key}-weighted"] = sum(value * count for value, count, _ in found) / sum(n for _, n, _ in found)
+        for suffix, wanted in (("seen", True), ("unseen", False)):
+            if group := [value for value, _, seen in found if seen == wanted]:
+                line[f"{key}-{suffix}"] = _mean(group)
+    return line
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _personal_domains(
@@ -196,7 +221,7 @@ def _personal_domains(
     for client, metrics in report.evaluations.items():
         if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of.get(client)):
             values.setdefault(domain, []).append(metrics[f"own-{score}"])
-    means = {domain: sum(numbers) / len(numbers) for domain, numbers in values.items()}
+    means = {domain: _mean(numbers) for domain, numbers in values.items()}
     return {f"personal-own-{score}": means} if means else {}
 
 

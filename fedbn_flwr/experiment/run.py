@@ -35,8 +35,10 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
         RunFolder.refuse_used(out)
     elif config.strategy == CENTRALIZED:
         raise ConfigError("strategy=centralized writes no checkpoints: it cannot be resumed. Start a new run.")
+    else:
+        RunFolder.refuse_shorter(out, config.num_server_rounds)
     here = {"out": str(out)}
-    if config.checkpoint_every and not config.state_dir:
+    if config.checkpoint_every and not config.state_dir and config.strategy != CENTRALIZED:
         here["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=here)
     check(config)

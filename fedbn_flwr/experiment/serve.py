@@ -28,7 +28,7 @@ from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import sgd, train
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
-__all__ = ["centralized", "serve"]
+__all__ = ["centralized", "reference_config", "serve"]
 
 logger = logging.getLogger("flwr")
 
@@ -59,7 +59,8 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
         )
     check(config)
     grid = polling(grid)
-    num_nodes = _count_nodes(grid, config, RunFolder.num_clients(out) if config.resume else 0)
+    begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
+    num_nodes = _count_nodes(grid, config, begun_with)
     config = config.model_copy(update={"num_clients": num_nodes})
     with lock_folder(out):
         return _serve(grid, config, out, on_round)
@@ -71,6 +72,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
+    if begun:
+        RunFolder.refuse_shorter(out, config.num_server_rounds)
     saved = checkpoints.latest() if begun else None
     if begun and saved is None and read_metrics(out / "metrics.jsonl"):
         raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
@@ -115,8 +118,18 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     One optimizer is used for all rounds; everything else is as for a client. Raises as ``serve``.
     """
     check(config)
+    config = reference_config(config)
+    with lock_folder(out):
+        return _centralized(config, out, on_round)
+
+
+def reference_config(config: Config) -> Config:
+    """Return the config with the tests that the reference can do: those of a global model."""
     tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
-    config = config.model_copy(update={"eval_on": ",".join(tests)})
+    return config.model_copy(update={"eval_on": ",".join(tests)})
+
+
+def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
     data = partitioned_data(config, count_clients(config))
     model = on_device(make_model(config), pick_device(config.device))
     settings = local_training(config)

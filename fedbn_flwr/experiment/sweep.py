@@ -16,7 +16,7 @@ domain, a second table for data sets with several domains.
 ``methods`` and ``splits`` override ``base``; a method's settings override those of the split. A key of ``base`` that
 has no effect in a run is left out there, and the log says so. Each run has the folder ``OUT/METHOD/SPLIT/seed-N``. A
 finished run (with ``summary.json``) is skipped, an unfinished run is resumed from its last checkpoint, and the folder
-of a run that cannot be resumed is renamed.
+of a run that cannot be resumed is renamed. Finished runs with other settings than the study's are an error.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar, read_overrides
+from fedbn_flwr.experiment.config import CENTRALIZED, RENAMED, Config, Scalar, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.output import PLACES, RunFolder, changed_settings, lock_folder, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
+from fedbn_flwr.experiment.serve import reference_config
+from fedbn_flwr.experiment.yaml_file import read_yaml
 
-__all__ = ["Cell", "Study", "sweep"]
+__all__ = ["Cell", "Study", "finished", "sweep"]
 
 logger = logging.getLogger("flwr")
 
@@ -75,13 +76,11 @@ class Study(BaseModel):
         Raises:
             ConfigError: all problems, each with the name of the run.
         """
+        read = read_yaml(path, "study")
         try:
-            read = yaml.safe_load(path.read_text())
-            if overrides and isinstance(read, dict):
-                read["base"] = {**(read.get("base") or {}), **read_overrides(overrides)}
+            if overrides and isinstance(read, dict) and isinstance(base := read.get("base") or {}, dict):
+                read["base"] = {**base, **read_overrides(overrides)}
             study = cls.model_validate(read)
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"study {path}: {error}") from error
         except ValidationError as error:
             lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error
@@ -165,25 +164,54 @@ def sweep(
             the run.
 
     Raises:
+        ConfigError: another process writes to the folder, or finished runs in it have other settings than the study.
         FedBNError: a run failed; finished runs stay, and the same call continues with the others.
     """
     cells = list(study.cells())
     for cell in (cell for cell in cells if cell.seed == study.seeds[0]):
         for key, why in cell.dropped.items():
             logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
-    for index, cell in enumerate(cells):
-        folder = cell.folder(out)
-        if (folder / "summary.json").is_file():
-            continue
-        _do(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
-        _write_tables(study, out)
-    return _write_tables(study, out)
+    with lock_folder(out, "study"):
+        _refuse_changed(cells, out)
+        for index, cell in enumerate(cells):
+            folder = cell.folder(out)
+            if finished(folder):
+                continue
+            _do(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
+            _write_tables(study, out)
+        return _write_tables(study, out)
+
+
+def finished(folder: Path) -> bool:
+    """Return whether the run of the folder is finished: its summary is written last."""
+    return (folder / "summary.json").is_file()
+
+
+def _refuse_changed(cells: Sequence[Cell], out: Path) -> None:
+    """Raise ConfigError if finished runs have other settings than the study; the error names all of them."""
+    done = [cell for cell in cells if finished(cell.folder(out))]
+    changed = {cell.name: _changed(cell.config, cell.folder(out)) for cell in done}
+    if lines := [f"{name}: {keys}" for name, keys in changed.items() if keys]:
+        raise ConfigError(
+            f"out={str(out)!r} has finished runs with other settings than this study:\n" + "\n".join(lines) + "\n"
+            "Choose another --out, give the study its old settings, or rename the folders of these runs."
+        )
+
+
+def _changed(config: Config, folder: Path) -> str:
+    """Return the settings of the folder's run that differ from the config, as ``changed_settings`` does."""
+    now = reference_config(config) if config.strategy == CENTRALIZED else config
+    free = PLACES if config.num_clients else PLACES | {"num-clients"}  # 0 follows from the other settings
+    saved = {RENAMED.get(key, key): value for key, value in RunFolder.settings(folder).items()}
+    return changed_settings({**Config.make({}).to_mapping(), **saved}, now.to_mapping(), free)
 
 
 def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
     if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
         try:
+            if changed := _changed(config, folder):
+                raise ConfigError(f"it belongs to a run with other settings: {changed}")
             run(config.model_copy(update={"resume": True}), folder, engine, on_round)
             return
         except ConfigError as error:
@@ -220,7 +248,7 @@ def _write_tables(study: Study, out: Path) -> str:
 def _done(study: Study, out: Path, method: str, split: str) -> list[dict[str, Any]]:
     """Return the summaries of the finished runs."""
     folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
-    return [json.loads((f / "summary.json").read_text()) for f in folders if (f / "summary.json").is_file()]
+    return [json.loads((folder / "summary.json").read_text()) for folder in folders if finished(folder)]
 
 
 def _csv(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The average of the metrics that clients report."""
+"""The averages and sums of the metrics that clients report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from typing import Any
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-__all__ = ["average_metrics"]
+from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, NUM_EXAMPLES, STEPS
+
+__all__ = ["AVERAGED", "average_metrics"]
+
+_COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
+AVERAGED = "averages weighted by examples, counts summed"
+"""The result of ``average_metrics`` in words, for the log."""
 
 logger = logging.getLogger("flwr")
 
 
 def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
     """Return the average of each metric over the clients that report it, weighted by ``weighted_by_key``.
+
+    Counts of this package (steps, examples, dropped batches) are summed instead.
 
     Flower's own average divides by the weight of all clients, even if only some report the metric. It also fails on
     values of different shapes; here these are left out with a warning.
@@ -32,6 +40,9 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
     for key, pairs in values.items():
         if len({np.shape(value) for _, value in pairs}) > 1:
             logger.warning("metric '%s' has different shapes at different clients and is not averaged", key)
+            continue
+        if key.endswith(_COUNTS):
+            averaged[key] = int(sum(value for _, value in pairs))
             continue
         total = sum(weight for weight, _ in pairs)
         terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]

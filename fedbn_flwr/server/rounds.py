@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.compat.flower import log_start
 from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.metrics import AVERAGED, average_metrics
 
 __all__ = ["run_rounds"]
 
@@ -69,12 +70,16 @@ def run_rounds(
         if averaged is not None:
             result.arrays = arrays = averaged
         if metrics is not None:
-            logger.info("Training: %s", metrics)
+            logger.info("Training%s: %s", _how(strategy.train_metrics_aggr_fn), metrics)
             result.train_metrics_clientapp[server_round] = metrics
         messages = strategy.configure_evaluate(server_round, arrays, evaluate_config, grid)
         metrics = strategy.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
         if metrics is not None:
-            logger.info("Evaluation: %s", metrics)
+            logger.info("Evaluation%s: %s", _how(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
         test(server_round)
     return result
+
+
+def _how(aggregate: object) -> str:
+    return f" ({AVERAGED})" if aggregate is average_metrics else ""

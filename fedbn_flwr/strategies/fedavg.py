@@ -146,6 +146,11 @@ class FedAvg(Server[P]):
                 f"strategy {cls.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
                 "weights under which statistics could be re-estimated (recalibrate, eval-on=recalibrated)."
             )
+        if Part.REST in cls.local and (asked := [name for name in tests if name.startswith("global")]):
+            found.append(
+                f"eval-on={','.join(asked)} tests a global model, and strategy {cls.name!r} has none: its clients "
+                "share nothing, and the initial model would be tested. Use personal-own or personal-global."
+            )
         if SHARED_BN in tests and (not bn_parts or Part.REST in weights):
             found.append(
                 f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "

@@ -59,6 +59,9 @@ def evaluate(
     Returns:
         Mean loss (every target has the same weight, also in a smaller last batch), accuracy in [0, 1], and mean IoU if
         it is the task's score. NaN if no target counts.
+
+    Raises:
+        DataError: the model gives one output per example, or the targets are not class numbers.
     """
     if len(data) == 0:
         return EvalResult(float("nan"), float("nan"), 0)
@@ -71,7 +74,8 @@ def evaluate(
         for positions in torch.split(torch.arange(len(data)), batch_size or task.test_batch):
             inputs, targets = data.batch(positions)
             outputs = model(as_model_input(inputs, parameter.device, parameter.dtype))
-            targets = targets.to(parameter.device)
+            targets = task.on_device(targets, parameter.device)
+            task.check(outputs, targets)
             counted = task.counted(targets)
             totals += torch.stack(
                 [task.loss(outputs, targets).double() * counted, (outputs.argmax(1) == targets).sum(), counted]

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import private_randomness
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.tasks import CLASSIFICATION, LossFn, Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = [
@@ -147,7 +147,8 @@ def train(
         optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
 
     Raises:
-        DataError: there is no data, or every batch has one example and was dropped.
+        DataError: there is no data, every batch has one example and was dropped, the model gives one output per
+            example, or the targets are not class numbers.
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
@@ -169,13 +170,13 @@ def train(
     with private_randomness(stream("dropout").initial_seed(), device) as random:
         for step, positions in enumerate(settings.batches(len(data), stream("batches"))):
             inputs, targets = data.batch(positions, augment)
-            inputs, targets = as_model_input(inputs, device, dtype), targets.to(device)
+            inputs, targets = as_model_input(inputs, device, dtype), task.on_device(targets, device)
             if len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
                 singletons_fit = takes_one_example(model, inputs) if singletons_fit is None else singletons_fit
                 if not singletons_fit:
                     dropped += 1
                     continue
-            compute = _step(model, inputs, targets, optimizer, hooks, task.loss, settings.amp, random)
+            compute = _step(model, inputs, targets, optimizer, hooks, task, settings.amp, random)
             for hook in hooks:
                 compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
             loss, outputs = compute()
@@ -203,7 +204,7 @@ def _step(
     targets: Tensor,
     optimizer: torch.optim.SGD,
     hooks: Sequence[ClientHook],
-    loss_fn: LossFn,
+    task: Task,
     amp: bool,
     random: torch.Generator,
 ) -> Compute:
@@ -214,7 +215,8 @@ def _step(
         random.set_state(state)
         with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
             outputs = model(inputs)
-            loss = loss_fn(outputs, targets)
+            task.check(outputs, targets)
+            loss = task.loss(outputs, targets)
         total = loss
         for hook in hooks:
             if (penalty := hook.penalty(unwrap(model))) is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fedbn_flwr.errors import DataError
 
 __all__ = ["CLASSIFICATION", "SEGMENTATION", "LossFn", "Task", "confusion", "mean_iou", "pixel_cross_entropy"]
 
@@ -47,6 +50,36 @@ class Task:
     def counted(self, targets: Tensor) -> Tensor:
         """Return how many targets count: images, or pixels."""
         return (targets != self.ignore).sum()
+
+    @staticmethod
+    def on_device(targets: Any, device: torch.device) -> Tensor:
+        """Return a batch's targets on the device.
+
+        Raises:
+            DataError: they are no tensor.
+        """
+        if not isinstance(targets, Tensor):
+            raise DataError(f"labels are a {type(targets).__name__}; a tensor of class numbers, int64, needed.")
+        return targets.to(device)
+
+    @staticmethod
+    def check(outputs: Tensor, targets: Tensor) -> None:
+        """Check that argmax over the outputs can be compared with the targets; their values are not read.
+
+        Raises:
+            DataError: there is one output per example, or the targets are not class numbers.
+        """
+        shape = tuple(outputs.shape)
+        if outputs.ndim < 2 or shape[1] < 2:
+            raise DataError(
+                f"the model gives one output per example, {shape}, and the built-in accuracy is the argmax over the "
+                "outputs of the classes. Give the model two outputs and train it with cross-entropy."
+            )
+        if targets.is_floating_point() or tuple(targets.shape) != (shape[0], *shape[2:]):
+            raise DataError(
+                f"labels are {targets.dtype} of shape {tuple(targets.shape)} for outputs of shape {shape}; class "
+                f"numbers needed, int64 {(shape[0], *shape[2:])}."
+            )
 
 
 CLASSIFICATION = Task()

@@ -187,6 +187,39 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message
         Config.load(path)
 
 
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    """YAML readers take the last one, silently."""
+    path = tmp_path / "config.yaml"
+    path.write_text("learning-rate: 0.1\nseed: 1\nlearning-rate: 0.2\n'seed': 2\nseed: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        Config.load(path)
+    assert str(caught.value).split("\n") == [
+        f"config {path}: line 3: 'learning-rate' is also in line 1; remove one of them",
+        f"config {path}: line 4: 'seed' is also in line 2; remove one of them",
+        f"config {path}: line 5: 'seed' is also in line 2; remove one of them",
+    ]
+    path.write_text("{seed: 1, seed: 2}")
+    with pytest.raises(ConfigError, match="line 1: 'seed' is also in line 1"):
+        Config.load(path)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", b"a: \xff", "seed: 1".encode("utf-16")])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^config .*config.yaml is not a text file in UTF-8: .* can't decode byte"):
+        Config.load(path)
+
+
+def test_a_value_that_is_no_date_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("series: 2026-13-45")
+    with pytest.raises(ConfigError, match=r"^config .*: month must be in 1..12"):
+        Config.load(path)
+    with pytest.raises(ConfigError, match=r"^--set 'series=2026-13-45': month must be in 1..12"):
+        Config.load(None, ["series=2026-13-45"])
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         Config.load(tmp_path / "config.yaml")

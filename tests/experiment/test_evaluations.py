@@ -13,6 +13,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check, make_model
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.training.evaluation import evaluate
@@ -117,6 +118,41 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
     assert two["final"]["domains"] == {"personal-own-accuracy": pytest.approx(expected)}
 
 
+def test_personal_means_are_plain_and_weighted_and_tell_untrained_clients_apart(quick_run, caplog) -> None:
+    """One client of six trains in a round: the others are tested with the initial BN. A resume still knows them."""
+    settings = {"fraction-train": 0.17, "num-clients": 6, "partition": "dirichlet", "num-server-rounds": 4}
+    with caplog.at_level("INFO", logger="flwr"):
+        summary, out = quick_run(strategy="fedbn", **settings)
+    lines = read_metrics(out / "metrics.jsonl")
+    trained: set[str] = set()
+    for line in lines:
+        trained |= {str(client) for client in line["participants"]}
+        unseen = sorted(line["clients"].keys() - trained)
+        assert line.get("unseen", []) == unseen
+        for what in ("accuracy", "loss"):
+            each = {client: metrics[f"own-{what}"] for client, metrics in line["clients"].items()}
+            count = {client: metrics["own-num-examples"] for client, metrics in line["clients"].items()}
+            key = f"personal-own-{what}"
+            assert line[key] == pytest.approx(sum(each.values()) / 6)
+            weighted = sum(each[client] * count[client] for client in each) / sum(count.values())
+            assert line[f"{key}-weighted"] == pytest.approx(weighted)
+            assert line[f"{key}-weighted"] != line[key]
+            assert line[f"{key}-seen"] == pytest.approx(sum(each[c] for c in trained) / len(trained))
+            assert line[f"{key}-unseen"] == pytest.approx(sum(each[c] for c in unseen) / len(unseen))
+    assert len(lines[0]["unseen"]) == 5
+    assert {"personal-own-accuracy-weighted", "personal-own-accuracy-seen"} <= set(summary["final"])
+    assert f"personal-own-accuracy {lines[-1]['personal-own-accuracy']:.4f} (mean over clients)" in caplog.text
+    run(Config.load(out / "config.yaml", ["resume=true", "num-server-rounds=5"]), out)
+    _, whole = quick_run(strategy="fedbn", **{**settings, "num-server-rounds": 5})
+    last, expected = (read_metrics(folder / "metrics.jsonl")[-1] for folder in (out, whole))
+    assert last["unseen"] == expected["unseen"] != []
+    _, all_trained = quick_run(strategy="fedbn")
+    line = read_metrics(all_trained / "metrics.jsonl")[0]
+    assert "unseen" not in line
+    assert "personal-own-accuracy-unseen" not in line
+    assert line["personal-own-accuracy-seen"] == line["personal-own-accuracy"]
+
+
 def test_clients_of_mixed_domains_have_no_domain(quick_run) -> None:
     summary, _ = quick_run(strategy="fedbn", **{**DOMAINS, "partition": "iid"})
     assert "domains" not in summary["final"]
@@ -129,6 +165,8 @@ def test_impossible_evaluations_are_refused_before_the_run() -> None:
         ({"strategy": "fedbn", "recalibrate": True}, "no global weights under which statistics could be re-estimated"),
         ({"strategy": "mtfl", "eval-on": "recalibrated"}, "strategy 'mtfl' keeps affine with its clients"),
         ({"strategy": "fedavg", "eval-on": "averaged-bn"}, "strategy 'fedavg' has no such model"),
+        ({"strategy": "standalone", "eval-on": "personal-own,global"}, "eval-on=global tests a global model, .*none"),
+        ({"strategy": "standalone", "eval-on": "global-batch-statistics"}, "Use personal-own or personal-global"),
         ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has none"),
         ({"strategy": "staticbn", "norm": "batch-renorm"}, "tracks no statistics; norm=batch-renorm"),
     ):

@@ -155,6 +155,9 @@ def test_unusable_local_data_is_refused(tmp_path: Path) -> None:
     small = {"x_train": np.zeros((0, 8, 8), np.uint8), "y_train": np.zeros(0, np.int64)}
     np.savez(tmp_path / "none.npz", **small, x_test=small["x_train"], y_test=small["y_train"])
     np.savez(tmp_path / "half.npz", **small)
+    full = {"x_train": np.zeros((2, 8, 8), np.uint8), "x_test": np.zeros((2, 8, 8), np.uint8), "y_test": np.arange(2)}
+    np.savez(tmp_path / "floats.npz", **full, y_train=np.array([0.0, 0.9]))
+    np.savez(tmp_path / "text.npz", **full, y_train=np.array(["cat", "dog"]))
     cases = {
         "relative": "data-path='relative' is relative",
         str(tmp_path / "absent"): "there is no such file or folder",
@@ -163,6 +166,8 @@ def test_unusable_local_data_is_refused(tmp_path: Path) -> None:
         str(tmp_path / "broken.npz"): "could not be read",
         str(tmp_path / "none.npz"): "has no training images",
         str(tmp_path / "half.npz"): "lacks x_test, y_test",
+        str(tmp_path / "floats.npz"): "labels are float64 ([0.0, 0.9], ...); integers 0 to 9 needed: the class numbers",
+        str(tmp_path / "text.npz"): "labels are <U3 (['cat', 'dog'], ...); integers 0 to 9 needed: the class numbers",
     }
     for path, said in cases.items():
         with pytest.raises(DataError) as caught:

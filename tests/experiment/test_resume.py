@@ -28,15 +28,19 @@ from fedbn_flwr.strategies import STRATEGIES
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
     **{"num-clients": 3, "num-server-rounds": ROUNDS, "local-steps": 2, "batch-size": 8, "learning-rate": 0.2},
-    **{"checkpoint-every": 2, "eval-every": 3, "variance": "pooled", "fedbs-rounds": 2, "fedbs-eps": 9.0},
+    **{"checkpoint-every": 2, "eval-every": 3},
 }
-NEEDS = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
-AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-window": 4, "freeze-tau": 1e9}  # frozen after round 4
+NEEDS = {
+    "fedavg": {"variance": "pooled"},
+    "fedbs": {"fedbs-rounds": 2, "fedbs-eps": 9.0},
+    "fedwon": {"norm": "wsconv", "model": "lenet"},
+}
+AUTO = {"freeze-window": 4, "freeze-tau": 1e9}  # frozen after round 4
 MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "local"}
 CASES = {
     **{name: {"strategy": name, **NEEDS.get(name, {})} for name in STRATEGIES},
-    "fixbn, auto": {"strategy": "fixbn", **AUTO},
-    "fedtan2, auto": {"strategy": "fedtan2", **AUTO},
+    "fixbn, auto": {"strategy": "fixbn", "freeze-at": "auto", **AUTO},
+    "fedtan2, auto": {"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO},
     "local momentum": {"strategy": "fedavg", **MOMENTUM},
     "local momentum beside local parts": {"strategy": "fedbn", **MOMENTUM},
     "global momentum": {"strategy": "silobn", **MOMENTUM, "momentum-scope": "global"},
@@ -105,6 +109,25 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     same(tmp_path / "short", tmp_path / "whole")
 
 
+def test_a_resume_never_shortens_a_run(tmp_path: Path, quick_config) -> None:
+    """The start, round 0, is a checkpoint from which one round could be done, over the results of six."""
+    start(tmp_path / "run", **{"checkpoint-every": ROUNDS})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as caught:
+        start(tmp_path / "run", resume=True, **{"num-server-rounds": 1, "checkpoint-every": ROUNDS})
+    assert str(caught.value) == (
+        f"num-server-rounds=1 is below the 6 of the run in out={str(tmp_path / 'run')!r}: a resume may lengthen a run, "
+        "never shorten it. Set 6 or more, or choose another folder for a new run."
+    )
+    config = Config.load(tmp_path / "run/config.yaml", ["resume=true", "num-server-rounds=1"])
+    with (
+        InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,
+        pytest.raises(ConfigError, match="never shorten it"),
+    ):
+        serve(grid, config, tmp_path / "run")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     """Also where the run was killed before its first checkpoint, or its first file."""
     start(tmp_path / "whole")
@@ -124,7 +147,7 @@ def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
         ({"seed": 1}, "seed=0, now 1"),
         ({"strategy": "fedprox", "proximal-mu": 0.5}, "proximal-mu=0.01, now 0.5; strategy='fedavg', now 'fedprox'"),
         ({"series": "b"}, "series='', now 'b'"),
-        ({"num-server-rounds": 3}, "is past num-server-rounds=3"),
+        ({"num-server-rounds": 3}, "num-server-rounds=3 is below the 6 of the run in out=.*may lengthen a run, never"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -145,7 +168,7 @@ def test_a_used_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is in use"):
         start(tmp_path / "other", resume=True)
     with pytest.raises(ConfigError, match="strategy=centralized writes no checkpoints"):
-        start(tmp_path / "new", resume=True, strategy=CENTRALIZED)
+        start(tmp_path / "new", resume=True, strategy=CENTRALIZED, **{"checkpoint-every": 10})
 
 
 def test_a_history_shortened_by_hand_is_refused(tmp_path: Path) -> None:
@@ -162,6 +185,9 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     with lock_folder(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
         start(tmp_path, resume=True)
     start(tmp_path, resume=True)
+    (tmp_path / "reference").mkdir()
+    with lock_folder(tmp_path / "reference"), pytest.raises(ConfigError, match="another process is still writing"):
+        start(tmp_path / "reference", strategy=CENTRALIZED, **{"checkpoint-every": 10})
 
 
 def test_an_incomplete_first_line_is_gone_after_a_resume(tmp_path: Path) -> None:

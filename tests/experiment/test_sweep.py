@@ -11,6 +11,7 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment import sweep as module
+from fedbn_flwr.experiment.output import lock_folder
 from fedbn_flwr.experiment.sweep import Study, sweep
 
 TEXT = """
@@ -71,6 +72,8 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
         (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
         ((TEXT, "- a"), "study .*study.yaml"),
         ((TEXT, "a: ["), "study .*study.yaml"),
+        (("name: small", "name: small\nname: large"), "study .*study.yaml: line 3: 'name' is also in line 2"),
+        (("strategy: fedavg}", "strategy: fedavg}\n  FedAvg: {}"), "line 6: 'FedAvg' is also in line 5"),
     ],
 )
 def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -123,8 +126,39 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
         summary = json.loads((folder / "summary.json").read_text())
         assert summary.get("resumed-after") == (None if changed else [1])
         assert folder.with_name("seed-0.unfinished-1").exists() == changed
-    assert "starts from the beginning: no checkpoint can be used" in caplog.text
+    assert "starts from the beginning: it belongs to a run with other settings: " in caplog.text
     assert "learning-rate=0.1, now 0.3" in caplog.text
+
+
+def test_finished_runs_with_other_settings_are_named_and_stay(study: Study, tmp_path: Path) -> None:
+    """The old results were shown as if they were those of the changed study."""
+    out = tmp_path / "out"
+    table = sweep(study, out)
+    changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25").replace("rounds: 1", "rounds: 2")
+    changed = changed.replace("iid: {", "iid: {eval-every: 1, ")  # the default, written out
+    begun: list[str] = []
+    with pytest.raises(ConfigError) as caught:
+        sweep(Study.load(written(tmp_path, changed)), out, on_cell=lambda cell, i, n: begun.append(cell.name))
+    first, *lines, last = str(caught.value).splitlines()
+    assert first == f"out={str(out)!r} has finished runs with other settings than this study:"
+    assert lines[0] == "FedAvg/iid/seed-0: learning-rate=0.2, now 0.25; num-server-rounds=1, now 2"
+    assert lines[1] == "FedAvg/two classes/seed-0: num-server-rounds=1, now 2"
+    assert len(lines) == 6
+    assert last == "Choose another --out, give the study its old settings, or rename the folders of these runs."
+    assert begun == []
+    assert (out / "table.md").read_text() == table
+    # Places and timeouts make no other run, and the reference's own tests are no change.
+    again = Study.load(written(tmp_path, TEXT), ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"])
+    assert sweep(again, out, on_cell=lambda cell, i, n: begun.append(cell.name)) == table
+    reference = "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C: {strategy: centralized}}}"
+    for _ in range(2):
+        sweep(Study.load(written(tmp_path, reference)), tmp_path / "reference")
+
+
+def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> None:
+    with lock_folder(tmp_path / "out"), pytest.raises(ConfigError, match="another process is still writing this study"):
+        sweep(study, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def check_tables(study: Study, out: Path) -> None:

@@ -141,7 +141,7 @@ def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> 
     run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil))
     assert run.strategy.reports[0].participants == [0, 1, 2]
     assert "train-loss" not in run.result.train_metrics_clientapp[1]
-    assert run.result.train_metrics_clientapp[1]["steps"] == pytest.approx((2 * 6 + 3 * 13 + 2 * 9) / 28)
+    assert run.result.train_metrics_clientapp[1]["steps"] == 2 + 3 + 2
 
 
 def test_a_client_takes_part_again_when_it_recovers(federate, datasets, mlp) -> None:

@@ -260,6 +260,36 @@ def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
     assert caplog.messages == ["metric 'd' has different shapes at different clients and is not averaged"]
 
 
+def test_counts_are_summed_and_stay_counts() -> None:
+    """The average of (19, 19, 19) over three weights was 18.999999999999993."""
+    counts = {"steps": 19, "examples-processed": 190, "dropped-batches": 1, "own-num-examples": 7}
+    averaged = dict(average_metrics([content(n=n, epochs=2, **counts) for n in (3, 5, 7)], "n"))
+    assert averaged == {
+        "steps": 57,
+        "examples-processed": 570,
+        "dropped-batches": 3,
+        "own-num-examples": 21,
+        "epochs": 2,
+    }
+    assert {type(averaged[key]) for key in counts} == {int}
+
+
+def test_the_log_says_what_its_averages_are(federate, datasets, mlp, caplog) -> None:
+    logging.getLogger("flwr").propagate = True
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        federate(FedAvg(), mlp, datasets, rounds=1)
+    shown = [text for text in caplog.messages if text.startswith(("Training", "Evaluation"))]
+    assert [text.split(": {")[0] for text in shown] == [
+        "Training (averages weighted by examples, counts summed)",
+        "Evaluation (averages weighted by examples, counts summed)",
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        own = FedAvg(train_metrics_aggr_fn=lambda contents, key: MetricRecord({"clients": len(contents)}))
+        federate(own, mlp, datasets, rounds=1)
+    assert "Training: {'clients': 3}" in caplog.messages
+
+
 def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
     from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 

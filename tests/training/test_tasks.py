@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, confusion, mean_iou, pixel_cross_entropy
+from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task, confusion, mean_iou, pixel_cross_entropy
 
 
 def pixels(count: int = 5, classes: int = 4) -> tuple[Tensor, Tensor]:
@@ -101,6 +103,36 @@ def test_the_confusion_matrix() -> None:
     for true in range(4):
         for told in range(4):
             assert counts[true, told] == ((targets == true) & (predicted == told)).sum()
+
+
+def test_what_argmax_cannot_judge_is_refused_before_it_is_counted(points) -> None:
+    """One logit, a probability for each class, a label that is a float, text: each with what to do, in both loops."""
+    data, binary = points(6, classes=2), Task(loss=F.binary_cross_entropy_with_logits)
+    as_float = data.targets.double()
+    cases: list[tuple[int, Any, Task, str]] = [
+        (1, as_float[:, None], binary, "one output per example, (6, 1)"),
+        (2, F.one_hot(data.targets).double(), CLASSIFICATION, "labels are torch.float64 of shape (6, 2)"),
+        (2, as_float, CLASSIFICATION, "labels are torch.float64 of shape (6,)"),
+        (2, data.targets[:, None], CLASSIFICATION, "labels are torch.int64 of shape (6, 1)"),
+        (2, ["cat", "dog"] * 3, CLASSIFICATION, "labels are a list"),
+    ]
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
+    for outputs, targets, task, said in cases:
+        model = nn.Linear(5, outputs).double()
+        wrong = Scenes(data.inputs, targets)
+        wrong.batch = lambda positions, generator=None, t=targets: (data.inputs, t)  # type: ignore[method-assign]
+        for loop in (
+            lambda m=model, d=wrong, t=task: evaluate(m, d, task=t),
+            lambda m=model, d=wrong, t=task: train(
+                m, d, settings, learning_rate=0.1, stream=lambda _: torch.Generator(), task=t
+            ),
+        ):
+            with pytest.raises(DataError) as caught:
+                loop()
+            assert said in str(caught.value)
+    flat = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
+    with pytest.raises(DataError, match=r"one output per example, \(6,\).*two outputs.*cross-entropy"):
+        evaluate(flat, Scenes(data.inputs, as_float), task=binary)
 
 
 def test_class_255_of_images_counts() -> None:

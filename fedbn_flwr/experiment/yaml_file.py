@@ -1,0 +1,59 @@
+"""Reading YAML files of settings: configs and studies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["UNREADABLE", "read_yaml"]
+
+UNREADABLE = (yaml.YAMLError, ValueError)
+"""The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date."""
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """Return the content of a YAML file.
+
+    Args:
+        path: the file.
+        what: "config" or "study", for errors.
+
+    Raises:
+        ConfigError: the file is absent or not YAML, or all keys that stand twice in one mapping. Readers of YAML
+            usually take the last value of such a key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        repeated = list(_repeated(yaml.compose(text, yaml.SafeLoader), set()))
+        content = yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} is not a text file in UTF-8: {error}") from error
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{what} {path}: {error}") from error
+    if repeated:
+        raise ConfigError("\n".join(f"{what} {path}: {problem}; remove one of them" for problem in repeated))
+    return content
+
+
+def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
+    """Yield each key that stands again in its mapping, with both lines; ``seen`` holds ids of nodes (YAML aliases)."""
+    if node is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated(item, seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    yield f"line {line}: {key.value!r} is also in line {lines[name]}"
+                lines.setdefault(name, line)
+            yield from _repeated(value, seen)
