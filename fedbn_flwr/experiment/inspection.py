@@ -123,11 +123,11 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     plain, start, later = one_round(everything, everything), one_round(everything, shared), one_round(shared, shared)
     # Further records (variates, momentum) start at zero and are not sent down in the first round.
     shared_copies, all_copies = method.extra_copies(params)
-    trainable = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    size = {name: p.numel() * p.element_size() for name, p in trainable.items()}
-    once = {p: name for name, p in reversed(trainable.items())}  # tied weights: variates have all names, buffers one
-    extra = all_copies * sum(size.values())
-    extra += shared_copies * sum(size[name] for name in once.values() if parts.part_of[name] not in method.local)
+    extra = sum(
+        p.numel() * p.element_size() * (all_copies + shared_copies * (parts.part_of[name] not in method.local))
+        for name, p in model.named_parameters(remove_duplicate=False)  # as the state dict: tied weights have two names
+        if p.requires_grad
+    )
     start.up += num_clients * extra
     later.up += num_clients * extra
     later.down += extra
@@ -137,8 +137,8 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
             traffic.counters_up += num_clients * (everything[1] - shared[1])
     per_layer, rows = method.exchange_cost(params)
     calls = batchnorm_calls(model, config) if method.synchronises else ()
-    exchanged = next(model.parameters()).element_size() * rows * sum(calls) if calls else 0
-    exchanges = Traffic(per_layer * len(calls), exchanged, num_clients * exchanged)
+    size = next(model.parameters()).element_size() * rows * sum(calls) if calls else 0
+    exchanges = Traffic(per_layer * len(calls), size, num_clients * size)
     freezes = method.freezes(params) if issubclass(method, Freezing) else None
     phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, freezes)
     reestimation = None

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, Scaffold
@@ -192,6 +193,15 @@ def test_variates_are_counted_and_carry_no_statistics(federate, datasets, name: 
     assert (second.down, second.up) == (floats + size, len(datasets) * (floats + size))
     predicted = inspect_model(model(), "scaffold", len(datasets))
     assert [predicted.first, predicted.later] == [first, second]
+
+
+def test_extra_records_of_tied_weights_have_all_names_as_the_model(federate, datasets, tied) -> None:
+    """Momentum, too: what inspect predicts is what travels."""
+    run = federate(FedAvg(momentum_scope="global"), tied, datasets, rounds=2, sgd_momentum=0.9)
+    config = Config.make({"sgd-momentum": 0.9, "momentum-scope": "global"})
+    predicted = inspect_model(tied(), "fedavg", len(datasets), config)
+    assert [predicted.first, predicted.later] == [report.train for report in run.strategy.reports]
+    assert np.array_equal(run.strategy.momentum["0.weight"], run.strategy.momentum["3.weight"])
 
 
 def test_momentum_is_refused(federate, datasets, mlp) -> None:
