@@ -48,10 +48,14 @@ class BatchNormLayer:
 
 @dataclass(frozen=True)
 class Parts:
-    """The names of a state dict by part; each name is in exactly one part. Names keep the state dict's order."""
+    """The names of a state dict by part; each name is in exactly one part. Names keep the state dict's order.
+
+    ``by_names``: the layers were found by names, not by their types.
+    """
 
     names: tuple[str, ...]
     layers: tuple[BatchNormLayer, ...]
+    by_names: bool = False
 
     @cached_property
     def part_of(self) -> Mapping[str, Part]:
@@ -90,6 +94,12 @@ class Parts:
             if "running_mean" in layer.entries and "running_var" in layer.entries:
                 yield layer.entries["running_mean"], layer.entries["running_var"]
 
+    def named_layers(self) -> str:
+        """Return the number and the first paths of the layers, for messages."""
+        paths = [layer.path or "(the model itself)" for layer in self.layers]
+        shown = ", ".join(paths[:2]) + (", ..." if len(paths) > 2 else "")
+        return f"{len(paths)} BatchNorm {'layer' if len(paths) == 1 else 'layers'} ({shown})"
+
     def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Return a SHA-256 of names, parts and shapes; a client's saved part is used only if it has the same one."""
         text = "\n".join(f"{name} {self.part_of[name]} {tuple(shapes[name])}" for name in self.names)
@@ -104,6 +114,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     cannot tell an InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without running statistics
     from any other affine layer. If that matters, pass the model.
     """
+    by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
         # remove_duplicate=False: a layer registered at two paths is twice in the state dict.
@@ -118,4 +129,4 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     for path in paths:
         entries = {leaf: f"{path}.{leaf}" if path else leaf for leaf in _LEAF}
         layers.append(BatchNormLayer(path, {leaf: name for leaf, name in entries.items() if name in known}))
-    return Parts(names, tuple(layers))
+    return Parts(names, tuple(layers), by_names)

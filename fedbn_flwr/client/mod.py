@@ -45,7 +45,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.training.randomness import default_generators, set_default_generators
-from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
+from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
 from fedbn_flwr.transport import Pending, RetryStep
 
 __all__ = ["answer_query", "answer_statistics", "local_bn"]
@@ -232,7 +232,7 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
         StateError: the received entries do not fit the model.
     """
     received = next(iter(message.content.array_records.values()))
-    view_with_names(model, received).load_state_dict(tensors(from_record(received)))
+    load_state(view_with_names(model, received), tensors(from_record(received)))
     data = _Loaded(loader)
     found = reestimate_statistics(unwrap(model), data, batch_size=loader.batch_size or len(data))
     prefix = wrapper_prefix(received, unwrap(model).state_dict())

@@ -52,7 +52,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loop import Batches, train
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
+from fedbn_flwr.training.wrappers import load_state, unwrap, wrapper_prefix
 from fedbn_flwr.transport import Pending
 
 __all__ = ["TorchClient", "client_app"]
@@ -272,7 +272,7 @@ class TorchClient(NumPyClient):
             )
         if extra := [name for name in state if name not in own]:
             raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
-        self.plain.load_state_dict({name: _fit(name, state[name], own[name]) for name in own})
+        load_state(self.plain, {name: _fit(name, state[name], own[name]) for name in own})
         plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}
         return plain, prefix
 

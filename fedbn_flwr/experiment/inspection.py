@@ -125,7 +125,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     shared_copies, all_copies = method.extra_copies(params)
     extra = sum(
         p.numel() * p.element_size() * (all_copies + shared_copies * (parts.part_of[name] not in method.local))
-        for name, p in model.named_parameters()
+        for name, p in model.named_parameters(remove_duplicate=False)  # as the state dict: tied weights have two names
         if p.requires_grad
     )
     start.up += num_clients * extra
@@ -146,7 +146,12 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         tested = -(-config.num_server_rounds // config.eval_every)
         statistics = sum(state[name].nbytes for name in parts.statistics)
         reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
-    warnings = (*_warnings(parts, method), *method.warnings(params, config.run_settings()))
+    shapes = {name: array.shape for name, array in state.items()}
+    misfits = [
+        f"{need}; the model has {has or 'none'}: a run is refused"
+        for need, has, _ in method.misfits(params, parts, shapes)
+    ]
+    warnings = (*misfits, *_warnings(parts, method), *method.warnings(params, config.run_settings()))
     return Inspection(parts, floats, counters, method.local, calls, phases, reestimation, plain, warnings)
 
 
@@ -207,8 +212,6 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
 
 def _warnings(parts: Parts, method: type[FedAvg[Any]]) -> tuple[str, ...]:
     found = []
-    if not parts.layers and method.needs_batchnorm:
-        found.append(f"the model has no BatchNorm: {method.name} would do what fedavg does")
     no_affine = [layer.path for layer in parts.layers if "weight" not in layer.entries]
     if no_affine and Part.AFFINE in method.local:
         found.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")

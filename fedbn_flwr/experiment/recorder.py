@@ -25,6 +25,7 @@ from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import DELTA
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["GLOBAL_TESTS", "OnRound", "Recorder"]
 
@@ -123,7 +124,7 @@ class Recorder:
             if name in _COMPLETED and not entries:
                 continue  # no statistics were re-estimated or shared; the log gives the reason
             if state is not None:
-                self._model.load_state_dict(tensors({**state, **entries}))
+                load_state(self._model, tensors({**state, **entries}))
             by_batch, prefix = name == "global-batch-statistics", GLOBAL_TESTS[name] + "-"
             test = functools.partial(evaluate, self._model, task=self._task, batch_statistics=by_batch)
             line |= test(self._test).named(prefix)

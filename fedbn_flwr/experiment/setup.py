@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.models import build_model, input_shape
+from fedbn_flwr.server.flower import RECALIBRATED
+from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 
@@ -124,7 +128,7 @@ def check(config: Config) -> None:
 
     Raises:
         ConfigError: all problems, one per line, or an augmentation that does not fit the images.
-        NormLayerError: the strategy needs BatchNorm and the model has none, or a norm does not fit the layers.
+        NormLayerError: the model does not fit the strategy, or a norm does not fit the layers.
     """
     problems = []
     try:
@@ -152,21 +156,33 @@ def check(config: Config) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     model = make_model(config)
-    strategy = None if config.strategy == CENTRALIZED else config.method()
-    if strategy is not None and strategy.needs_batchnorm and not split_state(model).layers:
-        norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
-        kinds = " and ".join(sorted({kind for _, kind in norms}))
-        has = f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
-        raise NormLayerError(
-            f"strategy {strategy.name!r} needs BatchNorm; model {config.model!r} has {has}. Use "
-            "strategy='fedavg' or norm='batch'."
-        )
-    if config.reestimates() and not list(split_state(model).moments()):
-        raise NormLayerError(
-            f"recalibrate and eval-on=recalibrated re-estimate BatchNorm's running statistics; model {config.model!r} "
-            f"with norm={config.norm!r} has none. Use norm='batch', or leave both out."
-        )
+    if found := _misfits(config, model):
+        ways = list(_other_settings(config))
+        ways += [] if "norm='batch'" in ways else ["another model"]
+        lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in found]
+        raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
     _try_model(config, model)
+
+
+def _misfits(config: Config, model: nn.Module) -> list[Misfit]:
+    """Return why the model does not fit the method of a config."""
+    if config.strategy == CENTRALIZED:
+        return []
+    shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
+    return config.method().misfits(config.params(), split_state(model), shapes)
+
+
+def _other_settings(config: Config) -> Iterator[str]:
+    """Yield each change of one setting with which the model fits."""
+    tests = ",".join(name for name in config.evaluations() if name != RECALIBRATED)
+    changes = {"strategy": "fedavg", "local_part": "", "client_hooks": "", "recalibrate": False, "eval_on": tests}
+    for name, value in {**changes, "norm": "batch"}.items():
+        if value == getattr(config, name):
+            continue
+        other = config.model_copy(update={name: value})
+        with suppress(ConfigError):  # the methods that are left cannot be combined
+            if not _misfits(other, make_model(other)):
+                yield f"{name.replace('_', '-')}={value!r}"
 
 
 def _try_model(config: Config, model: nn.Module) -> None:
@@ -175,6 +191,13 @@ def _try_model(config: Config, model: nn.Module) -> None:
         images = augment(images, torch.Generator())
     with torch.no_grad():
         model.eval()(images.float())
+
+
+def _norms(model: nn.Module) -> str:
+    """Return the kinds and the first paths of the model's norm layers, for messages."""
+    norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
+    kinds = " and ".join(sorted({kind for _, kind in norms}))
+    return f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
 
 
 def _norm_kind(module: nn.Module) -> str:

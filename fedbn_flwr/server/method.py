@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, get_args
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, get_args
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, Variance
-from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import Key
@@ -25,7 +25,18 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["HookContext", "HookFactory", "Method", "Params", "Role", "RunSettings", "limits", "setting"]
+__all__ = [
+    "HookContext",
+    "HookFactory",
+    "Method",
+    "Misfit",
+    "Need",
+    "Params",
+    "Role",
+    "RunSettings",
+    "limits",
+    "setting",
+]
 
 
 def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -> Any:
@@ -138,6 +149,34 @@ class HookContext:
     reducer: Reducer | None = None
 
 
+class Need(NamedTuple):
+    """What a method or a setting is about: layers without which it has no effect.
+
+    Attributes:
+        who: the method or the setting.
+        instead: what to use without such layers.
+        parts: BatchNorm must have an entry in one of these parts; none = any BatchNorm.
+    """
+
+    who: str
+    instead: str
+    parts: frozenset[Part] = frozenset()
+
+
+class Misfit(NamedTuple):
+    """Why a model does not fit a method.
+
+    Attributes:
+        need: who needs what.
+        has: what the model has; "" = no BatchNorm.
+        remedy: what to use.
+    """
+
+    need: str
+    has: str
+    remedy: str
+
+
 HookFactory = Callable[[HookContext], ClientHook]
 Role = Literal["", "local-part", "client-hooks", "server-step"]
 P = TypeVar("P", bound=Params, default=Params)
@@ -231,6 +270,16 @@ class Method(FlowerFedAvg, Generic[P]):
 
         They are fields of ``Params``, or config keys of local training (with ``_``).
         """
+
+    @classmethod
+    @abstractmethod
+    def needs(cls, params: P) -> list[Need]:
+        """Return what the method and its settings are about."""
+
+    @classmethod
+    @abstractmethod
+    def misfits(cls, params: P, parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[Misfit]:
+        """Return why a model with this split and these shapes does not fit; empty if it fits."""
 
     @classmethod
     @abstractmethod

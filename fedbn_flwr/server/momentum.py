@@ -69,7 +69,8 @@ class MomentumBuffers(ClientHook):
         if not optimizer.param_groups[0]["momentum"]:
             raise ConfigError(f"momentum-scope={self._scope} needs sgd-momentum above 0")
         self._optimizer = optimizer
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters = model.named_parameters(remove_duplicate=False)  # a tied weight has each of its names
+        self._parameters = {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
             if name in self._start:
                 optimizer.state[parameter]["momentum_buffer"] = self._start[name].to(parameter).clone()

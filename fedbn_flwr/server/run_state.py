@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class RunState:
         latest_bn: the BN parts that clients shared for tests.
         local_hashes: the SHA-256 of each client's kept state, by label.
         volatile: labels of clients whose kept state is in memory only.
+        shapes: the shapes of the model's entries.
     """
 
     strategy: str
@@ -59,6 +60,7 @@ class RunState:
     latest_bn: LatestBN = field(default_factory=LatestBN)
     local_hashes: dict[str, str] = field(default_factory=dict)
     volatile: list[str] = field(default_factory=list)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def report(self) -> RoundReport:
@@ -85,12 +87,13 @@ class RunState:
         return self.num_rounds
 
     def know(self, arrays: ArrayRecord) -> None:
-        """Split the state by the names of the arrays, or check that the given split fits them.
+        """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.
 
         Raises:
             ConfigError: the given split does not fit.
         """
-        if self.known_parts is None:
+        self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        if self.known_parts is None or self.known_parts.by_names:  # an earlier run may have had another model
             self.known_parts = split_state(arrays)
         if unknown := [name for name in arrays if name not in self.known_parts.part_of]:
             raise ConfigError(

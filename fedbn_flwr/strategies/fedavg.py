@@ -49,17 +49,27 @@ from typing import Any, ClassVar
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, average, check_state
-from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.flower import RECALIBRATED, Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
-from fedbn_flwr.server.method import HookFactory, Method, Params, RunSettings
+from fedbn_flwr.server.method import HookFactory, Method, Misfit, Need, Params, RunSettings
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
 
 __all__ = ["FedAvg", "FedAvgParams"]
+
+
+_WORDS = {
+    Part.AFFINE: ("gamma and beta", "affine=False"),
+    Part.STATISTICS: ("running statistics", "track_running_stats=False"),
+}
+_NOT_BY_NAMES = (
+    "none that the names of its arrays show (BatchNorm without running statistics is found only with "
+    "parts=split_state(model))"
+)
 
 
 class FedAvgParams(Params):
@@ -128,6 +138,34 @@ class FedAvg(Server[P]):
         return {} if averages else {"variance": f"strategy={cls.name} averages no running variances"}
 
     @classmethod
+    def needs(cls, params: P) -> list[Need]:
+        """Return what the method keeps with its clients, and the statistics that are re-estimated."""
+        who, statistics = f"strategy {cls.name!r}", frozenset({Part.STATISTICS})
+        found = [Need(who, "FedAvg", cls.local - {Part.REST})] if cls.needs_batchnorm else []
+        if cls.reestimates:
+            found.append(Need(who, "FedAvg", statistics))
+        if params.recalibrate:
+            found.append(Need("recalibrate=true", "recalibrate=false", statistics))
+        if RECALIBRATED in [name.strip() for name in params.eval_on.split(",")]:
+            found.append(Need(f"eval-on={RECALIBRATED}", f"eval-on without {RECALIBRATED}", statistics))
+        return found
+
+    @classmethod
+    def misfits(cls, params: P, parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[Misfit]:
+        """Return why the model's BatchNorm layers do not fit."""
+        found = []
+        for who, instead, wanted in cls.needs(params):
+            if not parts.layers:
+                has = _NOT_BY_NAMES if parts.by_names else ""
+                found.append(Misfit(f"{who} needs BatchNorm", has, f"{instead}, or a model with BatchNorm"))
+            elif wanted and not parts.select(wanted):
+                words, reasons = zip(*(words for part, words in _WORDS.items() if part in wanted), strict=True)
+                kind = f"BatchNorm with {' or '.join(words)}"
+                has = f"{parts.named_layers()} without ({', '.join(reasons)})"
+                found.append(Misfit(f"{who} needs {kind}", has, f"{instead}, or a model with {kind}"))
+        return list(dict.fromkeys(found))
+
+    @classmethod
     def excludes(cls, other: type[Method[Any]]) -> str:
         """Return why this method cannot be combined with another one."""
         if not cls.role:
@@ -169,18 +207,15 @@ class FedAvg(Server[P]):
         return int(params.momentum_scope == "global"), 0
 
     def begin(self) -> None:
-        """Start without momentum.
+        """Check that the model fits; start without momentum.
 
         Raises:
-            NormLayerError: statistics must be re-estimated, and the model has no BatchNorm.
+            NormLayerError: the model lacks what the method is about; the error says why, and what to use.
         """
         self.momentum = {}
-        asked = self.params.recalibrate or RECALIBRATED in self.tests
-        if asked and not list(self.run.parts.moments()):
-            raise NormLayerError(
-                "recalibration re-estimates BatchNorm's running statistics, and the model has none. Use "
-                "recalibrate=false and no eval-on=recalibrated, or a model with BatchNorm."
-            )
+        if found := self.misfits(self.params, self.run.parts, self.run.shapes):
+            lines = [f"{need}; the model has {has or 'none'}. Use {remedy}." for need, has, remedy in found]
+            raise NormLayerError("\n".join(lines))
 
     def phase(self, server_round: int) -> str:
         """Return "train": FedAvg has one phase."""

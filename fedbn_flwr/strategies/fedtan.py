@@ -93,6 +93,7 @@ from fedbn_flwr.server.synchronised_step import (
 )
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs
+from fedbn_flwr.training.wrappers import load_state
 from fedbn_flwr.transport import BarrierGrid, Member, Reducer, RetryStep, local_reducer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
 
@@ -148,7 +149,7 @@ class SynchroniseFirstStep(ClientHook):
                 with self.around(step, model, batch_size):
                     return compute()
             except RetryStep:
-                model.load_state_dict(before)
+                load_state(model, before)
 
     @contextmanager
     def around(self, step: int, model: nn.Module, batch_size: int) -> Iterator[None]:

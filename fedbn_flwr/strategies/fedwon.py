@@ -44,10 +44,12 @@ The gain per channel of wsconv is Brock's (`wsconv-gain`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.server.method import Method, RunSettings, setting
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.server.method import Method, Misfit, RunSettings, setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 
 __all__ = ["FedWon", "FedWonParams"]
@@ -80,15 +82,14 @@ class FedWon(FedAvg[FedWonParams]):
             found.append(f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv")
         return found
 
-    def begin(self) -> None:
-        """Refuse a model with BatchNorm.
-
-        Raises:
-            NormLayerError: the model has BatchNorm; the error names the first layers.
-        """
-        super().begin()
-        if paths := [layer.path for layer in self.run.parts.layers]:
-            raise NormLayerError(
-                f"strategy 'fedwon' trains without normalisation; the model has {len(paths)} BatchNorm layers "
-                f"({', '.join(paths[:2])}, ...). Use replace_norm(model, 'wsconv'), or norm=wsconv."
-            )
+    @classmethod
+    def misfits(cls, params: FedWonParams, parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[Misfit]:
+        """Add BatchNorm, and a model without filters of more than one weight: it has nothing to standardise."""
+        found, who = super().misfits(params, parts, shapes), f"strategy {cls.name!r}"
+        if parts.layers:
+            need, instead = f"{who} trains without normalisation", "model, report = replace_norm(model, 'wsconv')"
+            found.append(Misfit(need, parts.named_layers(), f"a model without them: {instead}"))
+        if not any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in shapes.values()):
+            need = f"{who} standardises the weights of convolutions"
+            found.append(Misfit(need, "none", "FedAvg, or a model with convolutions"))
+        return found

@@ -69,7 +69,7 @@ from fedbn_flwr.batchnorm.averaging import State, normalise
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.method import Method, RunSettings, setting
+from fedbn_flwr.server.method import Method, Need, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
@@ -224,6 +224,15 @@ class Freezing(FedAvg[W]):
     @abstractmethod
     def freezes(cls, params: W) -> tuple[str, At, frozenset[Part]]:
         """Return the config key of the freeze round, its value, and the parts that are frozen."""
+
+    @classmethod
+    def needs(cls, params: W) -> list[Need]:
+        """Add the parts that are frozen, and the statistics whose change an automatic round follows."""
+        _, at, parts = cls.freezes(params)
+        followed = {Part.STATISTICS} if at == "auto" else set()
+        frozen = [part for part in (Part.STATISTICS, Part.AFFINE) if part in parts | followed]
+        who = f"strategy {cls.name!r}"
+        return [*super().needs(params), *(Need(who, "FedAvg", frozenset({part})) for part in frozen)]
 
     @classmethod
     def conflicts(cls, params: W, run: RunSettings) -> list[str]:

@@ -18,6 +18,9 @@ After $K_i$ steps from $x$ to $y_i$:
 
 $$c_i^+ = c_i - c + \frac{x - y_i}{K_i \eta_l}$$
 
+In a training loop with a schedule or with groups of parameters $K_i \eta_l$ is the sum of the rates that the parameter
+had in its steps.
+
 The server takes unweighted means over the $S$ of $N$ clients that took part:
 
 $$x \leftarrow x + \eta_g \, \mathrm{mean}(y_i - x), \qquad c \leftarrow c + \frac{S}{N} \, \mathrm{mean}(c_i^+ - c_i)$$
@@ -46,6 +49,7 @@ With variates at zero, equal clients and $\eta_g = 1$ it is FedAvg.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,56 +87,68 @@ class ScaffoldParams(FedAvgParams):
 class ControlVariates(ClientHook):
     """Client half: add c - c_i to every gradient, and compute the new c_i from the change of the parameters.
 
-    Entries that stay with the client have no common direction, and no variates.
+    Entries that stay with the client have no common direction, and no variates. Tied weights have one variate, under
+    the first of their names; the reply has all names.
     """
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
         self._local = local
         self._server: Entries = {}
         self._own: Entries = {}
+        self._optimizer: torch.optim.SGD | None = None
         self._start: dict[str, Tensor] = {}
         self._correction: dict[str, Tensor] = {}
         self._change: dict[str, Tensor] = {}
-        self._steps = 0
-        self._rate = 0.0
+        self._first_names: dict[str, str] = {}
+        self._rates: dict[str, Counter[float]] = {}  # for each parameter, the number of its steps with each rate
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i; missing entries are zero."""
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
-        """Store x and the learning rate.
+        """Store x and the names of the parameters.
 
         Raises:
             ConfigError: the optimizer has momentum.
         """
-        group = optimizer.param_groups[0]
-        if group["momentum"]:
-            raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={group['momentum']} must be 0")
-        self._rate = float(group["lr"])
+        if momentum := max(float(group["momentum"]) for group in optimizer.param_groups):
+            raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0")
+        self._optimizer = optimizer
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in self._local}
+        names = {p: name for name, p in trainable.items()}
+        everywhere = model.named_parameters(remove_duplicate=False)
+        self._first_names = {name: names[p] for name, p in everywhere if p in names}
         self._start = {name: p.detach().clone() for name, p in trainable.items()}
+        self._rates = {name: Counter() for name in trainable}
         self._correction = {
             name: self._of(self._server, name, p) - self._of(self._own, name, p) for name, p in self._start.items()
         }
 
     def gradients(self, model: nn.Module) -> None:
-        """Add c - c_i."""
-        self._steps += 1
+        """Add c - c_i; note the rate of this step, which a schedule may change, and each group of parameters has."""
+        groups = self._optimizer.param_groups if self._optimizer else []
+        rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
         for name, parameter in model.named_parameters():
             if name in self._correction and parameter.grad is not None:
                 parameter.grad += self._correction[name]
+                self._rates[name][rates.get(parameter, 0.0)] += 1
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Compute dc_i = -c + (x - y_i) / (K_i eta_l)."""
-        went = {name: self._start[name] - p.detach() for name, p in model.named_parameters() if name in self._start}
-        scale = 1 / (self._steps * self._rate) if self._steps else 0.0
-        self._change = {name: scale * d - self._of(self._server, name, d) for name, d in went.items()}
+        """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 for a parameter that took no step."""
+        self._change = {}
+        for name, parameter in model.named_parameters():
+            if name in self._start:
+                went = self._start[name] - parameter.detach()
+                # K * eta for one rate: a sum of K terms would round differently.
+                total = sum(count * rate for rate, count in self._rates[name].items())
+                change = (1 / total) * went - self._of(self._server, name, went) if total else torch.zeros_like(went)
+                self._change[name] = change
         return {}
 
     def reply(self) -> Extras:
-        """Return dc_i."""
-        return {VARIATES: self._change}
+        """Return dc_i under every name of a parameter, because the server steps each entry."""
+        return {VARIATES: {name: self._change[first] for name, first in self._first_names.items()}}
 
     def keep(self) -> Entries:
         """Return c_i+ = c_i + dc_i."""

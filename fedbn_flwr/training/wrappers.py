@@ -1,14 +1,15 @@
-"""Models in wrappers that add a prefix to every name of the state: ``torch.compile``, DDP, averaged models."""
+"""The state of models: load it; and models in wrappers that add a prefix to every name (``torch.compile``, DDP)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["unwrap", "view_with_names", "wrapper_prefix"]
+__all__ = ["load_state", "unwrap", "view_with_names", "wrapper_prefix"]
 
 _INSIDE = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
 
@@ -19,6 +20,17 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     children = dict(model.named_children())
     if len(children) == 1 and (name := next(iter(children))) in _INSIDE and not list(model.parameters(recurse=False)):
         yield from _layers(children[name])
+
+
+def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load all entries of a state that was taken apart, as ``model.load_state_dict(model.state_dict())`` does.
+
+    A state dict has the versions of its layers in ``_metadata``, which messages do not carry, and some layers
+    (torchvision's MNASNet) refuse a state without: it gets the model's own.
+    """
+    whole = OrderedDict(state)
+    whole._metadata = model.state_dict(keep_vars=True)._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(whole)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -9,14 +9,16 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import answer_statistics, local_bn
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from tests.support.user_loops import SIZES, fixbn_loop, hooked_loop, plain_loop
+from tests.support.versioned import Versioned
 
 
 class Slashed(torch.nn.Module):
@@ -67,6 +69,14 @@ def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:
 
     run_app(FedBN(), user_app(mods=(local_bn, look), query=True), rounds=2)
     assert [names for names in seen if names] == [list(mlp().state_dict())] * 12
+
+
+def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5), Versioned()).double()
+    message = Message(RecordDict({"arrays": to_record(model.state_dict())}), 1, "query.statistics")
+    loader = DataLoader(TensorDataset(datasets[0].inputs, datasets[0].targets), 4)
+    reply = answer_statistics(message, Context(1, 2, {}, RecordDict(), {}), model, loader)
+    np.testing.assert_allclose(from_record(reply.content["arrays"])["0.mean"], datasets[0].inputs.mean(0))
 
 
 def test_the_server_learns_partition_ids_from_replies(run_app, user_app) -> None:

@@ -31,6 +31,21 @@ BAD = {
         ["strategy=fixbn", "norm=none"],
         "strategy 'fixbn' needs BatchNorm; model 'mlp' has no normalisation. Use strategy='fedavg' or norm='batch'.",
     ),
+    "a model that has no BatchNorm anyway": (
+        ["strategy=fedbn", "dataset=cifar10", "model=torchvision:squeezenet1_1"],
+        "strategy 'fedbn' needs BatchNorm; model 'torchvision:squeezenet1_1' has no normalisation. Use "
+        "strategy='fedavg' or another model.",
+    ),
+    "a part of a combination that needs BatchNorm": (
+        ["client-hooks=fixbn,fedprox", "norm=group"],
+        "strategy 'fedprox+fixbn' needs BatchNorm; model 'mlp' has only GroupNorm (norm, ...). Use client-hooks='' or "
+        "norm='batch'.",
+    ),
+    "nothing to standardise": (
+        ["strategy=fedwon", "norm=wsconv"],
+        "strategy 'fedwon' standardises the weights of convolutions; model 'mlp' has none. Use strategy='fedavg' or "
+        "another model.",
+    ),
     "a norm that does not fit": (
         ["model=mlp", "norm=instance"],
         "the norm layer at norm: an input of shape (2, 30) in 30 groups has one value per group, so the output would "

@@ -172,7 +172,7 @@ def test_impossible_evaluations_are_refused_before_the_run() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             Config.make(settings)
-    with pytest.raises(NormLayerError, match=r"with norm='group' has none\. Use norm='batch'"):
+    with pytest.raises(NormLayerError, match=r"only GroupNorm \(norm, ...\)\. Use recalibrate=False or norm='batch'\."):
         check(Config.make({"recalibrate": True, "norm": "group"}))
     with pytest.raises(NormLayerError, match="strategy 'staticbn' needs BatchNorm"):
         check(Config.make({"strategy": "staticbn", "norm": "group"}))

@@ -14,10 +14,12 @@ import yaml
 from matplotlib import image
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.nn import Sequential
 
 from fedbn_flwr.app import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.experiment import setup
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.inspection import inspect_model
@@ -30,6 +32,7 @@ from fedbn_flwr.messages.records import state_sha256, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
+from tests.support.versioned import Versioned
 
 METHODS = [*STRATEGIES, CENTRALIZED]
 FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}
@@ -155,6 +158,14 @@ def test_partial_participation_keeps_absent_clients_parts(quick_run) -> None:
     assert all(len(ids) == 2 for ids in participants)
     assert len({tuple(ids) for ids in participants}) > 1
     assert quick_run(strategy="fedbn", **settings)[0]["sha256"] == first["sha256"]
+
+
+def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
+    """Clients load it to train and to re-estimate its statistics, and the server to test it."""
+    build = setup.build_model
+    monkeypatch.setattr(setup, "build_model", lambda *args, **named: Sequential(build(*args, **named), Versioned()))
+    summary, _ = quick_run(strategy="staticbn")
+    assert summary["rejected"] == 0
 
 
 def test_tests_run_every_eval_every_rounds_and_in_the_last(quick_run) -> None:

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torchvision.models
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -310,3 +311,11 @@ def test_a_second_start_forgets_the_first(federate, datasets, mlp, same_bits) ->
     same_bits(first.state, second.state)
     assert len(strategy.reports) == 2
     assert isinstance(second.grid.sent[0], Message)
+
+
+def test_torchvisions_mnasnet_which_reads_the_version_of_its_state(federate, points) -> None:
+    data = [points(2, i, shape=(3, 32, 32)) for i in range(2)]
+    model = functools.partial(torchvision.models.mnasnet0_5, num_classes=3)
+    run = federate(FedAvg(), model, data, rounds=1, local_steps=1, batch_size=0)
+    assert run.strategy.reports[0].rejected == {}
+    assert set(run.strategy.reports[0].evaluations) == {"0", "1"}

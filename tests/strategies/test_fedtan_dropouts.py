@@ -18,14 +18,15 @@ from fedbn_flwr.server import synchronised_step
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
+from tests.support.versioned import Versioned
 
 SIZES = (6, 5, 9, 7)
 BAD = 1
 Fault = Callable[[Tensor], Tensor]
 
 
-class Gremlin(nn.Module):
-    """Sits between two BatchNorm layers; does nothing until it is given a fault."""
+class Gremlin(Versioned):
+    """Sits between two BatchNorm layers; does nothing until it is given a fault. Its state has a version."""
 
     fault: Fault | None = None
 

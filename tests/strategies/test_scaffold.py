@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import ControlVariates
@@ -28,11 +35,29 @@ def local(model, data, rate: float, correction: dict) -> int:
     return steps
 
 
-@pytest.fixture(params=["mlp", "torchvision_net"])
+class TiedNet(nn.Sequential):
+    """An encoder and a decoder with one weight, as language models have it, and BN: names 0.weight and 3.weight."""
+
+    def __init__(self) -> None:
+        layers = (nn.Linear(5, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))
+        super().__init__(*layers)
+        self[3].weight = self[0].weight
+
+
+@pytest.fixture
+def tied() -> functools.partial:
+    """A model with tied weights, float64, the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return functools.partial(copy.deepcopy, TiedNet().double())
+
+
+@pytest.fixture(params=["mlp", "tied", "torchvision_net"])
 def subject(request, points) -> tuple:
-    """An own model, and one of torchvision's; data of four clients of uneven sizes; a rate that keeps it in hand."""
+    """Two own models, and one of torchvision's; data of four clients of uneven sizes; a rate that keeps it in hand."""
     shape, sizes, rate = {
         "mlp": ((5,), (6, 14, 10, 8), 0.1),
+        "tied": ((5,), (6, 14, 10, 8), 0.1),
         "torchvision_net": ((3, 40, 40), (8, 16, 12, 8), 1e-3),
     }[request.param]
     return request.getfixturevalue(request.param), [points(n, i, shape) for i, n in enumerate(sizes)], rate
@@ -59,9 +84,7 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
         change = {name: torch.zeros_like(c[name]) for name in names}
         averaged = {name: torch.zeros_like(v) for name, v in x.items() if "running" in name}
         for i in round_:
-            client = make()
-            client.load_state_dict(x)
-            client.train()
+            client = copy.deepcopy(reference).train()
             steps = local(client, datasets[i], rate, {name: c[name] - own[i][name] for name in names})
             y = client.state_dict()
             for name in names:
@@ -73,8 +96,11 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
                 averaged[name] += len(datasets[i]) / total * y[name]
         for name in names:
             c[name] += len(round_) / len(datasets) * change[name]
-        state = {**x, **averaged, **{name: x[name] + SERVER_RATE * moved[name] for name in names}}
-        reference.load_state_dict(state)
+        with torch.no_grad():  # by parameter, not by name: a tied one has two names
+            for name, parameter in reference.named_parameters():
+                parameter += SERVER_RATE * moved[name]
+            for name, buffer in reference.named_buffers():
+                buffer.copy_(averaged.get(name, buffer))
 
     got = tensors(run.state)
     for name, want in reference.state_dict().items():
@@ -92,6 +118,37 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
                 )
         else:
             assert "fedbn-flwr.rules" not in state
+
+
+def test_variates_use_the_rate_of_each_step_and_group(mlp, points) -> None:
+    """c_i+ is the mean of the client's own gradients over its steps, each weighted by the rate of that step."""
+    model, data = mlp(), points(20, 1)
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    server, own = ({name: torch.full_like(p, value) for name, p in zeros.items()} for value in (0.3, -0.2))
+    groups = [{"params": model[0].parameters(), "lr": 0.05}, {"params": [*model[1].parameters()]}]
+    optimizer = torch.optim.SGD([*groups, {"params": [model[3].weight], "lr": 0.5}], 0.005)  # 3.bias takes no step
+    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.44)
+    hook = ControlVariates()
+    hook.receive({"variates": server}, own)
+    rules = Hooks(model, {"variates": hook})
+    hook.begin(model)
+    rules.wrap(optimizer)
+    weighted, rates = {name: v.clone() for name, v in zeros.items()}, dict.fromkeys(zeros, 0.0)
+    for inputs, targets in zip(data.inputs.split(4), data.targets.split(4), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        for name, p in model.named_parameters():
+            for group in (g for g in optimizer.param_groups if any(p is q for q in g["params"])):
+                weighted[name] += group["lr"] * p.grad
+                rates[name] += group["lr"]
+        optimizer.step()
+        scheduler.step()
+    hook.end(model)
+    assert rates.pop("3.bias") == 0
+    for name, rate in rates.items():
+        torch.testing.assert_close(hook.keep()[name], weighted[name] / rate, rtol=1e-9, atol=1e-12, msg=name)
+    assert torch.equal(hook.keep()["3.bias"], own["3.bias"]), "without a step nothing is known of its gradient"
+    assert torch.equal(hook.reply()["variates"]["3.bias"], zeros["3.bias"])
 
 
 @pytest.mark.parametrize(("name", "shape"), [("mlp", (5,)), ("torchvision_net", (3, 40, 40))])
@@ -117,21 +174,34 @@ def test_scaffold_differs_from_fedavg_once_variates_are_there(federate, datasets
     assert (runs[0].state["0.weight"] != runs[1].state["0.weight"]).any()
 
 
-def test_variates_are_counted_and_carry_no_statistics(federate, datasets, mlp) -> None:
-    run = federate(Scaffold(), mlp, datasets, rounds=2)
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_variates_are_counted_and_carry_no_statistics(federate, datasets, name: str, request) -> None:
+    model = request.getfixturevalue(name)
+    run = federate(Scaffold(), model, datasets, rounds=2)
     sent = [
         from_record(m.content.array_records["variates"])
         for m in run.grid.received
         if m.has_content() and "variates" in m.content.array_records
     ]
-    names = [name for name, _ in mlp().named_parameters()]
+    parameters = dict(model().named_parameters(remove_duplicate=False))
     assert sent
-    assert all(list(variates) == names for variates in sent)
-    size = sum(p.numel() * 8 for p in mlp().parameters())
+    assert all(list(variates) == list(parameters) for variates in sent)
+    size = sum(p.numel() * 8 for p in parameters.values())
     floats = sum(v.nbytes for v in run.state.values() if v.dtype.kind == "f")
     first, second = (report.train for report in run.strategy.reports)
     assert (first.down, first.up) == (floats, len(datasets) * (floats + size))
     assert (second.down, second.up) == (floats + size, len(datasets) * (floats + size))
+    predicted = inspect_model(model(), "scaffold", len(datasets))
+    assert [predicted.first, predicted.later] == [first, second]
+
+
+def test_extra_records_of_tied_weights_have_all_names_as_the_model(federate, datasets, tied) -> None:
+    """Momentum, too: what inspect predicts is what travels."""
+    run = federate(FedAvg(momentum_scope="global"), tied, datasets, rounds=2, sgd_momentum=0.9)
+    config = Config.make({"sgd-momentum": 0.9, "momentum-scope": "global"})
+    predicted = inspect_model(tied(), "fedavg", len(datasets), config)
+    assert [predicted.first, predicted.later] == [report.train for report in run.strategy.reports]
+    assert np.array_equal(run.strategy.momentum["0.weight"], run.strategy.momentum["3.weight"])
 
 
 def test_momentum_is_refused(federate, datasets, mlp) -> None:
