@@ -259,9 +259,8 @@ class Config(_MethodSettings):
     def run_settings(self) -> RunSettings:
         """Return the settings of the run that the method checks its own against."""
         after, _ = self.decays()
-        return RunSettings(
-            self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations(), decays_at_freeze="freeze" in after
-        )
+        also = "freeze" in after and len(after) > 1  # alone it is a key without effect
+        return RunSettings(self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations(), also)
 
     def without_effect(self) -> dict[str, tuple[Any, str]]:
         """Return the keys that differ from their default and that this run cannot use: value, and what they need."""

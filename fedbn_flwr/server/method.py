@@ -124,7 +124,7 @@ class RunSettings:
         norm: the normalisation of the model.
         sgd_momentum: momentum of the clients' SGD.
         tests: the names in ``eval-on``.
-        decays_at_freeze: whether the learning rate decays when the method freezes BN.
+        decays_at_freeze: whether the learning rate decays when the method freezes BN, among other decays.
     """
 
     num_rounds: int

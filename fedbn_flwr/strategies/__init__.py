@@ -68,7 +68,6 @@ STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
 }
 
 
-@functools.cache
 def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """Return the strategy that does what all ``methods`` do: ``combined(FixBN, FedProx)(freeze_at=5)``.
 
@@ -84,8 +83,12 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     registry = list(STRATEGIES.values())
     rank = {m: next(registry.index(kind) for kind in m.__mro__ if kind in registry) for m in methods if m is not FedAvg}
     chosen = sorted(rank, key=lambda method: rank[method], reverse=True)
-    if len(chosen) < 2:
-        return chosen[0] if chosen else FedAvg
+    return _combined(*chosen) if len(chosen) > 1 else next(iter(chosen), FedAvg)
+
+
+@functools.cache
+def _combined(*chosen: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
+    """Return the class with these bases, the outermost first."""
     pairs = [(a, b, a.excludes(b) or b.excludes(a)) for a, b in itertools.combinations(reversed(chosen), 2)]
     if problems := [f"{a.name} and {b.name} cannot be combined: {why}" for a, b, why in pairs if why]:
         raise ConfigError("\n".join(problems))
@@ -98,6 +101,7 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
         "source": "; ".join(method.source for method in reversed(chosen)),
         "Params": create_model(f"{title}Params", __base__=tuple(bases)),
         "implicit_hooks": frozenset().union(*(method.implicit_hooks for method in chosen)),
+        "__module__": __name__,
         "__doc__": f"{' and '.join(method.__name__ for method in reversed(chosen))}, combined.",
     }
     return type(title, tuple(chosen), fields)

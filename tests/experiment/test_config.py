@@ -12,8 +12,8 @@ from flwr.common.config import parse_config_args
 
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import EVALUATIONS, Config
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, Config
+from fedbn_flwr.strategies import STRATEGIES, combined
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,7 @@ OTHERS: dict[str, Any] = {
     "norm": "group",
     "norm-groups": 5,
     "model": "torchvision:resnet18",
+    "dataset": "cifar10",
     "partition": "dirichlet",
     "out": "/tmp/ünï",
     "num-classes": 12,
@@ -98,6 +99,54 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
     assert received == config.to_mapping()
     assert {key: type(value) for key, value in received.items()} == {k: type(v) for k, v in config.to_mapping().items()}
     assert Config.make(received, complete=True) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"proximal-mu": 0.1}, "proximal-mu=0.1 has no effect: it is for fedprox, fedbs"),
+        ({"strategy": "fedavg", "eta": 0.1}, "eta=0.1 has no effect: it is for fedadam, fedyogi, fedadagrad"),
+        ({**FIXBN, "freeze-window": 5}, "freeze-window=5 has no effect: it is for freeze-at=auto"),
+        ({"strategy": "fedbn", "variance": "pooled"}, "strategy=fedbn averages no running variances"),
+        ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "it is for fedtan-transport=channel"),
+        ({"strategy": "staticbn", "bn-momentum": 0.5}, "staticbn tracks no running variances in training"),
+        ({"lr-decay-at": "freeze"}, "lr-decay-at='freeze' has no effect: strategy=fedavg never freezes BN"),
+        ({"lr-decay-at": "3,freeze"}, "lr-decay-at=freeze: strategy=fedavg never freezes BN; fixbn and fedtan2 do"),
+        ({"norm-groups": 4}, "norm-groups=4 has no effect: it is for norm=group and group+ws"),
+        ({"norm": "group", "bn-momentum": 0.5}, "bn-momentum=0.5 has no effect: it is for norm=batch"),
+        ({"partition": "iid", "classes-per-client": 3}, "classes-per-client=3 has no effect: it is for partition="),
+        ({"local-epochs": 2, "sampling": "without-replacement"}, "has no effect: it is for local-steps"),
+        ({"data-dir": "/data"}, "data-dir='/data' has no effect: dataset=digits needs no files"),
+        ({"model": "lenet", "image-size": 20}, "image-size=20 has no effect: model=lenet takes images of 28 pixels"),
+        ({"strategy": CENTRALIZED, "fraction-train": 0.5}, "strategy=centralized has no clients"),
+        ({"strategy": "fixbn", "freeze-statistics": False}, "freeze nothing; use strategy=fedavg"),
+        (
+            {"strategy": "fixbn", "client-hooks": "fedtan"},
+            "fixbn and fedtan cannot be combined: fedtan2 is FedTAN with",
+        ),
+        ({"server-step": "fedprox"}, "unknown server-step 'fedprox'. Allowed: fedadagrad, fedadam, fedavgm, fedyogi."),
+        ({"local-part": "fedadam"}, "unknown local-part 'fedadam'. Allowed: fedbn, mtfl, silobn."),
+    ],
+)
+def test_a_key_that_was_set_and_has_no_effect_is_refused(settings: dict[str, Any], line: str) -> None:
+    assert [text for text in refused(settings) if line in text], refused(settings)
+
+
+def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
+    shared = {"proximal-mu": 0.1, "freeze-at": 5, "seed": 3}
+    config, dropped = Config.make_of_shared(shared, {"strategy": "fedprox"})
+    assert (config.proximal_mu, config.seed) == (0.1, 3)
+    assert dropped == {"freeze-at": "it is for fixbn"}
+    with pytest.raises(ConfigError, match="freeze-at=5 has no effect"):
+        Config.make_of_shared(shared, {"strategy": "fedprox", "freeze-at": 5})
+
+
+def test_methods_are_combined_by_their_keys() -> None:
+    config = Config.make({"strategy": "mtfl", "server-step": "fedadam", "client-hooks": "fixbn, fedprox", "eta": 0.3})
+    assert config.method() is combined(*(STRATEGIES[name] for name in ("fixbn", "mtfl", "fedadam", "fedprox")))
+    assert config.params().eta == 0.3
+    assert config.evaluations() == ("personal-own",)
+    assert Config.make(config.to_mapping()) == config
 
 
 def test_set_overrides_the_file(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.strategies import FedAvg, FixBN
-from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freeze_round
+from fedbn_flwr.messages.records import tensors, to_record
+from fedbn_flwr.strategies import FedAvg, FedTAN2, FixBN
+from fedbn_flwr.strategies.fixbn import FreezeBN, Freezing, ReportDrift, freeze_round
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -186,6 +186,56 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
     assert [c["rules"] for c in run.grid.config()] == ["report-drift"] * 3 * t_star + ["freeze-bn"] * 3 * (9 - t_star)
     for name in STATISTICS:
         assert run.state[name].tobytes() == run.history[t_star][name].tobytes()
+
+
+def clients_rule(deltas: list[dict[int, float]], window: int, tau: float) -> int:
+    """B.6, in rational arithmetic: the first round after which every client's last W values vary less than tau."""
+    for t in range(1, len(deltas) + 1):
+        seen = {client for row in deltas[:t] for client in row}
+        series = [[Fraction(row[client]) for row in deltas[:t] if client in row][-window:] for client in seen]
+        centres = [sum(own) / len(own) for own in series]
+        spreads = [sum((d - c) ** 2 for d in own) / window for own, c in zip(series, centres, strict=True)]
+        if all(len(own) == window for own in series) and all(spread < Fraction(tau) for spread in spreads):
+            return t
+    raise AssertionError("never")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.67])
+def test_the_variance_of_each_client_decides_where_asked(federate, datasets, mlp, share: float) -> None:
+    """The clients' swings cancel in the mean. With two of three clients a round, a window is of a client's own rounds."""
+    deltas = [[1.0, 2 + 0.9 * s, 2 - 1.3 * s] for s in (1, -1, 1, -1, 0.1, 0, 0, 0, 0, 0, 0, 0)]
+    asked = {"fraction_train": share, "freeze_at": "auto", "freeze_window": 2, "freeze_tau": 0.02}
+    strategy = FixBN(**asked, freeze_rule="clients")
+    federate(strategy, mlp, datasets, rounds=12, client=scripted(deltas))
+    rows = [{client: deltas[r.server_round - 1][client] for client in r.participants} for r in strategy.reports]
+    assert strategy.frozen_after == clients_rule(rows, 2, 0.02)
+    mean = FixBN(**asked)
+    federate(mean, mlp, datasets, rounds=12, client=scripted(deltas))
+    assert mean.frozen_after < strategy.frozen_after
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rounds", "words"),
+    [
+        (FixBN(freeze_at=5), 3, "freeze-at=5 means after round 5, and the run has 3: BN is never frozen"),
+        (FixBN(), 1, "freeze-at=0.5 of 1 rounds means after round 0: BN is frozen from round 1 at the statistics of"),
+        (FedTAN2(), 9, "fedtan-rounds=0.1 of 9 rounds means after round 0"),
+    ],
+)
+def test_a_round_that_freezes_nothing_or_too_early_is_warned_of(
+    strategy: Freezing, rounds: int, words: str, mlp, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy.prepare(to_record(mlp().state_dict()), rounds, 1.0)
+    assert [r for r in caplog.records if words in r.message and r.levelname == "WARNING"]
+    caplog.clear()
+    strategy.prepare(to_record(mlp().state_dict()), 20, 1.0)
+    assert not caplog.records
+
+
+def test_the_summary_says_a_round_only_once_bn_was_frozen(mlp) -> None:
+    strategy = FixBN(freeze_at=5)
+    strategy.prepare(to_record(mlp().state_dict()), 9, 1.0)
+    assert [strategy.outcome(done) for done in (4, 5, 6)] == [{"frozen-after": None}] * 2 + [{"frozen-after": 5}]
 
 
 def test_reporting_drift_changes_no_bit(federate, datasets, mlp, same_bits) -> None:
