@@ -33,6 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet"},
     "fixbn": {"freeze-at": 2},
     "fedtan2": {"fedtan-rounds": 2},
+    "fedbs": {"num-server-rounds": 7},
 }
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
@@ -55,7 +56,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "domain-share": (0.5, {"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "model": "lenet"}),
     "classes-per-client": (3, {}),
     "num-clients": (4, {}),
-    "num-server-rounds": (5, {}),
+    "num-server-rounds": (8, {}),
     "fraction-train": (0.5, {}),
     "fraction-evaluate": (0.5, {"eval-on": "personal-own"}),
     "eval-every": (2, {}),

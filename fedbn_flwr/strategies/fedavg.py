@@ -43,6 +43,7 @@ The result does not depend on the order in which replies arrive. With one client
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -60,6 +61,8 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
 
 __all__ = ["FedAvg", "FedAvgParams"]
+
+logger = logging.getLogger("flwr")
 
 
 _WORDS = {
@@ -207,7 +210,7 @@ class FedAvg(Server[P]):
         return int(params.momentum_scope == "global"), 0
 
     def begin(self) -> None:
-        """Check that the model fits; start without momentum.
+        """Check that the model fits; warn of settings that do not fit the number of rounds; start without momentum.
 
         Raises:
             NormLayerError: the model lacks what the method is about; the error says why, and what to use.
@@ -216,6 +219,8 @@ class FedAvg(Server[P]):
         if found := self.misfits(self.params, self.run.parts, self.run.shapes):
             lines = [f"{need}; the model has {has or 'none'}. Use {remedy}." for need, has, remedy in found]
             raise NormLayerError("\n".join(lines))
+        for line in self.warnings(self.params, RunSettings(self.run.num_rounds)) if self.run.num_rounds else ():
+            logger.warning("%s", line)
 
     def phase(self, server_round: int) -> str:
         """Return "train": FedAvg has one phase."""

@@ -50,7 +50,7 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.messages.protocol import TRAIN_LOSS
-from fedbn_flwr.server.method import Method, setting
+from fedbn_flwr.server.method import Method, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
 
@@ -84,6 +84,17 @@ class FedBS(FedProx[FedBSParams]):
 
     switched_after: int | None = None
     agreed = 0
+
+    @classmethod
+    def warnings(cls, params: FedBSParams, run: RunSettings) -> list[str]:
+        """Warn of a phase 2 that the run is too short for."""
+        found = super().warnings(params, run)
+        if params.fedbs_rounds >= run.num_rounds:
+            found.append(
+                f"fedbs: phase 2 begins after fedbs-rounds={params.fedbs_rounds} rounds at the earliest, and the run has "
+                f"{run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
+            )
+        return found
 
     @classmethod
     def excludes(cls, other: type[Method[Any]]) -> str:

@@ -286,9 +286,6 @@ class Freezing(FedAvg[W]):
         super().begin()
         _, at, frozen = self.freezes(self.params)
         self._frozen_parts = frozen - self.local  # parts that stay with the clients are frozen there
-        if self.run.num_rounds is not None:
-            for line in self.warnings(self.params, RunSettings(self.run.num_rounds)):
-                logger.warning("%s", line)
         num_rounds = self.run.total_rounds if isinstance(at, float) else self.run.num_rounds or math.inf
         self.deltas = []
         self.frozen_after = freeze_round(at, self.run.num_rounds or 0)

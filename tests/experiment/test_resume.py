@@ -48,6 +48,13 @@ CASES = {
         **{"strategy": "fedbn", "eval-on": "personal-own,averaged-bn", "fraction-train": 0.34},  # one client a round
     },
     "recalibrated, then frozen": {"strategy": "fixbn", "recalibrate": True, "eval-every": 2},
+    "fixbn and fedprox": {"strategy": "fixbn", "client-hooks": "fedprox", "freeze-at": 3},
+    "fixbn and scaffold": {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 3},
+    "fixbn by the variance of each client": {
+        **{"strategy": "fixbn", "freeze-at": "auto", **AUTO, "freeze-rule": "clients"},
+    },
+    "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
+    "fedbn, scaffold": {"strategy": "fedbn", "client-hooks": "scaffold", "agc": 0.1},
     "half of the clients": {"strategy": "fedbn", "fraction-train": 0.5, "num-clients": 4},
     "half of the clients, scaffold": {"strategy": "scaffold", "fraction-train": 0.5, "num-clients": 4},
 }
