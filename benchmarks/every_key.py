@@ -96,7 +96,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tau": (0.1, {}),
     "fedtan-rounds": (1, {}),
     "fedtan-exchanges": ("2L+1", {}),
-    "fedbs-eps": (99.0, {"fedbs-rounds": 1}),
+    "fedbs-eps": (99.0, {}),
     "fedbs-rounds": (1, {"fedbs-eps": 99.0}),
 }
 ELSEWHERE = {

@@ -91,8 +91,8 @@ class FedBS(FedProx[FedBSParams]):
         found = super().warnings(params, run)
         if params.fedbs_rounds >= run.num_rounds:
             found.append(
-                f"fedbs: phase 2 begins after fedbs-rounds={params.fedbs_rounds} rounds at the earliest, and the run has "
-                f"{run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
+                f"fedbs: phase 2 begins after fedbs-rounds={params.fedbs_rounds} rounds at the earliest, and the run "
+                f"has {run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
             )
         return found
 
