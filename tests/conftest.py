@@ -141,6 +141,19 @@ def mlp() -> MakeModel:
 
 
 @pytest.fixture
+def wsconv_net() -> MakeModel:
+    """``wsconv_net()``: one standardised convolution and a classifier, on 5 numbers; float64, always the same."""
+
+    def make() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = [nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)]
+            return replace_norm(nn.Sequential(*layers).double(), "wsconv")[0]
+
+    return make
+
+
+@pytest.fixture
 def torchvision_net() -> MakeModel:
     """``torchvision_net(norm=True)``: a narrow ShuffleNetV2, or one without BatchNorm; 3 classes, always the same."""
 

@@ -102,7 +102,7 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 
 | key | type | writes | reads | since |
 |---|---|---|---|---|
-| `freeze-statistics` | bool: the running statistics | server | client | 0.1 |
+| `freeze-statistics` | bool: the running statistics; missing = true | server | client | 0.1 |
 | `freeze-affine` | bool: gamma and beta | server | client | 0.1 |
 | `statistics-delta` | float: delta_m | client | server | 0.1 |
 

@@ -31,7 +31,7 @@ None known.
 
 ## Law
 
-A model without BN is trained as by FedAvg, bit for bit.
+With one client the client's model is FedAvg's, bit for bit. A model without BN is refused.
 """
 
 from __future__ import annotations

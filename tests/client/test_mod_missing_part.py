@@ -74,10 +74,9 @@ def test_a_missing_client_part_ends_the_run_in_the_first_round_that_needs_it(
     assert len(strategy.reports[-1].rejected) == len(SIZES)
 
 
-def test_missing_gradient_clipping_is_named(run_app, user_app, mlp) -> None:
-    bare = functools.partial(mlp, norm=False)
+def test_missing_gradient_clipping_is_named(run_app, user_app, wsconv_net) -> None:
     with pytest.raises(ClientPartError, match="client hook 'agc' of strategy 'fedwon'"):
-        run_app(FedWon(), user_app(model=bare), model=bare)
+        run_app(FedWon(), user_app(model=wsconv_net), model=wsconv_net)
 
 
 def test_a_missing_synchronised_step_is_named_where_exchanges_travel_by_messages(run_app, user_app) -> None:

@@ -115,11 +115,10 @@ def test_hooks_act_on_gradients_that_a_closure_computes(
 
 
 def test_gradient_clipping_in_the_users_loop_equals_our_client(
-    federate, run_app, user_app, datasets, mlp, same_bits
+    federate, run_app, user_app, datasets, wsconv_net, same_bits
 ) -> None:
-    bare = functools.partial(mlp, norm=False)
-    ours = federate(FedWon(agc=0.02), bare, datasets)
-    theirs = run_app(FedWon(agc=0.02), user_app(hooked_loop, model=bare), model=bare)
+    ours = federate(FedWon(agc=0.02), wsconv_net, datasets)
+    theirs = run_app(FedWon(agc=0.02), user_app(hooked_loop, model=wsconv_net), model=wsconv_net)
     same_bits(theirs.state, ours.state)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,9 +64,11 @@ def torch_client_fn(model: Callable[[], nn.Module], datasets: list, **settings: 
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(name: str, federate, run_legacy, datasets, mlp) -> None:
+def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(
+    name: str, federate, run_legacy, datasets, mlp, wsconv_net
+) -> None:
     settings = {"sgd_momentum": 0.9} if "momentum" in name else {}
-    model = functools.partial(mlp, norm=name != "fedwon")
+    model = wsconv_net if name == "fedwon" else mlp
     want = federate(SUPPORTED[name](), model, datasets, rounds=ROUNDS, **settings)
     got = run_legacy(SUPPORTED[name](), model, torch_client_fn(model, datasets, **settings), len(datasets))
     assert len(got.history) == ROUNDS + 1
@@ -85,11 +86,11 @@ def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(name: str, feder
         assert {"loss": loss, **metrics} == dict(record)
 
 
-def test_every_strategy_is_supported_or_refused(mlp) -> None:
+def test_every_strategy_is_supported_or_refused(mlp, wsconv_net) -> None:
     refused = {}
     for name, strategy in STRATEGIES.items():
         try:
-            to_legacy(strategy(), to_record(mlp(norm=name != "fedwon").state_dict()), num_rounds=300)
+            to_legacy(strategy(), to_record((wsconv_net if name == "fedwon" else mlp)().state_dict()), num_rounds=300)
         except ConfigError as error:
             refused[name] = str(error)
     assert refused.keys() == {"fedtan", "fedtan2", "feddna", "staticbn"}

@@ -87,11 +87,3 @@ def test_the_hook_restores_the_model(mlp) -> None:
     hook.end(model)
     model(torch.randn(4, 5, dtype=torch.float64))
     assert model[1].num_batches_tracked == 1
-
-
-def test_staticbn_without_batchnorm_is_fedavg(federate, datasets, mlp, same_bits) -> None:
-    """As for the other methods about BN; a run from a config refuses such a model by name."""
-    model = functools.partial(mlp, norm=False)
-    mine, plain = (federate(strategy, model, datasets) for strategy in (StaticBN(), FedAvg()))
-    same_bits(mine.state, plain.state)
-    assert [report.train.exchanges for report in mine.strategy.reports] == [1, 1, 1]
