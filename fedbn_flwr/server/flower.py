@@ -18,7 +18,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ClientPartError, ConfigError
-from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig
+from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig, refuse_own_keys
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.method import Method, P
@@ -76,8 +76,9 @@ class Server(Method[P]):
 
         Raises:
             EngineError: not enough nodes connect within the timeout.
-            ConfigError: a setting does not fit this run.
+            ConfigError: a setting does not fit this run, or a config holds a key of this package.
         """
+        refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.own_loop = True
 
@@ -180,6 +181,7 @@ class Server(Method[P]):
         One of Flower's own loops sends the returned messages once. A synchronised round needs several messages: under
         such a loop it runs completely in this call, which then returns no messages.
         """
+        refuse_own_keys(config=config)
         self.run.know(arrays)
         if not self.run.begun:
             self._begin()
@@ -281,6 +283,7 @@ class Server(Method[P]):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
+        refuse_own_keys(config=config)
         if server_round % self.params.eval_every and server_round != self.run.num_rounds:
             return []
         if (self.recalibrates or RECALIBRATED in self.tests) and any(self.run.parts.moments()):

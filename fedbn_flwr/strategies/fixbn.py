@@ -90,8 +90,8 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
-STATISTICS = Key("freeze-statistics", "bool: the running statistics; missing = true", "server", "client")
-AFFINE = Key("freeze-affine", "bool: gamma and beta", "server", "client")
+STATISTICS = Key("fedbn-flwr.freeze-statistics", "bool: the running statistics; missing = true", "server", "client")
+AFFINE = Key("fedbn-flwr.freeze-affine", "bool: gamma and beta", "server", "client")
 
 At = int | float | str  # a round, a fraction of all rounds, or "auto"
 

@@ -67,14 +67,18 @@ def test_the_checkpoint_of_another_method_is_refused() -> None:
 def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, mlp, points) -> None:
     data = [points(8), points(12, 1), points(6, 2)]
     first = federate(FedBN(), mlp, data, rounds=2)
-    assert all("local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind))
+    assert all(
+        "fedbn-flwr.local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind)
+    )
     saved = first.strategy.state_dict()
     assert sorted(saved["local_hashes"]) == saved["started"] == saved["volatile"] == ["0", "1", "2"]
     again = FedBN()
     again.load_state_dict({**saved, "local_hashes": {"1": "0" * 64}, "started": []}, 2)
     outcome = federate(again, mlp, data, rounds=4)
     expected = {
-        outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get("local-sha256")
+        outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get(
+            "fedbn-flwr.local-sha256"
+        )
         for m in [m for m in outcome.grid.sent if m.metadata.message_type == "train"][:3]
     }
     assert expected == {0: "", 1: "0" * 64, 2: ""}, "nothing is known of 0 and 2: they start again"
@@ -90,7 +94,7 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     dispatcher = Dispatcher(NodeRegistry(0, 1.0), 1.0, "arrays", "config")
     dispatcher.expect_hashes({"0": "a" * 64})
     expected = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
-    assert expected == [{"local-sha256": "a" * 64}, {"local-sha256": ""}, {}]
+    assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
 
 
 @pytest.mark.parametrize("loses", [True, False])

@@ -116,7 +116,7 @@ def test_clients_test_every_eval_every_rounds_and_in_the_last(federate, datasets
 def test_clients_receive_the_config(datasets, mlp, federate) -> None:
     run = federate(FedBN(), mlp, datasets, rounds=2)
     local = [f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
-    assert [(c["server-round"], json.loads(c["local-entries"])) for c in run.grid.config()] == [
+    assert [(c["server-round"], json.loads(c["fedbn-flwr.local-entries"])) for c in run.grid.config()] == [
         (r, local) for r in (1, 1, 1, 2, 2, 2)
     ]
     plain = federate(FedAvg(), mlp, datasets, rounds=1)
