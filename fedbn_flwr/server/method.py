@@ -196,6 +196,7 @@ class Method(FlowerFedAvg, Generic[P]):
         freezes_bn: whether the method freezes BN during the run.
         needs_batchnorm: whether the method is useless without BatchNorm.
         reestimates: whether the method always tests with re-estimated statistics.
+        needs_each_reply: whether the server needs more than the |D_i|-weighted average of the replies' arrays.
         synchronises: whether a local step exchanges statistics between the clients.
         Params: the class of the settings; its fields are constructor arguments.
         client_hooks: factories of the client hooks, by name.
@@ -214,6 +215,7 @@ class Method(FlowerFedAvg, Generic[P]):
     freezes_bn: ClassVar[bool] = False
     needs_batchnorm: ClassVar[bool] = False
     reestimates: ClassVar[bool] = False
+    needs_each_reply: ClassVar[bool] = False
     synchronises: ClassVar[bool] = False
     Params: ClassVar[type[Any]]
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}

@@ -101,7 +101,7 @@ class FedAvg(Server[P]):
     Params: ClassVar[type[Any]] = FedAvgParams
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {
         MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries),
-        AGC: lambda context: ClipGradients(float(context.config[AGC])),
+        "agc": lambda context: ClipGradients(float(context.config[AGC])),
         "share-bn": lambda context: ShareBN(context.local_entries),
     }
     implicit_hooks = frozenset({"share-bn"})  # a client may leave it out
@@ -226,7 +226,7 @@ class FedAvg(Server[P]):
         scope = self.params.momentum_scope
         hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {MOMENTUM: {SCOPE: scope}}
         if self.params.agc:
-            hooks[AGC] = {AGC: self.params.agc}
+            hooks["agc"] = {AGC: self.params.agc}
         return {**hooks, "share-bn": {}} if SHARED_BN in self.tests else hooks
 
     def extras(self, server_round: int) -> Mapping[str, State]:

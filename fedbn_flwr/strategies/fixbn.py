@@ -209,6 +209,7 @@ class Freezing(FedAvg[W]):
 
     freezes_bn = True
     needs_batchnorm = True
+    needs_each_reply = True  # frozen entries must come back bit for bit
     client_hooks = {
         "freeze-bn": lambda context: FreezeBN(bool(context.config[AFFINE]), bool(context.config.get(STATISTICS, True))),
         "report-drift": lambda context: ReportDrift(),
