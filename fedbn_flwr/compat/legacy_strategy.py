@@ -170,6 +170,8 @@ class LegacyStrategy(Strategy):
         self._end_halted_fit()
         configure, config = self.strategy.configure_evaluate, self._evaluate_config(server_round)
         opened = self._configure(configure, server_round, parameters, config, client_manager)
+        if not opened:  # the loop leaves aggregate_evaluate out
+            self.strategy.aggregate_evaluate(server_round, [])
         return [(proxy, EvaluateIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
 
     def aggregate_evaluate(

@@ -231,10 +231,8 @@ class Method(FlowerFedAvg, Generic[P]):
         try:
             super().__init__(*args, **kwargs)
         except TypeError as error:
-            allowed = ", ".join(sorted(fields))
-            message = (
-                f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}, parts."
-            )
+            allowed = ", ".join([*sorted(fields), "on_round_end", "parts"])
+            message = f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}."
             raise ConfigError(message) from error
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics

@@ -89,6 +89,9 @@ class FedAvg(Server[P]):
         *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
         parts: the split of the model's state (``split_state(model)``); by default made from the names of the initial
             arrays.
+        on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the end of each round, with the model
+            that the run would return if it ended there, and the round's metrics by the names of Flower's ``Result``
+            (``train_metrics_clientapp``, ...). What it raises ends the run.
         **kwargs: Flower's arguments and the fields of ``Params``.
 
     Raises:
