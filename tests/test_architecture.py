@@ -16,7 +16,7 @@ LEVELS = (
     ("messages", "transport", "checked_file"),
     ("server", "engines"),
     ("strategies",),
-    ("client", "compat/legacy_strategy", "deployment"),
+    ("client", "compat/legacy_strategy", "compat/secure_aggregation", "deployment"),
     ("mods", "__init__"),
     ("experiment",),
     ("cli", "app"),

@@ -110,12 +110,17 @@ def test_a_replay_log_goes_on() -> None:
     context = Context(1, 1, {"partition-id": 0}, RecordDict(records), {})
     settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1, batch_size=0)
     client = TorchClient(model(), Points(), Points(), settings, context=context)
-    config = {"server-round": 1, "rules": "synchronise-first-step", "fedtan-exchanges": "3L+1"}
-    config |= {"fedtan-backward": "global", "fedtan-attempt": 0, "fedtan-union": 6, "fedtan-batch-size": 6}
+    config = {"server-round": 1, "fedbn-flwr.hooks": "synchronise-first-step", "fedbn-flwr.fedtan-exchanges": "3L+1"}
+    config |= {
+        "fedbn-flwr.fedtan-backward": "global",
+        "fedbn-flwr.fedtan-attempt": 0,
+        "fedbn-flwr.fedtan-union": 6,
+        "fedbn-flwr.fedtan-batch-size": 6,
+    }
     with safe_open(FIXTURES / "replay-answer.safetensors", "np") as file:
         tag, answer = file.metadata()["name"], file.get_tensor("answer")
-    (answer,), _, metrics = client.fit([answer], {**config, "array-names": json.dumps([tag])})
-    (tag,) = json.loads(metrics["array-names"])
+    (answer,), _, metrics = client.fit([answer], {**config, "fedbn-flwr.array-names": json.dumps([tag])})
+    (tag,) = json.loads(metrics["fedbn-flwr.array-names"])
     assert tag == "fedtan/gradients/0"
-    final, _, _ = client.fit([answer], {**config, "array-names": json.dumps([tag])})
+    final, _, _ = client.fit([answer], {**config, "fedbn-flwr.array-names": json.dumps([tag])})
     assert state_sha256(dict(zip(order, final, strict=True))) == EXPECTED["replay"]

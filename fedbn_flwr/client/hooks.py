@@ -34,8 +34,8 @@ class Hooks:
     """The value of ``with bn_rules(...) as rules``.
 
     Attributes:
-        metrics: the hooks' metrics and ``rules-applied``, set at the end of the block. The mod adds them to the reply;
-            a ``NumPyClient`` returns them with its own metrics.
+        metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of the block. The mod adds them to
+            the reply; a ``NumPyClient`` returns them with its own metrics.
     """
 
     def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:

@@ -40,7 +40,7 @@ def log_answer(
     Args:
         context: the context with the log.
         parameters: the model in the round's first message, the newest answer in every later message.
-        config: has ``array-names`` (JSON; answers are named ``fedtan/TAG``), ``fedtan-attempt`` and ``fedtan-union``.
+        config: has ``ARRAY_NAMES`` (JSON; answers are named ``fedtan/TAG``), ``ATTEMPT`` and ``UNION``.
 
     Raises:
         StateError: there is no context, or it has lost the round's model.

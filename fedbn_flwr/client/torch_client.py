@@ -75,8 +75,9 @@ class TorchClient(NumPyClient):
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed.
 
-    ``fit`` and ``evaluate`` take the entries named in ``config["array-names"]`` (a JSON list) or, without it, the whole
-    state dict in its order. ``fit`` returns the shared entries, and names them in its metrics if they are not all.
+    ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
+    it, the whole state dict in its order. ``fit`` returns the shared entries, and names them in its metrics if they are
+    not all.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class TorchClient(NumPyClient):
 
         Returns:
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
-            names in ``array-names``. See ``batchnorm.reestimation``; nothing is kept.
+            names in ``fedbn-flwr.array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
         read = MessageConfig.read(config)
         _, prefix = self._load(parameters, config, self._store(config, read))

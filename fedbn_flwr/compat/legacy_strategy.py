@@ -1,6 +1,7 @@
 """The strategies in Flower's legacy loop: ``to_legacy`` turns a strategy into a ``flwr.server.strategy.Strategy``.
 
-For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``. The legacy loop sends a list of arrays and a
+For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, or with ``DefaultWorkflow`` and
+``SecAggPlusWorkflow``. The legacy loop sends a list of arrays and a
 config of scalars each way, with one ``fit`` and one ``evaluate`` per round. The config has the names, as for
 ``client_app`` (``messages.numpy_client``). Methods that need exchanges inside a round are refused.
 """
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -33,10 +34,11 @@ from flwr.server.strategy import Strategy
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import app_error
+from fedbn_flwr.compat.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import CLIENT_WORDS, LOSS
-from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg
 
 __all__ = ["LegacyStrategy", "to_legacy"]
@@ -60,6 +62,9 @@ def to_legacy(
     timeout: float = 3600,
 ) -> LegacyStrategy:
     """Return the strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
+
+    ``DefaultWorkflow`` takes it too: ``LegacyContext(context, config=..., strategy=to_legacy(...))``, also with
+    ``SecAggPlusWorkflow`` for fit.
 
     Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the other methods need the mod
     ``local_bn`` (and ``bn_rules`` in ``fit``), or a ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. Runs
@@ -114,6 +119,8 @@ class LegacyStrategy(Strategy):
         self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in config_fns)
         self._fit_metrics, self._evaluate_metrics = metrics_fns
         self._sent: dict[str, Message] = {}  # by client id
+        self._secure = False  # whether secure aggregation has been seen
+        self._fitting = 0  # the round whose results have not been aggregated
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Return the initial arrays."""
@@ -123,18 +130,31 @@ class LegacyStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
+        self._end_halted_fit()
         configure, config = self.strategy.configure_train, self._fit_config(server_round)
         opened = self._configure(configure, server_round, parameters, config, client_manager)
+        self._fitting = server_round if opened else 0
         return [(proxy, FitIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
         """Return the aggregated model, or None if the strategy keeps the previous one, and the metrics."""
+        self._fitting = 0
+        run, secure = self.strategy.run, is_secure_average(res for _, res in results)
+        average: dict[str, ArrayRecord] = {}
+        if secure and not self._secure:
+            check(self.strategy)
+            self._secure = True
 
         def reply(message: Message, res: FitRes) -> Message:
             arrays = parameters_to_ndarrays(res.parameters)
-            return reply_to_fit(message, arrays, res.num_examples, res.metrics)
+            made = reply_to_fit(message, arrays, res.num_examples, res.metrics)
+            for key, record in made.content.array_records.items() if secure else ():
+                if key not in average:
+                    average[key] = to_record(restored(from_record(record), run.before, run.parts))
+                made.content[key] = average[key]
+            return made
 
         before = dict(self.strategy.run.report.rejected)
         arrays, averaged = self.strategy.aggregate_train(server_round, self._replies(reply, results, failures))
@@ -147,8 +167,11 @@ class LegacyStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Return the strategy's evaluation messages as EvaluateIns."""
+        self._end_halted_fit()
         configure, config = self.strategy.configure_evaluate, self._evaluate_config(server_round)
         opened = self._configure(configure, server_round, parameters, config, client_manager)
+        if not opened:  # the loop leaves aggregate_evaluate out
+            self.strategy.aggregate_evaluate(server_round, [])
         return [(proxy, EvaluateIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
 
     def aggregate_evaluate(
@@ -204,10 +227,19 @@ class LegacyStrategy(Strategy):
         self._sent = {str(message.metadata.dst_node_id): message for message in messages}
         return [(_NamingProxy(proxies[cid]), *open_message(message)) for cid, message in self._sent.items()]
 
+    def _end_halted_fit(self) -> None:
+        """Report a round whose training ended without results: secure aggregation has halted."""
+        if self._fitting:
+            self.strategy.aggregate_train(self._fitting, [])
+            self._fitting = 0
+
     def _replies(
         self, reply: Callable[[Message, Any], Message], results: Sequence[tuple[ClientProxy, Any]], failures: Failures
     ) -> list[Message]:
-        """Return the results as replies to the messages; a failure of a known client is an error reply."""
+        """Return the results as replies to the messages; a failure is an error reply.
+
+        A workflow passes failures without their clients: each client that is missing gets all of them.
+        """
         named = [failure for failure in failures if isinstance(failure, tuple)]
         replies = []
         for proxy, res in [*results, *named]:
@@ -219,7 +251,15 @@ class LegacyStrategy(Strategy):
             except Exception as error:  # a client's result may cause any exception
                 reason = str(error) or type(error).__name__
                 replies.append(app_error(message, reason))
+        if unnamed := dict.fromkeys(_reason(failure) for failure in failures if not isinstance(failure, tuple)):
+            missing = self._sent.keys() - {proxy.cid for proxy, _ in [*results, *named]}
+            replies += [app_error(self._sent[cid], "; or: ".join(unnamed)) for cid in missing]
         return replies
+
+
+def _reason(failure: BaseException) -> str:
+    error = next(iter(failure.args), None)
+    return str(error.reason) if isinstance(error, Error) else str(failure)
 
 
 class _NamingProxy(ClientProxy):
@@ -227,6 +267,7 @@ class _NamingProxy(ClientProxy):
 
     def __init__(self, proxy: ClientProxy) -> None:
         super().__init__(proxy.cid)
+        self.node_id = int(proxy.cid)  # the workflows address clients by it
         self._proxy = proxy
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:

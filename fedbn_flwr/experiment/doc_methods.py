@@ -19,7 +19,7 @@ from fedbn_flwr.strategies import STRATEGIES, FedAvg
 
 __all__ = ["method_pages"]
 
-_OPTIONS = {momentum: momentum.SCOPE, recalibration: "recalibrate", shared_bn: "eval-on=averaged-bn"}
+_OPTIONS = {momentum: "momentum-scope", recalibration: "recalibrate", shared_bn: "eval-on=averaged-bn"}
 _OPTIONS_HEAD = """# Options of every method
 
 These parts are not methods. Any method may use them; a method that cannot refuses them with a message that says why.

@@ -1,6 +1,6 @@
 """Messages of Flower's legacy loop as messages with named arrays, so that one mod works on both.
 
-The loop's messages number their arrays. ``to_legacy`` sends the names in ``config["array-names"]``, as
+The loop's messages number their arrays. ``to_legacy`` sends the names in ``config["fedbn-flwr.array-names"]``, as
 ``messages.numpy_client`` does. A reply has a config of scalars and one list of arrays, so the entries of ``ReplyInfo``
 are added to its metrics.
 """

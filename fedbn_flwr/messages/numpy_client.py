@@ -1,7 +1,8 @@
 """The codec between the strategies' messages and a NumPyClient's arguments: a list of arrays, names in a config.
 
-``config["array-names"]`` (a JSON list) holds the array names. Entries of further ArrayRecords follow the model's, named
-``record/entry``. A client that returns other arrays than it received names them in its metrics in the same way.
+``config["fedbn-flwr.array-names"]`` (a JSON list) holds the array names. Entries of further ArrayRecords follow the
+model's, named ``record/entry``. A client that returns other arrays than it received names them in its metrics in the
+same way.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 This file declares each record name and key that more than one module uses. The keys of a single method are declared in
 the method's file (its ``keys``) and listed here too. ``make generate`` writes the table from the declarations. No other
-file may write such a name (``tests/messages/test_protocol.py``). Some names are older than the words of the code:
-``rules`` are client hooks, a ``meeting`` is a barrier, ``frame`` and ``whole`` are the model's spec.
+file may write such a name (``tests/messages/test_protocol.py``).
+
+Keys that the server or the codec adds to a config in which users have keys of their own begin with ``PREFIX``. The
+exceptions are Flower's own ``server-round``, and ``test-sets``, which the caller puts there. Some names are older than
+the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` and ``whole`` are the model's spec.
 
 <!-- protocol -->
 
@@ -14,24 +17,24 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 | `fedtan` | ArrayRecord: one exchange of a synchronised step | server, client | client, server | 0.1 |
 | `query.statistics` | message type: re-estimated statistics | server | client | 0.1 |
 | `server-round` | int | server | client | 0.1 |
-| `rules` | str, comma list: client hooks to apply | server | client | 0.1 |
-| `local-entries` | str, JSON list: names of the entries that stay | server | client | 0.1 |
-| `local-sha256` | str: SHA-256 of the kept state | server, client | client, server | 0.1 |
-| `series` | str: experiment id | server | client | 0.1 |
-| `run` | str: this run and its resumptions | server | client | 0.1 |
-| `committed` | str, comma list: rounds of the checkpoints | server | client | 0.1 |
+| `fedbn-flwr.hooks` | str, comma list: client hooks to apply | server | client | 0.1 |
+| `fedbn-flwr.local-entries` | str, JSON list: names of the entries that stay | server | client | 0.1 |
+| `fedbn-flwr.local-sha256` | str: SHA-256 of the kept state | server, client | client, server | 0.1 |
+| `fedbn-flwr.series` | str: experiment id | server | client | 0.1 |
+| `fedbn-flwr.run` | str: this run and its resumptions | server | client | 0.1 |
+| `fedbn-flwr.committed` | str, comma list: rounds of the checkpoints | server | client | 0.1 |
 | `test-sets` | str, comma list | server | client | 0.1 |
-| `frozen` | bool: BN is frozen in this round | server | client | 0.1 |
-| `fedtan-meeting` | str: id of the barrier in this process | server | client | 0.1 |
-| `fedtan-address` | str, host:port | server | client | 0.1 |
-| `fedtan-token` | str: this node's token for this round | server | client | 0.1 |
-| `fedtan-ca` | bytes, PEM | server | client | 0.1 |
-| `fedtan-timeout` | float, seconds | server | client | 0.1 |
-| `fedtan-attempt` | int: attempt of a step that travels in messages | server | client | 0.1 |
-| `fedtan-union` | int: examples in the union of the first batches | server | client | 0.1 |
-| `fedtan-batch-size` | int: examples of this client's first batch | server | client | 0.1 |
-| `array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
-| `client-mod` | str: name of the mod with the client part | mod | TorchClient | 0.1 |
+| `fedbn-flwr.frozen` | bool: BN is frozen in this round | server | client | 0.1 |
+| `fedbn-flwr.fedtan-barrier` | str: id of the barrier in this process | server | client | 0.1 |
+| `fedbn-flwr.fedtan-address` | str, host:port | server | client | 0.1 |
+| `fedbn-flwr.fedtan-token` | str: this node's token for this round | server | client | 0.1 |
+| `fedbn-flwr.fedtan-ca` | bytes, PEM | server | client | 0.1 |
+| `fedbn-flwr.fedtan-timeout` | float, seconds | server | client | 0.1 |
+| `fedbn-flwr.fedtan-attempt` | int: attempt of a step that travels in messages | server | client | 0.1 |
+| `fedbn-flwr.fedtan-union` | int: examples in the union of the first batches | server | client | 0.1 |
+| `fedbn-flwr.fedtan-batch-size` | int: examples of this client's first batch | server | client | 0.1 |
+| `fedbn-flwr.array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
+| `fedbn-flwr.client-mod` | str: name of the mod with the client part | mod | TorchClient | 0.1 |
 | `num-examples` | int: training examples, the weight | client | server | 0.1 |
 | `loss` | float: mean loss on the first test set | client | server | 0.1 |
 | `train-loss` | float | client | server | 0.1 |
@@ -40,9 +43,9 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 | `steps` | int | client | server | 0.1 |
 | `dropped-batches` | int | client | server | 0.1 |
 | `examples-tested` | int | client | server | 0.1 |
-| `rules-applied` | str, comma list: client hooks applied | client | server | 0.1 |
-| `local-home` | str: folder or memory | client | server | 0.1 |
-| `local-began` | str: the kept state began in this round | client | server | 0.1 |
+| `fedbn-flwr.hooks-applied` | str, comma list: client hooks applied | client | server | 0.1 |
+| `fedbn-flwr.local-home` | str: folder or memory | client | server | 0.1 |
+| `fedbn-flwr.local-began` | str: the kept state began in this round | client | server | 0.1 |
 | `partition-id` | int | client, node config | server, client | 0.1 |
 | `batch-size` | int: examples of the first batch | client | server | 0.1 |
 | `unusable` | str: why the node has no usable data | client | server | 0.1 |
@@ -72,13 +75,13 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 | key | type | writes | reads | since |
 |---|---|---|---|---|
 | `momentum` | ArrayRecord: SGD's buffers | server, client | client, server | 0.1 |
-| `momentum-scope` | str | server | client | 0.1 |
+| `fedbn-flwr.momentum-scope` | str | server | client | 0.1 |
 
 `server/gradient_clipping.py`:
 
 | key | type | writes | reads | since |
 |---|---|---|---|---|
-| `agc` | float: lambda | server | client | 0.1 |
+| `fedbn-flwr.agc` | float: lambda | server | client | 0.1 |
 
 `server/shared_bn.py`:
 
@@ -90,7 +93,7 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 
 | key | type | writes | reads | since |
 |---|---|---|---|---|
-| `proximal-mu` | float: mu | server | client | 0.1 |
+| `fedbn-flwr.proximal-mu` | float: mu | server | client | 0.1 |
 
 `strategies/scaffold.py`:
 
@@ -102,16 +105,16 @@ file may write such a name (``tests/messages/test_protocol.py``). Some names are
 
 | key | type | writes | reads | since |
 |---|---|---|---|---|
-| `freeze-statistics` | bool: the running statistics; missing = true | server | client | 0.1 |
-| `freeze-affine` | bool: gamma and beta | server | client | 0.1 |
+| `fedbn-flwr.freeze-statistics` | bool: the running statistics; missing = true | server | client | 0.1 |
+| `fedbn-flwr.freeze-affine` | bool: gamma and beta | server | client | 0.1 |
 | `statistics-delta` | float: delta_m | client | server | 0.1 |
 
 `strategies/fedtan.py`:
 
 | key | type | writes | reads | since |
 |---|---|---|---|---|
-| `fedtan-exchanges` | str: 3L+1 or 2L+1 | server | client | 0.1 |
-| `fedtan-backward` | str: global or own | server | client | 0.1 |
+| `fedbn-flwr.fedtan-exchanges` | str: 3L+1 or 2L+1 | server | client | 0.1 |
+| `fedbn-flwr.fedtan-backward` | str: global or own | server | client | 0.1 |
 
 <!-- /protocol -->
 """
@@ -126,7 +129,7 @@ from typing import Any, Self
 
 from flwr.app import ConfigRecord, Message, MetricRecord
 
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import ConfigError, StateError
 
 __all__ = [
     "SERIES_PATTERN",
@@ -139,7 +142,11 @@ __all__ = [
     "TrainConfig",
     "comma_list",
     "merged_config",
+    "refuse_own_keys",
 ]
+
+PREFIX = "fedbn-flwr."
+"""The beginning of every key that this package adds to a user's config."""
 
 
 class Key(str):
@@ -169,26 +176,28 @@ STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistic
 
 # --- config of a message from the server ------------------------------------------------------------------------------
 SERVER_ROUND = Key("server-round", "int", "server", "client")
-HOOKS = Key("rules", "str, comma list: client hooks to apply", "server", "client")
-LOCAL_ENTRIES = Key("local-entries", "str, JSON list: names of the entries that stay", "server", "client")
-LOCAL_SHA256 = Key("local-sha256", "str: SHA-256 of the kept state", "server, client", "client, server")
-SERIES = Key("series", "str: experiment id", "server", "client")
-RUN = Key("run", "str: this run and its resumptions", "server", "client")
-COMMITTED = Key("committed", "str, comma list: rounds of the checkpoints", "server", "client")
+HOOKS = Key("fedbn-flwr.hooks", "str, comma list: client hooks to apply", "server", "client")
+LOCAL_ENTRIES = Key("fedbn-flwr.local-entries", "str, JSON list: names of the entries that stay", "server", "client")
+LOCAL_SHA256 = Key("fedbn-flwr.local-sha256", "str: SHA-256 of the kept state", "server, client", "client, server")
+SERIES = Key("fedbn-flwr.series", "str: experiment id", "server", "client")
+RUN = Key("fedbn-flwr.run", "str: this run and its resumptions", "server", "client")
+COMMITTED = Key("fedbn-flwr.committed", "str, comma list: rounds of the checkpoints", "server", "client")
 TEST_SETS = Key("test-sets", "str, comma list", "server", "client")
-FROZEN = Key("frozen", "bool: BN is frozen in this round", "server", "client")
-BARRIER = Key("fedtan-meeting", "str: id of the barrier in this process", "server", "client")
-CHANNEL_ADDRESS = Key("fedtan-address", "str, host:port", "server", "client")
-CHANNEL_TOKEN = Key("fedtan-token", "str: this node's token for this round", "server", "client")
-CHANNEL_CA = Key("fedtan-ca", "bytes, PEM", "server", "client")
-CHANNEL_TIMEOUT = Key("fedtan-timeout", "float, seconds", "server", "client")
-ATTEMPT = Key("fedtan-attempt", "int: attempt of a step that travels in messages", "server", "client")
-UNION = Key("fedtan-union", "int: examples in the union of the first batches", "server", "client")
-FIRST_BATCH = Key("fedtan-batch-size", "int: examples of this client's first batch", "server", "client")
+FROZEN = Key("fedbn-flwr.frozen", "bool: BN is frozen in this round", "server", "client")
+BARRIER = Key("fedbn-flwr.fedtan-barrier", "str: id of the barrier in this process", "server", "client")
+CHANNEL_ADDRESS = Key("fedbn-flwr.fedtan-address", "str, host:port", "server", "client")
+CHANNEL_TOKEN = Key("fedbn-flwr.fedtan-token", "str: this node's token for this round", "server", "client")
+CHANNEL_CA = Key("fedbn-flwr.fedtan-ca", "bytes, PEM", "server", "client")
+CHANNEL_TIMEOUT = Key("fedbn-flwr.fedtan-timeout", "float, seconds", "server", "client")
+ATTEMPT = Key("fedbn-flwr.fedtan-attempt", "int: attempt of a step that travels in messages", "server", "client")
+UNION = Key("fedbn-flwr.fedtan-union", "int: examples in the union of the first batches", "server", "client")
+FIRST_BATCH = Key("fedbn-flwr.fedtan-batch-size", "int: examples of this client's first batch", "server", "client")
 
 # --- arrays as a NumPyClient takes them -------------------------------------------------------------------------------
-ARRAY_NAMES = Key("array-names", "str, JSON list: names of the arrays, in order", "codec, NumPyClient", "NumPyClient")
-MOD = Key("client-mod", "str: name of the mod with the client part", "mod", "TorchClient")
+ARRAY_NAMES = Key(
+    "fedbn-flwr.array-names", "str, JSON list: names of the arrays, in order", "codec, NumPyClient", "NumPyClient"
+)
+MOD = Key("fedbn-flwr.client-mod", "str: name of the mod with the client part", "mod", "TorchClient")
 
 # --- metrics of a reply -----------------------------------------------------------------------------------------------
 NUM_EXAMPLES = Key("num-examples", "int: training examples, the weight", "client", "server")
@@ -201,9 +210,9 @@ DROPPED_BATCHES = Key("dropped-batches", "int", "client", "server")
 EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
 
 # --- entries of ReplyInfo and the query -------------------------------------------------------------------------------
-APPLIED = Key("rules-applied", "str, comma list: client hooks applied", "client", "server")
-LOCAL_HOME = Key("local-home", "str: folder or memory", "client", "server")
-LOCAL_BEGAN = Key("local-began", "str: the kept state began in this round", "client", "server")
+APPLIED = Key("fedbn-flwr.hooks-applied", "str, comma list: client hooks applied", "client", "server")
+LOCAL_HOME = Key("fedbn-flwr.local-home", "str: folder or memory", "client", "server")
+LOCAL_BEGAN = Key("fedbn-flwr.local-began", "str: the kept state began in this round", "client", "server")
 PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
 UNUSABLE = Key("unusable", "str: why the node has no usable data", "client", "server")
@@ -248,6 +257,20 @@ def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def merged_config(message: Message) -> dict[str, Any]:
     """Return the entries of all ConfigRecords of the message."""
     return {key: value for record in message.content.config_records.values() for key, value in record.items()}
+
+
+def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
+    """Refuse keys of users' configs, given by the argument's name, that begin with ``PREFIX``.
+
+    Raises:
+        ConfigError: there are such keys; all are named.
+    """
+    if taken := [
+        f"{name}[{key!r}]" for name, config in configs.items() for key in config or () if key.startswith(PREFIX)
+    ]:
+        raise ConfigError(
+            f"{', '.join(taken)}: keys that begin with {PREFIX!r} are those that this package adds. Rename yours."
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ClientPartError, ConfigError
-from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig
+from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig, refuse_own_keys
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.method import Method, P
@@ -38,6 +38,8 @@ RECALIBRATED = "recalibrated"  # the name in eval-on
 
 logger = logging.getLogger("flwr")
 
+OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
+
 
 class Server(Method[P]):
     """The part of a method that Flower calls: ``start`` for a whole run, or a loop of Flower's call by call.
@@ -47,10 +49,14 @@ class Server(Method[P]):
         nodes: the nodes of the run.
         dispatcher: builds the messages.
         tests: the names in ``eval_on``.
+        on_round_end: called at the end of each round, with the model to test or save and the round's metrics.
     """
 
-    def __init__(self, *args: Any, parts: Parts | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, parts: Parts | None = None, on_round_end: OnRoundEnd | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.on_round_end = on_round_end
         self.tests = tuple(name.strip() for name in self.params.eval_on.split(","))
         self._saved: tuple[int, dict[str, Any]] | None = None
         self._early_replies: list[Message] = []
@@ -76,20 +82,26 @@ class Server(Method[P]):
 
         Raises:
             EngineError: not enough nodes connect within the timeout.
-            ConfigError: a setting does not fit this run.
+            ConfigError: a setting does not fit this run, or a config holds a key of this package.
         """
+        refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.own_loop = True
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self.run.arrays = arrays
-            return evaluate_fn(server_round, self._for_tests(arrays)) if evaluate_fn else None
+            found = evaluate_fn(server_round, self._for_tests(arrays)) if evaluate_fn else None
+            if found is not None:
+                self.run.metrics["evaluate_metrics_serverapp"] = found
+            if server_round:
+                self._end_round(server_round)
+            return found
 
         result = run_rounds(
             self, polling(grid), initial_arrays, after, num_rounds, timeout, train_config, evaluate_config, test
         )
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
-        result.arrays = self._for_tests(_replaced(arrays, self.completion(SHARED_BN)))
+        result.arrays = self._completed(arrays)
         return result
 
     def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
@@ -180,10 +192,11 @@ class Server(Method[P]):
         One of Flower's own loops sends the returned messages once. A synchronised round needs several messages: under
         such a loop it runs completely in this call, which then returns no messages.
         """
+        refuse_own_keys(config=config)
         self.run.know(arrays)
         if not self.run.begun:
             self._begin()
-        self.run.before, self.run.reestimated = from_record(arrays), {}
+        self.run.before, self.run.reestimated, self.run.metrics = from_record(arrays), {}, {}
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
         messages = self._training_messages(server_round, arrays, config, grid)
         if self.synchronises and not self.run.own_loop:
@@ -254,6 +267,7 @@ class Server(Method[P]):
         state = {**before, **self.combine(server_round, usable, before)}
         metrics = self.train_metrics_aggr_fn([message.content for _, message, _ in good], self.weighted_by_key)
         report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        self.run.metrics["train_metrics_clientapp"] = metrics
         return to_record(state), metrics
 
     def _reader(self, server_round: int) -> Callable[[Node, Message], Reply]:
@@ -281,6 +295,8 @@ class Server(Method[P]):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
+        refuse_own_keys(config=config)
+        self.run.arrays = arrays
         if server_round % self.params.eval_every and server_round != self.run.num_rounds:
             return []
         if (self.recalibrates or RECALIBRATED in self.tests) and any(self.run.parts.moments()):
@@ -292,7 +308,7 @@ class Server(Method[P]):
         nodes = self.nodes.sample(present, count, "evaluate", server_round)
         sent = {**config, **self._common(server_round).write()}
         # A client without BN parts of its own is tested with the averaged ones, and with the initial ones before these.
-        arrays = self._for_tests(_replaced(arrays, self.completion(SHARED_BN)))
+        arrays = self._completed(arrays)
         return self._address(nodes, MessageType.EVALUATE, arrays, sent, self.run.report.evaluate, {})
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -303,7 +319,12 @@ class Server(Method[P]):
         # A client that lost its own part needs the whole state again.
         self.nodes.initialised.difference_update(node.node_id for node, m, _ in refused if m.has_error())
         report.evaluations |= {node.label: numbers for node, _, numbers in good}
-        return self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
+        found = self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
+        if found is not None:
+            self.run.metrics["evaluate_metrics_clientapp"] = found
+        if not self.run.own_loop:  # the last of our calls in a round of one of Flower's own loops
+            self._end_round(server_round)
+        return found
 
     @property
     def recalibrates(self) -> bool:
@@ -318,6 +339,14 @@ class Server(Method[P]):
         if test == SHARED_BN and SHARED_BN in self.tests:
             return self.run.latest_bn.average(self.run.parts, self.params.variance)
         return self.run.reestimated if test == RECALIBRATED else {}
+
+    def _end_round(self, server_round: int) -> None:
+        if self.on_round_end is not None:
+            self.on_round_end(server_round, self._completed(self.run.arrays), dict(self.run.metrics))
+
+    def _completed(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the model that clients test and that the run returns: with averaged or re-estimated BN entries."""
+        return self._for_tests(_replaced(arrays, self.completion(SHARED_BN)))
 
     def _for_tests(self, arrays: ArrayRecord) -> ArrayRecord:
         return _replaced(arrays, self.run.reestimated) if self.recalibrates else arrays

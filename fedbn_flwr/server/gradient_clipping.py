@@ -10,7 +10,7 @@ from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["AGC", "ClipGradients"]
 
-AGC = Key("agc", "float: lambda", "server", "client")  # also the name of the client hook
+AGC = Key("fedbn-flwr.agc", "float: lambda", "server", "client")
 
 
 class ClipGradients(ClientHook):

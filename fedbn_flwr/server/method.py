@@ -196,6 +196,7 @@ class Method(FlowerFedAvg, Generic[P]):
         freezes_bn: whether the method freezes BN during the run.
         needs_batchnorm: whether the method is useless without BatchNorm.
         reestimates: whether the method always tests with re-estimated statistics.
+        needs_each_reply: whether the server needs more than the |D_i|-weighted average of the replies' arrays.
         synchronises: whether a local step exchanges statistics between the clients.
         Params: the class of the settings; its fields are constructor arguments.
         client_hooks: factories of the client hooks, by name.
@@ -214,6 +215,7 @@ class Method(FlowerFedAvg, Generic[P]):
     freezes_bn: ClassVar[bool] = False
     needs_batchnorm: ClassVar[bool] = False
     reestimates: ClassVar[bool] = False
+    needs_each_reply: ClassVar[bool] = False
     synchronises: ClassVar[bool] = False
     Params: ClassVar[type[Any]]
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}
@@ -229,10 +231,8 @@ class Method(FlowerFedAvg, Generic[P]):
         try:
             super().__init__(*args, **kwargs)
         except TypeError as error:
-            allowed = ", ".join(sorted(fields))
-            message = (
-                f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}, parts."
-            )
+            allowed = ", ".join([*sorted(fields), "on_round_end", "parts"])
+            message = f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}."
             raise ConfigError(message) from error
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics

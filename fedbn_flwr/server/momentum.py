@@ -42,7 +42,7 @@ from fedbn_flwr.training.loop import ClientHook, Entries, Extras
 __all__ = ["MOMENTUM", "SCOPE", "MomentumBuffers", "MomentumScope", "average_buffers"]
 
 MOMENTUM = Key("momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server")
-SCOPE = Key("momentum-scope", "str", "server", "client")
+SCOPE = Key("fedbn-flwr.momentum-scope", "str", "server", "client")
 MomentumScope = Literal["none", "local", "global"]
 
 

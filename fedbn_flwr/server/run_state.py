@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
@@ -35,6 +35,7 @@ class RunState:
         begun: whether the method's ``begin`` was called for this run.
         reports: the report of each round.
         arrays: the global model that training continues with; tests may complete it.
+        metrics: the metrics of this round so far, under the names of Flower's ``Result``.
         before: the global state that was sent in this round.
         hooks_sent: the client hooks that this round's messages name.
         num_able: number of nodes with training data, N of the papers.
@@ -53,6 +54,7 @@ class RunState:
     begun: bool = False
     reports: list[RoundReport] = field(default_factory=list)
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
+    metrics: dict[str, MetricRecord] = field(default_factory=dict)
     before: State = field(default_factory=dict)
     hooks_sent: frozenset[str] = frozenset()
     num_able: int = 0

@@ -92,6 +92,9 @@ class FedAvg(Server[P]):
         *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
         parts: the split of the model's state (``split_state(model)``); by default made from the names of the initial
             arrays.
+        on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the end of each round, with the model
+            that the run would return if it ended there, and the round's metrics by the names of Flower's ``Result``
+            (``train_metrics_clientapp``, ...). What it raises ends the run.
         **kwargs: Flower's arguments and the fields of ``Params``.
 
     Raises:
@@ -104,7 +107,7 @@ class FedAvg(Server[P]):
     Params: ClassVar[type[Any]] = FedAvgParams
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {
         MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries),
-        AGC: lambda context: ClipGradients(float(context.config[AGC])),
+        "agc": lambda context: ClipGradients(float(context.config[AGC])),
         "share-bn": lambda context: ShareBN(context.local_entries),
     }
     implicit_hooks = frozenset({"share-bn"})  # a client may leave it out
@@ -231,7 +234,7 @@ class FedAvg(Server[P]):
         scope = self.params.momentum_scope
         hooks: dict[str, dict[str, Any]] = {} if scope == "none" else {MOMENTUM: {SCOPE: scope}}
         if self.params.agc:
-            hooks[AGC] = {AGC: self.params.agc}
+            hooks["agc"] = {AGC: self.params.agc}
         return {**hooks, "share-bn": {}} if SHARED_BN in self.tests else hooks
 
     def extras(self, server_round: int) -> Mapping[str, State]:

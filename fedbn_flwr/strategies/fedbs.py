@@ -80,6 +80,7 @@ class FedBS(FedProx[FedBSParams]):
     source = "Idrissi 2021, ICTAI"
     role = ""
     Params = FedBSParams
+    needs_each_reply = True  # the weights are the losses
     checkpoint_keys = ("switched_after", "agreed")
 
     switched_after: int | None = None

@@ -49,7 +49,7 @@ from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
 
-PROXIMAL_MU = Key("proximal-mu", "float: mu", "server", "client")
+PROXIMAL_MU = Key("fedbn-flwr.proximal-mu", "float: mu", "server", "client")
 
 
 class FedProxParams(FedAvgParams):

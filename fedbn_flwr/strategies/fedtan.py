@@ -101,8 +101,8 @@ __all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep"]
 
 logger = logging.getLogger("flwr")
 
-EXCHANGES = Key("fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
-BACKWARD = Key("fedtan-backward", "str: global or own", "server", "client")
+EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
+BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
 
 
 class FedTANParams(FedAvgParams):

@@ -90,8 +90,8 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
-STATISTICS = Key("freeze-statistics", "bool: the running statistics; missing = true", "server", "client")
-AFFINE = Key("freeze-affine", "bool: gamma and beta", "server", "client")
+STATISTICS = Key("fedbn-flwr.freeze-statistics", "bool: the running statistics; missing = true", "server", "client")
+AFFINE = Key("fedbn-flwr.freeze-affine", "bool: gamma and beta", "server", "client")
 
 At = int | float | str  # a round, a fraction of all rounds, or "auto"
 
@@ -209,6 +209,7 @@ class Freezing(FedAvg[W]):
 
     freezes_bn = True
     needs_batchnorm = True
+    needs_each_reply = True  # frozen entries must come back bit for bit
     client_hooks = {
         "freeze-bn": lambda context: FreezeBN(bool(context.config[AFFINE]), bool(context.config.get(STATISTICS, True))),
         "report-drift": lambda context: ReportDrift(),

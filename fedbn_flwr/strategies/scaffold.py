@@ -169,6 +169,7 @@ class Scaffold(FedAvg[ScaffoldParams]):
     Params = ScaffoldParams
     client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
     keys = (VARIATES,)
+    needs_each_reply = True  # the changes are averaged without weights
     checkpoint_keys = ("variates",)
 
     variates: dict[str, Any]

@@ -236,7 +236,10 @@ class OurAdvancedClient(OurQuickstartClient):
 
     def _with_head(self, parameters: list[Any], config: dict[str, Any]) -> list[Any]:
         own = from_record(self.context.state.array_records.get("head", ArrayRecord()))  # type: ignore[union-attr]
-        return [own.get(name, array) for name, array in zip(json.loads(config["array-names"]), parameters, strict=True)]
+        return [
+            own.get(name, array)
+            for name, array in zip(json.loads(config["fedbn-flwr.array-names"]), parameters, strict=True)
+        ]
 
 
 def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:

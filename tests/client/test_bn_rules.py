@@ -36,7 +36,9 @@ def test_a_line_search_sees_the_penalty_too() -> None:
             loss.backward()
             return loss.detach()
 
-        with bn_rules(model, {"rules": "proximal", "proximal-mu": 5.0} if hooked else {}) as rules:
+        with bn_rules(
+            model, {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0} if hooked else {}
+        ) as rules:
             rules.wrap(optimizer)
             optimizer.step(closure)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -67,7 +69,7 @@ def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
     with pytest.raises(
         ConfigError, match=r"client hook 'variates' sends or keeps arrays: write `with bn_rules\(model, msg"
     ):
-        bn_rules(mlp(), {"rules": "variates"}).__enter__()
+        bn_rules(mlp(), {"fedbn-flwr.hooks": "variates"}).__enter__()
 
 
 def test_a_first_batch_that_changes_between_exchanges_is_refused(run_app, user_app, datasets) -> None:

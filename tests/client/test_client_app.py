@@ -187,7 +187,7 @@ def test_further_records_follow_the_model_in_the_list_of_arrays(open_grid) -> No
     seen: dict[str, list] = {}
 
     def answer(parameters, config):
-        seen["names"], seen["values"] = json.loads(config["array-names"]), [a.tolist() for a in parameters]
+        seen["names"], seen["values"] = json.loads(config["fedbn-flwr.array-names"]), [a.tolist() for a in parameters]
         return [a * 2 for a in parameters], 1, {}
 
     grid = open_grid(client_app(lambda _: Plain(answer)))
@@ -208,7 +208,7 @@ def test_arrays_other_than_those_received_need_names(open_grid) -> None:
     content = RecordDict({"arrays": to_record({"x": np.ones(1), "y": np.ones(2)}), "config": ConfigRecord()})
 
     def named(parameters, config):
-        return [parameters[1]], 1, {"array-names": json.dumps(["y"])}
+        return [parameters[1]], 1, {"fedbn-flwr.array-names": json.dumps(["y"])}
 
     reply = ask(open_grid(client_app(lambda _: Plain(named))), content, MessageType.TRAIN)
     assert list(reply.content["arrays"]) == ["y"]
@@ -225,7 +225,7 @@ def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:
 def test_an_error_restores_the_context(client_fn, mlp, open_grid, same_bits) -> None:
     grid = open_grid(client_app(client_fn))
     local = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    keep = ConfigRecord({"local-entries": json.dumps(local)})
+    keep = ConfigRecord({"fedbn-flwr.local-entries": json.dumps(local)})
     content = RecordDict({"arrays": to_record(state_of(mlp(dropout=0.3))), "config": keep})
     ask(grid, content, MessageType.TRAIN)
     kept = from_record(grid.context(0).state["fedbn-flwr.local"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_statistics, local_bn
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold
 from tests.support.user_loops import SIZES, fixbn_loop, hooked_loop, plain_loop
 from tests.support.versioned import Versioned
 
@@ -77,6 +79,41 @@ def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> 
     loader = DataLoader(TensorDataset(datasets[0].inputs, datasets[0].targets), 4)
     reply = answer_statistics(message, Context(1, 2, {}, RecordDict(), {}), model, loader)
     np.testing.assert_allclose(from_record(reply.content["arrays"])["0.mean"], datasets[0].inputs.mean(0))
+
+
+# What the keys that a method adds were called when they had no prefix.
+TAKEN = (
+    *("rules", "local-parts", "local-entries", "local-sha256", "series", "run", "committed", "frozen", "client-mod"),
+    *("array-names", "proximal-mu", "momentum-scope", "freeze-affine", "agc", "fedtan-exchanges", "fedtan-attempt"),
+)
+
+
+@pytest.mark.parametrize("method", [FedBN, FixBN, FedProx, FedTAN])
+def test_a_users_keys_reach_the_app_as_they_were_given(run_app, user_app, method: type[FedAvg]) -> None:
+    """Under a method that adds keys of its own, and with a state folder's run beside them."""
+    seen: list[dict[str, Any]] = []
+
+    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        seen.append({name: value for name, value in msg.content["config"].items() if name in TAKEN})
+        return hooked_loop(model, data, msg, context)
+
+    own = {name: f"the user's {name}" for name in TAKEN}
+    strategy = method()
+    strategy.continuity = Continuity("a", "b")
+    run_app(strategy, user_app(loop, query=True), rounds=2, barrier=method is not FedTAN, train_config=own)
+    assert [report.rejected for report in strategy.reports] == [{}, {}]
+    assert seen == [own] * len(seen)
+
+
+def test_a_users_key_with_the_prefix_is_refused_by_name(run_app, user_app, mlp) -> None:
+    config = ConfigRecord({"lr": 0.1, "fedbn-flwr.hooks": "", "fedbn-flwr.mine": 1})
+    expected = re.escape("train_config['fedbn-flwr.hooks'], train_config['fedbn-flwr.mine']: keys that begin with 'fed")
+    with pytest.raises(ConfigError, match=expected):
+        run_app(FedAvg(), user_app(), train_config=config)
+    arrays = to_record(mlp().state_dict())
+    for configure in (FedAvg().configure_train, FedAvg().configure_evaluate):  # in Flower's own loops
+        with pytest.raises(ConfigError, match=r"^config\['fedbn-flwr.hooks'\], config\['fedbn-flwr.mine'\]: keys"):
+            configure(1, arrays, config, None)
 
 
 def test_the_server_learns_partition_ids_from_replies(run_app, user_app) -> None:

@@ -118,16 +118,16 @@ def test_counters_received_as_floats_are_rounded(client) -> None:
 
 def test_local_parts_are_kept_and_not_returned(client) -> None:
     start = client.get_parameters({})
-    config = {"local-entries": BN, "server-round": 1}
+    config = {"fedbn-flwr.local-entries": BN, "server-round": 1}
     names = ["0.weight", "0.bias", "4.weight", "4.bias"]
     got, _, metrics = client.fit(start, config)
-    assert json.loads(metrics["array-names"]) == names
+    assert json.loads(metrics["fedbn-flwr.array-names"]) == names
     assert [a.shape for a in got] == [(4, 5), (4,), (3, 4), (3,)]
     own = copy.deepcopy(client.model[1].state_dict())
     client.model[1].reset_parameters()
 
     zeros = [np.zeros_like(a) for a in got]
-    client.evaluate(zeros, {**config, "array-names": json.dumps(names)})
+    client.evaluate(zeros, {**config, "fedbn-flwr.array-names": json.dumps(names)})
     assert not client.model[0].weight.any()
     assert all(torch.equal(own[name], tensor) for name, tensor in client.model[1].state_dict().items())
 
@@ -135,9 +135,9 @@ def test_local_parts_are_kept_and_not_returned(client) -> None:
 def test_kept_entries_win_over_received_ones(client) -> None:
     """A common start that is sent again does not undo what the client learnt."""
     start = client.get_parameters({})
-    client.fit(start, {"local-entries": json.dumps(["1.running_mean", "1.running_var"])})
+    client.fit(start, {"fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])})
     mean = client.model[1].running_mean.clone()
-    client.evaluate(start, {"local-entries": json.dumps(["1.running_mean", "1.running_var"])})
+    client.evaluate(start, {"fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])})
     assert torch.equal(client.model[1].running_mean, mean)
     client.evaluate(start, {})
     assert not client.model[1].running_mean.any()
@@ -147,7 +147,7 @@ def test_a_client_that_lost_its_local_part_raises_an_error(client) -> None:
     names = ["0.weight", "0.bias", "4.weight", "4.bias"]
     values = [client.get_parameters({})[i] for i in (0, 1, 7, 8)]
     with pytest.raises(StateError) as error:
-        client.fit(values, {"local-entries": BN, "array-names": json.dumps(names)})
+        client.fit(values, {"fedbn-flwr.local-entries": BN, "fedbn-flwr.array-names": json.dumps(names)})
     assert str(error.value) == (
         "no value for 5 entries ('1.weight', ...): they were neither sent nor kept by this client; the server will "
         "send the whole state again"
@@ -163,13 +163,13 @@ def test_arrays_that_do_not_fit_the_model_are_refused(client) -> None:
         client.fit(swapped, {})
     names = [*client.parts.names, "9.weight"]
     with pytest.raises(StateError, match=r"^received 1 entries the model does not have \('9.weight', ...\)$"):
-        client.fit([*start, start[0]], {"array-names": json.dumps(names)})
+        client.fit([*start, start[0]], {"fedbn-flwr.array-names": json.dumps(names)})
 
 
 def test_local_parts_need_a_context(points, mlp) -> None:
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
     with pytest.raises(StateError, match="this client has no Context"):
-        client.fit(client.get_parameters({}), {"local-entries": json.dumps(["1.weight", "1.bias"])})
+        client.fit(client.get_parameters({}), {"fedbn-flwr.local-entries": json.dumps(["1.weight", "1.bias"])})
 
 
 def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
@@ -178,4 +178,4 @@ def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
         client.fit(client.get_parameters({}), {})
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
     with pytest.raises(ConfigError, match=r"unknown client hook 'proximall'\. Did you mean 'proximal'?"):
-        client.fit(client.get_parameters({}), {"rules": "proximall"})
+        client.fit(client.get_parameters({}), {"fedbn-flwr.hooks": "proximall"})

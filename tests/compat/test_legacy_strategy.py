@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
+from flwr.server import LegacyContext, ServerConfig
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
 
 from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.records import to_record, to_state
+from fedbn_flwr.mods import bn_rules, local_bn
 from fedbn_flwr.strategies import (
     STRATEGIES,
     FedAvg,
@@ -29,6 +37,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import LegacyOutcome, torch_clients
+from tests.support.points import Points
 
 SIZES = (6, 14, 10)
 SUPPORTED: dict[str, Callable[[], FedAvg]] = {
@@ -273,3 +282,188 @@ def test_a_result_that_cannot_be_read_is_refused(run_legacy, datasets, mlp) -> N
         (why,) = report.rejected.values()
         assert "fit returned 8 arrays for 9 names" in why
         assert len(report.participants) == 2
+
+
+# --- Flower's workflows -----------------------------------------------------------------------------------------------
+
+
+class Single(Stock):
+    """``Stock`` in float32, with the client hooks around its training; the partition is known."""
+
+    def __init__(self, model: nn.Module, data: Any, context: Context) -> None:
+        super().__init__(model.float(), Points(data.inputs.float(), data.targets))
+        self.context = context
+
+    def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+        with bn_rules(self.model, config, self.context) as rules:
+            self._set(parameters)
+            self.model.train()
+            optimizer = rules.wrap(torch.optim.SGD(self.model.parameters(), 0.1))
+            self._loss().backward()
+            optimizer.step()
+        arrays = list(to_state(self.model.state_dict()).values())
+        return arrays, len(self.data), {**rules.metrics, "train-loss": 1.0}
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"partition-id": int(self.context.node_config["partition-id"])}
+
+
+@dataclass
+class Workflow:
+    """A finished run of a workflow: the global state before round 1 and after each, and the strategy."""
+
+    history: list[dict[str, Array]]
+    strategy: FedAvg
+
+
+RunWorkflow = Callable[..., Workflow]
+
+
+@pytest.fixture
+def run_workflow(datasets, mlp) -> RunWorkflow:
+    """``run_workflow(strategy, secure, client=Single, mods=())``: two rounds under ``DefaultWorkflow``.
+
+    With ``secure`` its fit is ``SecAggPlusWorkflow``. ``wrap`` changes the model, ``change`` its initial state.
+    """
+
+    def run(
+        strategy: FedAvg,
+        secure: bool,
+        client: Any = Single,
+        mods: Sequence[Any] = (),
+        wrap: Callable[[nn.Module], nn.Module] = nn.Module.float,
+        change: Callable[[dict[str, Any]], Any] = dict,
+        **options: Any,
+    ) -> Workflow:
+        def client_fn(context: Context) -> Any:
+            return client(wrap(mlp()), datasets[int(context.node_config["partition-id"])], context).to_client()
+
+        app = ClientApp(client_fn, mods=[*([secaggplus_mod] if secure else []), *mods])
+        start, history = wrap(mlp()).float().state_dict(), []
+        change(start)
+        options = {"num_shares": 3, "reconstruction_threshold": 2, "max_weight": 40.0, **options}
+        workflow = DefaultWorkflow(SecAggPlusWorkflow(timeout=20, **options) if secure else None)
+        noted = lambda _, arrays, config: history.append(dict(zip(start, arrays, strict=True)))  # noqa: E731
+        legacy = to_legacy(strategy, to_record(start), num_rounds=2, evaluate_fn=noted, timeout=60)
+        with InProcessGrid(app, len(datasets), max_workers=1) as grid:
+            context = Context(grid.run.run_id, 0, {}, RecordDict(), {})
+            workflow(grid, LegacyContext(context, ServerConfig(num_rounds=2), legacy))
+        return Workflow(history, strategy)
+
+    return run
+
+
+WORKFLOW_METHODS: dict[str, tuple[Callable[[], FedAvg], tuple[Any, ...]]] = {
+    "fedavg": (FedAvg, ()),
+    "fedbn": (FedBN, (local_bn,)),
+    "fedprox": (FedProx, (local_bn,)),
+    "fedavgm": (FedAvgM, ()),
+}
+
+
+@pytest.mark.parametrize("name", WORKFLOW_METHODS)
+def test_both_workflows_run(run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits) -> None:
+    """The default one gives the bits of the legacy loop; the sum of masked vectors is quantised."""
+    make, mods = WORKFLOW_METHODS[name]
+    plain, secure = (run_workflow(make(), secure, mods=mods) for secure in (False, True))
+
+    def client_fn(context: Context) -> Any:
+        return Single(mlp(), datasets[int(context.node_config["partition-id"])], context).to_client()
+
+    start = mlp().float().state_dict()
+    want = run_legacy_loop(make(), ClientApp(client_fn, mods=list(mods)), start, len(datasets), rounds=2)
+    assert len(plain.history) == len(secure.history) == len(want.history) == 3
+    for state, arrays in zip(plain.history, want.history, strict=True):
+        same_bits(state, dict(zip(start, arrays, strict=True)))
+    for run in (plain, secure):
+        assert [(r.participants, r.rejected) for r in run.strategy.reports] == [([0, 1, 2], {})] * 2
+    for entry, exact in plain.history[-1].items():
+        if entry.endswith("num_batches_tracked"):
+            continue  # secure aggregation cannot carry it
+        masked = secure.history[-1][entry]
+        assert (masked.dtype, masked.shape) == (exact.dtype, exact.shape), entry
+        np.testing.assert_allclose(masked, exact, atol=1e-3, err_msg=entry)
+    assert not np.array_equal(plain.history[-1]["3.weight"], plain.history[0]["3.weight"]), "it was trained"
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_failure_under_a_workflow_is_reported_with_its_client_and_text(run_workflow, secure: bool, datasets) -> None:
+    """A workflow passes an error without its client; the one client that is missing has it."""
+
+    class Fails(Single):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            if len(self.data) == 14:
+                raise RuntimeError("out of cheese")
+            return super().fit(parameters, config)
+
+    for report in run_workflow(FedAvg(), secure, Fails).strategy.reports:
+        assert report.participants == [0, 2]
+        (why,) = report.rejected.values()
+        assert "(partition 1): error 2: " in why
+        assert "out of cheese" in why
+
+
+def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
+    """It never calls aggregate_fit; the round keeps the previous model, and the report says so."""
+
+    class Fails(Single):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            raise RuntimeError("out of cheese")
+
+    run = run_workflow(FedAvg(), True, Fails)
+    assert [report.kept_previous for report in run.strategy.reports] == [True, True]
+    assert [len(report.rejected) for report in run.strategy.reports] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (FedBS, "strategy 'fedbs' needs the arrays of each client"),
+        (Scaffold, "strategy 'scaffold' needs the arrays of each client"),
+        (lambda: FixBN(freeze_at=1), "strategy 'fixbn' needs the arrays of each client"),
+        (lambda: FedAvg(variance="pooled"), "variance='pooled' needs the arrays of each client"),
+    ],
+)
+def test_what_a_secure_sum_hides_is_refused_by_name(run_workflow, make: Callable[[], FedAvg], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        run_workflow(make(), True, mods=(local_bn,))
+    run_workflow(make(), False, mods=(local_bn,))
+
+
+def test_counters_stay_as_sent_under_secure_aggregation(run_workflow, caplog) -> None:
+    """Flower's workflow returns wrong values for arrays without a dimension."""
+
+    def counted(start: dict[str, Any]) -> None:
+        start["1.num_batches_tracked"] += 1000
+
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        run = run_workflow(FedAvg(), True, change=counted)
+    assert [int(state["1.num_batches_tracked"]) for state in run.history] == [1000] * 3
+    assert caplog.text.count("BN's counters ('1.num_batches_tracked', ...) stay as they were sent") == 1
+
+
+def test_another_entry_without_a_dimension_is_refused_under_secure_aggregation(run_workflow) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.inner(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigError, match=r"entry 'scale' \(1 such\) has no dimension, and .* Give it the shape"):
+        run_workflow(FedAvg(), True, wrap=Scaled)
+
+
+def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
+    """Quantised, zero may come back below zero, which no variance is."""
+
+    class Dead(Single):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, number, metrics = super().fit(parameters, config)
+            arrays[list(self.model.state_dict()).index("1.running_var")][:] = 0.0
+            return arrays, number, metrics
+
+    run = run_workflow(FedAvg(), True, Dead, clipping_range=8.1)
+    assert [report.rejected for report in run.strategy.reports] == [{}, {}]
+    assert (run.history[-1]["1.running_var"] >= 0).all()

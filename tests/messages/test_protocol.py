@@ -103,6 +103,14 @@ def test_every_key_has_a_row_in_the_table() -> None:
     assert sorted(rows) == sorted({*COMMON.values(), *METHODS})
 
 
+def test_keys_added_to_a_users_config_have_the_prefix() -> None:
+    not_added = {"server-round", "test-sets"}  # Flower's own, and the caller's
+    scalars = [key for key in (*COMMON.values(), *METHODS) if "Record" not in key.kind and "message" not in key.kind]
+    added = [key for key in scalars if "server" in key.writer and "client" in key.reader]
+    assert added
+    assert {key for key in added if not key.startswith(protocol.PREFIX)} == not_added
+
+
 def test_a_copy_of_a_key_is_a_plain_name() -> None:
     key = protocol.SERVER_ROUND
     for copied in (copy.deepcopy(key), pickle.loads(pickle.dumps(key))):

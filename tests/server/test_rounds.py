@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import client_app
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server import flower
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import torch_clients
 
 
 def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, monkeypatch) -> None:
@@ -48,6 +57,91 @@ def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, m
         assert getattr(ours.result, kind) == getattr(theirs.result, kind), kind
 
 
+CALLBACK_METHODS: dict[str, Callable[..., FedAvg]] = {
+    "fedavg": FedAvg,
+    "re-estimated": functools.partial(FedAvg, recalibrate=True, eval_every=2),
+    "averaged-bn": functools.partial(FedBN, eval_on="personal-own,averaged-bn"),
+    "kept previous": functools.partial(FedAvg, min_replies=3),
+}
+KINDS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+
+
+@dataclass
+class Ends:
+    """Notes the ends of rounds: the state and the metrics by round."""
+
+    states: dict[int, dict[str, Array]] = field(default_factory=dict)
+    metrics: dict[int, Any] = field(default_factory=dict)
+
+    def __call__(self, server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
+        assert server_round not in self.states, "once a round"
+        self.states[server_round], self.metrics[server_round] = from_record(arrays), metrics
+
+
+@pytest.mark.parametrize("name", CALLBACK_METHODS)
+@pytest.mark.parametrize("flowers_loop", [False, True])
+def test_the_callback_gets_the_state_to_test_or_save(
+    federate, mlp, points, same_bits, name: str, flowers_loop: bool
+) -> None:
+    """What the run would return if it ended there, and the metrics that Flower's result has for the round."""
+    make, ends = CALLBACK_METHODS[name], Ends()
+    data = [points(8), points(12, 1)]
+    strategy = make(on_round_end=ends)
+    if flowers_loop:
+        strategy.start = functools.partial(FlowerFedAvg.start, strategy)  # type: ignore[method-assign]
+        strategy.run.num_rounds = 3
+    done = federate(strategy, mlp, data, rounds=3)
+    assert list(ends.states) == [1, 2, 3]
+    for server_round in (1, 2, 3):
+        if (server_round, name) != (1, "re-estimated"):  # a run of one round would be tested in it
+            same_bits(ends.states[server_round], federate(make(), mlp, data, rounds=server_round).state)
+        known = {kind: getattr(done.result, kind) for kind in KINDS[: 2 if flowers_loop else 3]}
+        wanted = {kind: by_round[server_round] for kind, by_round in known.items() if server_round in by_round}
+        assert ends.metrics[server_round] == wanted
+        assert bool(wanted) == (name != "kept previous" or bool(done.result.evaluate_metrics_clientapp))
+
+
+def test_the_callback_gets_the_servers_own_test(mlp) -> None:
+    ends = Ends()
+    strategy = FedAvg(on_round_end=ends)
+    with InProcessGrid(client_app(lambda context: None), 2) as grid:
+        strategy.fraction_train = strategy.fraction_evaluate = 0.0
+        strategy.min_train_nodes = strategy.min_evaluate_nodes = 0
+        tested = lambda server_round, arrays: MetricRecord({"accuracy": server_round / 10})  # noqa: E731
+        strategy.start(grid, to_record(mlp().state_dict()), 2, timeout=5, evaluate_fn=tested)
+    assert ends.metrics == {r: {"evaluate_metrics_serverapp": MetricRecord({"accuracy": r / 10})} for r in (1, 2)}
+
+
+def test_after_a_resume_the_callback_gets_the_new_rounds(federate, mlp, points) -> None:
+    ends, data = Ends(), [points(8), points(12, 1)]
+    saved = federate(FedAvg(), mlp, data, rounds=2).strategy.state_dict()
+    again = FedAvg(on_round_end=ends)
+    again.load_state_dict(saved, 2)
+    federate(again, mlp, data, rounds=3)
+    assert list(ends.states) == [3]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_in_the_legacy_loop_the_callback_is_called_too(federate, run_legacy_loop, mlp, points, fraction) -> None:
+    ends, data = Ends(), [points(8), points(12, 1)]
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    app = ClientApp(torch_clients(mlp, data, training))
+    strategy = FedAvg(on_round_end=ends, fraction_evaluate=fraction, min_evaluate_nodes=2 * int(fraction))
+    history = run_legacy_loop(strategy, app, mlp().state_dict(), 2, rounds=3).history
+    assert list(ends.states) == [1, 2, 3]
+    for server_round, state in ends.states.items():
+        assert all(np.array_equal(a, b) for a, b in zip(state.values(), history[server_round], strict=True))
+    assert all(len(metrics) == 1 + int(fraction) for metrics in ends.metrics.values())
+
+
+def test_what_the_callback_raises_ends_the_run(federate, mlp, points) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        federate(FedAvg(on_round_end=full), mlp, [points(8), points(12, 1)])
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpoint_keys_are_unique(name: str) -> None:
     strategy = STRATEGIES[name]()
@@ -67,14 +161,18 @@ def test_the_checkpoint_of_another_method_is_refused() -> None:
 def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, mlp, points) -> None:
     data = [points(8), points(12, 1), points(6, 2)]
     first = federate(FedBN(), mlp, data, rounds=2)
-    assert all("local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind))
+    assert all(
+        "fedbn-flwr.local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind)
+    )
     saved = first.strategy.state_dict()
     assert sorted(saved["local_hashes"]) == saved["started"] == saved["volatile"] == ["0", "1", "2"]
     again = FedBN()
     again.load_state_dict({**saved, "local_hashes": {"1": "0" * 64}, "started": []}, 2)
     outcome = federate(again, mlp, data, rounds=4)
     expected = {
-        outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get("local-sha256")
+        outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get(
+            "fedbn-flwr.local-sha256"
+        )
         for m in [m for m in outcome.grid.sent if m.metadata.message_type == "train"][:3]
     }
     assert expected == {0: "", 1: "0" * 64, 2: ""}, "nothing is known of 0 and 2: they start again"
@@ -90,7 +188,7 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     dispatcher = Dispatcher(NodeRegistry(0, 1.0), 1.0, "arrays", "config")
     dispatcher.expect_hashes({"0": "a" * 64})
     expected = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
-    assert expected == [{"local-sha256": "a" * 64}, {"local-sha256": ""}, {}]
+    assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
 
 
 @pytest.mark.parametrize("loses", [True, False])

@@ -82,7 +82,7 @@ def test_a_client_that_has_not_trained_is_tested_with_the_average(federate, data
 def test_a_client_that_does_not_share_is_only_left_out_of_the_average(federate, datasets, mlp) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
-            return super().fit(parameters, {**config, "rules": ""} if self.partition_id == 1 else config)
+            return super().fit(parameters, {**config, "fedbn-flwr.hooks": ""} if self.partition_id == 1 else config)
 
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
     assert [report.participants for report in run.strategy.reports] == [[0, 1, 2, 3]] * 2

@@ -116,7 +116,7 @@ def test_clients_test_every_eval_every_rounds_and_in_the_last(federate, datasets
 def test_clients_receive_the_config(datasets, mlp, federate) -> None:
     run = federate(FedBN(), mlp, datasets, rounds=2)
     local = [f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
-    assert [(c["server-round"], json.loads(c["local-entries"])) for c in run.grid.config()] == [
+    assert [(c["server-round"], json.loads(c["fedbn-flwr.local-entries"])) for c in run.grid.config()] == [
         (r, local) for r in (1, 1, 1, 2, 2, 2)
     ]
     plain = federate(FedAvg(), mlp, datasets, rounds=1)
@@ -153,7 +153,8 @@ def test_unknown_and_wrong_arguments_are_refused() -> None:
         FedAvg(freeze_at=3)
     assert str(error.value) == (
         "FedAvg: FedAvg.__init__() got an unexpected keyword argument 'freeze_at'. In addition to Flower's own "
-        "arguments it takes: agc, eval_every, eval_on, min_replies, momentum_scope, recalibrate, seed, variance, parts."
+        "arguments it takes: agc, eval_every, eval_on, min_replies, momentum_scope, recalibrate, seed, variance, "
+        "on_round_end, parts."
     )
     with pytest.raises(ConfigError, match=r"unknown variance 'poled'\. Did you mean 'pooled'?"):
         FedAvg(variance="poled")

@@ -60,7 +60,7 @@ def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
         strategy.combine(server_round, replies(*losses), {})
     assert strategy.switched_after == 5
     assert strategy.phase(6) == "proximal"
-    assert strategy.hooks_for(6) == {"proximal": {"proximal-mu": 0.01}}
+    assert strategy.hooks_for(6) == {"proximal": {"fedbn-flwr.proximal-mu": 0.01}}
     strategy.combine(6, replies(*wide), {})
     assert strategy.switched_after == 5
     np.testing.assert_array_equal(strategy.combine(7, replies(*wide), {})["w"], [1.0, 1.0])

@@ -71,4 +71,6 @@ def test_mu_is_checked(mu: float) -> None:
 
 def test_clients_receive_mu(federate, datasets, mlp) -> None:
     run = federate(FedProx(proximal_mu=0.25), mlp, datasets, rounds=1)
-    assert [dict(c) for c in run.grid.config()] == [{"server-round": 1, "rules": "proximal", "proximal-mu": 0.25}] * 3
+    assert [dict(c) for c in run.grid.config()] == [
+        {"server-round": 1, "fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 0.25}
+    ] * 3

@@ -180,7 +180,7 @@ def test_intruders_do_not_disturb_a_run(run_step, same_bits) -> None:
 
     class Besieged(TorchClient):
         def fit(self, parameters, config):
-            address = str(config["fedtan-address"])
+            address = str(config["fedbn-flwr.fedtan-address"])
             call(address, None, b"\x00\x00\x00\x0f" + b'{"op": "begin"}')
             call(address, "guess", b"garbage")
             call(address, None, bytes(5 * 2**20))
@@ -190,7 +190,7 @@ def test_intruders_do_not_disturb_a_run(run_step, same_bits) -> None:
                 with pytest.raises(EngineError, match="UNAUTHENTICATED"):
                     ChannelReducer(address, tokens[self.partition_id], b"", 5).begin()
                 said.append("replayed")
-            tokens[self.partition_id] = str(config["fedtan-token"])
+            tokens[self.partition_id] = str(config["fedbn-flwr.fedtan-token"])
             return super().fit(parameters, config)
 
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))

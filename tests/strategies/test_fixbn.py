@@ -81,8 +81,13 @@ def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp) -> None:
     run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
     configs = run.grid.config()
     assert dict(configs[0]) == {"server-round": 1}
-    assert dict(configs[-1]) == {"server-round": 2, "rules": "freeze-bn", "freeze-affine": False, "frozen": True}
-    assert all("rules" not in config for config in run.grid.config("evaluate"))
+    assert dict(configs[-1]) == {
+        "server-round": 2,
+        "fedbn-flwr.hooks": "freeze-bn",
+        "fedbn-flwr.freeze-affine": False,
+        "fedbn-flwr.frozen": True,
+    }
+    assert all("fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate"))
 
 
 def test_nothing_is_frozen_when_t_star_is_the_last_round(federate, datasets, mlp, same_bits) -> None:
@@ -183,7 +188,9 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
     assert strategy.frozen_after == t_star, "and for good, though the later deltas grow"
     assert [r.phase for r in strategy.reports] == ["train"] * t_star + ["frozen"] * (9 - t_star)
     assert strategy.deltas == pytest.approx(base[:t_star], rel=1e-12)
-    assert [c["rules"] for c in run.grid.config()] == ["report-drift"] * 3 * t_star + ["freeze-bn"] * 3 * (9 - t_star)
+    assert [c["fedbn-flwr.hooks"] for c in run.grid.config()] == ["report-drift"] * 3 * t_star + ["freeze-bn"] * 3 * (
+        9 - t_star
+    )
     for name in STATISTICS:
         assert run.state[name].tobytes() == run.history[t_star][name].tobytes()
 
@@ -282,7 +289,7 @@ def test_a_client_that_changes_frozen_entries_is_rejected_by_name(federate, data
     class Deaf(TorchClient):
         def fit(self, parameters, config):
             if self.partition_id == 1:
-                config.pop("rules", None)
+                config.pop("fedbn-flwr.hooks", None)
             return super().fit(parameters, config)
 
     run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2, client=Deaf)

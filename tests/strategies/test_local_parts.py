@@ -156,11 +156,11 @@ def test_a_client_that_uploads_its_local_part_is_rejected(federate, points, mlp)
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
             if self.partition_id == 1:
-                metrics.pop("array-names")
+                metrics.pop("fedbn-flwr.array-names")
                 return (
                     self.get_parameters({}),
                     count,
-                    {**metrics, "array-names": str(list(self.parts.names)).replace("'", '"')},
+                    {**metrics, "fedbn-flwr.array-names": str(list(self.parts.names)).replace("'", '"')},
                 )
             return arrays, count, metrics
 

@@ -69,7 +69,7 @@ def test_all_layers_of_a_torchvision_model_have_reestimated_statistics(federate,
 def test_a_client_that_tracked_statistics_is_rejected_by_name(federate, datasets, mlp) -> None:
     class Tracking(TorchClient):
         def fit(self, parameters, config):
-            ignored = config if self.partition_id != 1 else {**config, "rules": ""}
+            ignored = config if self.partition_id != 1 else {**config, "fedbn-flwr.hooks": ""}
             return super().fit(parameters, ignored)
 
     run = federate(StaticBN(), mlp, datasets, rounds=1, client=Tracking)

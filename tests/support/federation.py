@@ -124,6 +124,7 @@ def run_strategy(
     hide: Mapping[int, Collection[int]] | None = None,
     backwards: bool = False,
     timeout: float = 60,
+    train_config: Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Run a strategy over nodes of this process.
@@ -139,6 +140,7 @@ def run_strategy(
         hide: round to the partitions that the server does not see in it.
         backwards: whether replies arrive in reverse order.
         timeout: seconds that a round waits for replies.
+        train_config: the user's config of training.
         grid_options: further arguments of ``InProcessGrid``; by default one client computes at a time.
     """
     inner = grids.enter_context(InProcessGrid(app, num_nodes, **{"max_workers": 1, **(grid_options or {})}))
@@ -151,6 +153,7 @@ def run_strategy(
         initial_arrays=start if isinstance(start, ArrayRecord) else to_record(start),
         num_rounds=rounds,
         timeout=timeout,
+        train_config=ConfigRecord(dict(train_config or {})),
         evaluate_fn=lambda _, arrays: history.append(from_record(arrays)),
     )
     return Outcome(from_record(result.arrays), history, strategy, grid, result, time.monotonic() - began)

@@ -33,8 +33,8 @@ def context() -> Context:
 
 
 def message(arrays, *, server_round: int = 1, attempt: int = 0, union: int = 9):
-    config = {"server-round": server_round, "fedtan-attempt": attempt, "fedtan-union": union}
-    return list(arrays.values()), {**config, "array-names": json.dumps(list(arrays))}
+    config = {"server-round": server_round, "fedbn-flwr.fedtan-attempt": attempt, "fedbn-flwr.fedtan-union": union}
+    return list(arrays.values()), {**config, "fedbn-flwr.array-names": json.dumps(list(arrays))}
 
 
 def received(context: Context, arrays, **about) -> tuple[dict, dict]:
@@ -42,7 +42,7 @@ def received(context: Context, arrays, **about) -> tuple[dict, dict]:
     parameters, config = log_answer(context, *message(arrays, **about))
     reducer = replay(context, config)
     assert reducer.begin() == about.get("union", 9)
-    return dict(zip(json.loads(config["array-names"]), parameters, strict=True)), {
+    return dict(zip(json.loads(config["fedbn-flwr.array-names"]), parameters, strict=True)), {
         tag: reducer.reduce(tag, torch.zeros(1)).tolist() for tag in ("mean/0", "variance/0") if tag in reducer._answers
     }
 

@@ -1,0 +1,77 @@
+"""What Flower's secure aggregation returns, in the form of the strategies' replies.
+
+``SecAggPlusWorkflow`` sums masked and quantised vectors. It calls ``aggregate_fit`` with the average, weighted by
+``num_examples``, in place of every client's arrays: in float64, within ``clipping_range``, with errors of quantisation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from flwr.common import FitRes
+
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.strategies import FedAvg
+
+__all__ = ["check", "is_secure_average", "restored"]
+
+logger = logging.getLogger("flwr")
+
+
+def is_secure_average(results: Iterable[FitRes]) -> bool:
+    """Return whether all results hold one and the same object of parameters, as only this workflow gives them."""
+    parameters = [result.parameters for result in results]
+    return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
+
+
+def check(strategy: FedAvg[Any]) -> None:
+    """Refuse what secure aggregation cannot do, and warn of the counters, which it cannot carry.
+
+    Raises:
+        ConfigError: the method or a setting needs the arrays of each client, or an entry has no dimension.
+    """
+    parts, before = strategy.run.parts, strategy.run.before
+    does = ""
+    if strategy.params.variance == "pooled":
+        does = "variance='pooled'"
+    if strategy.needs_each_reply:
+        does = f"strategy {strategy.name!r}"
+    if does:
+        raise ConfigError(
+            f"{does} needs the arrays of each client, and Flower's secure aggregation gives only their average, "
+            "weighted by num-examples. Use another method, or a workflow without SecAggPlusWorkflow."
+        )
+    shared = [name for name in before if parts.part_of[name] not in strategy.local and before[name].ndim == 0]
+    if lost := [name for name in shared if name not in parts.counters]:
+        raise ConfigError(
+            f"entry '{lost[0]}' ({len(lost)} such) has no dimension, and Flower's secure aggregation returns a wrong "
+            "value for it. Give it the shape (1,)."
+        )
+    if shared:
+        logger.warning(
+            "Flower's secure aggregation returns wrong values for entries without a dimension: BN's counters ('%s', "
+            "...) stay as they were sent. Only layers with momentum=None use them.",
+            shared[0],
+        )
+
+
+def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
+    """Return an averaged record in the types of the model: counters as sent, no variance below zero.
+
+    Args:
+        entries: the average, in float64; entries that the model does not have are left to the server's checks.
+        before: the global state that was sent.
+        parts: its split.
+    """
+    variances = {running_var for _, running_var in parts.moments()}
+    found: dict[str, Array] = {}
+    for name, average in entries.items():
+        sent = before.get(name, average)
+        array = np.maximum(average, 0) if name in variances else average  # zero, quantised
+        found[name] = sent if name in parts.counters and name in before else array.astype(sent.dtype)
+    return found
