@@ -283,16 +283,6 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @classmethod
     @abstractmethod
-    def needs(cls, params: P) -> list[Need]:
-        """Return what the method and its settings are about."""
-
-    @classmethod
-    @abstractmethod
-    def misfits(cls, params: P, parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[Misfit]:
-        """Return why a model with this split and these shapes does not fit; empty if it fits."""
-
-    @classmethod
-    @abstractmethod
     def excludes(cls, other: type[Method[Any]]) -> str:
         """Return why this method cannot be combined with another one; "" if this method allows it."""
 
