@@ -2,6 +2,7 @@
 
     python benchmarks/kill_and_resume.py                          # in process: 20 kills of each of the four methods
     python benchmarks/kill_and_resume.py --engine simulation      # in Flower's Ray simulation
+    python benchmarks/kill_and_resume.py --methods mtfl+fedadam   # methods in one run, see COMBINED
 
 Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does,
 at a moment drawn from the seed: one in eight while it starts, the others in the first half of its rounds' time; then
@@ -34,6 +35,12 @@ from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import run
 
 METHODS = ("fedtan", "scaffold", "fedbn", "fixbn")
+COMBINED = {
+    "fixbn+fedprox": {"strategy": "fixbn", "client-hooks": "fedprox"},
+    "fixbn+scaffold": {"strategy": "fixbn", "client-hooks": "scaffold"},
+    "mtfl+fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
+    "fedbn+fedavgm": {"strategy": "fedbn", "server-step": "fedavgm"},
+}
 MARK = "KILL_AND_RESUME"  # in the environment of what a run starts: how its processes are found
 SETTINGS = {"num-clients": 3, "local-steps": 2, "batch-size": 16, "learning-rate": 0.2, "eval-every": 10}
 Engine = Literal["in-process", "simulation"]
@@ -120,9 +127,10 @@ def finish(process: BaseProcess, out: Path) -> dict[str, Any]:
     return summary
 
 
-def torment(settings: dict[str, Any], folder: Path, engine: Engine, kills: int, draw: random.Random) -> bool:
+def torment(
+    method: str, settings: dict[str, Any], folder: Path, engine: Engine, kills: int, draw: random.Random
+) -> bool:
     """Kill and resume runs until ``kills`` are used up; print the row; return whether every hash was the same."""
-    method = settings["strategy"]
     whole = folder / method
     expected = finish(begin(settings, whole, engine), whole)["sha256"]
     seconds = sum(line["seconds"] for line in read_metrics(whole / "metrics.jsonl")[1:])
@@ -165,7 +173,14 @@ def main(
     common = {**SETTINGS, "num-server-rounds": rounds, "checkpoint-every": every}
     with tempfile.TemporaryDirectory(prefix="kill-", dir="/tmp") as folder:  # short: Ray's sockets lie below
         same = [
-            torment({**common, "strategy": m}, Path(folder), chosen, kills, random.Random(f"{seed} {m}"))
+            torment(
+                m,
+                {**common, **COMBINED.get(m, {"strategy": m})},
+                Path(folder),
+                chosen,
+                kills,
+                random.Random(f"{seed} {m}"),
+            )
             for m in methods.split(",")
         ]
     raise typer.Exit(0 if all(same) else 1)

@@ -12,10 +12,11 @@ from typing import Any
 import yaml
 
 from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.doc_config import field_cells
 from fedbn_flwr.server import momentum, recalibration, shared_bn
 from fedbn_flwr.server.method import Params
-from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 
 __all__ = ["method_pages"]
 
@@ -24,13 +25,44 @@ _OPTIONS_HEAD = """# Options of every method
 
 These parts are not methods. Any method may use them; a method that cannot refuses them with a message that says why.
 """
+_COMBINATIONS_HEAD = """<!-- Made by `make generate` from fedbn_flwr/strategies. Do not edit. -->
+
+# Methods in one run
+
+A method changes one of three places of FedAvg, and a run may have a method in each place: what stays with the clients
+(`local-part`), the local training (`client-hooks`, one or several) and the server's step (`server-step`). The method in
+`strategy` is one of them; the three keys add others. MTFL's own paper combines its local part with Adam on the server:
+
+```sh
+fedbn-flwr run --set strategy=mtfl --set server-step=fedadam --set num-server-rounds=5 --out runs/mtfl-fedadam
+```
+
+FixBN with FedProx's term in every local step, in Python and from the command line:
+
+```python
+from fedbn_flwr.strategies import FedProx, FixBN, combined
+
+strategy = combined(FixBN, FedProx)(freeze_at=0.5, proximal_mu=0.01)
+```
+
+```sh
+fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set num-server-rounds=4 --out runs/fixbn-fedprox
+```
+
+The order has no meaning. The settings are those of all methods in the run. Adaptive gradient clipping (`agc`) and
+momentum across rounds (`momentum-scope`) are settings of every method.
+
+Each pair marked "yes" equals a slow reference in plain torch, in float64
+(`tests/strategies/test_combinations.py`). Every other pair is refused before the run, with the reason below. Three and
+more methods are combined if each pair is.
+"""
 _REACHED = re.compile(r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU")
 _UP = "../../"  # from docs/methods to the root
 Method = type[FedAvg[Any]]
 
 
 def method_pages(root: Path) -> dict[Path, str]:
-    """Return the text of ``docs/methods/NAME.md`` for every method, and of the page of the options, by path.
+    """Return the text of ``docs/methods/NAME.md`` for every method, of the options and the combinations, by path.
 
     Args:
         root: the checkout, which has the recipes and ``docs/results/methods.yaml``.
@@ -38,7 +70,7 @@ def method_pages(root: Path) -> dict[Path, str]:
     results = yaml.safe_load((root / "docs/results/methods.yaml").read_text(encoding="utf-8"))
     folder = Path("docs/methods")
     pages = {folder / f"{name}.md": _page(method, root, results) for name, method in STRATEGIES.items()}
-    return pages | {folder / "options.md": _options_page()}
+    return pages | {folder / "options.md": _options_page(), folder / "combinations.md": _combinations_page()}
 
 
 def _page(method: Method, root: Path, results: Mapping[str, Any]) -> str:
@@ -133,6 +165,28 @@ def _reached(method: Method, root: Path, results: Mapping[str, Any]) -> Iterator
         how = f"[{study['name']}](../results/README.md#{study['section']}), {study['how']}" if "how" in study else "-"
         title = f"{study['title']}, {row['case']}" if "case" in row else study["title"]
         yield f"| {title} | {row.get('here', 'not run')} | {row.get('paper', '-')} | {how} |"
+
+
+def _combinations_page() -> str:
+    roles = ("local-part", "client-hooks", "server-step")
+    named = [(name, method) for role in roles for name, method in STRATEGIES.items() if method.role == role]
+    lines = [_COMBINATIONS_HEAD, "| | " + " | ".join(f"`{name}`" for name, _ in named) + " |"]
+    lines.append("|---" * (1 + len(named)) + "|")
+    reasons: dict[str, int] = {}
+    for name, method in named:
+        cells = []
+        for _, other in named:
+            try:
+                cells.append("-" if other is method else ("yes" if combined(method, other) else ""))
+            except ConfigError as error:
+                why = str(error).partition("cannot be combined: ")[2]
+                cells.append(str(reasons.setdefault(why, len(reasons) + 1)))
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{number}. {why}." for why, number in reasons.items()), ""]
+    lines += ["Methods that are not combined with others:", ""]
+    alone = [method for name, method in STRATEGIES.items() if not method.role and name != "fedavg"]
+    lines += [f"- `{method.name}`: {method.excludes(FedAvg)}." for method in alone]
+    return "\n".join([*lines, ""])
 
 
 def _options_page() -> str:
