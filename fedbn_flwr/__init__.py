@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client.saved_state import load_state, personal_state
+from fedbn_flwr.client.saved_state import global_state, personal_state
 from fedbn_flwr.client.torch_client import TorchClient, client_app
 from fedbn_flwr.compat.legacy_strategy import to_legacy
 from fedbn_flwr.engines import InProcessGrid
@@ -14,7 +14,7 @@ __all__ = [
     "InProcessGrid",
     "TorchClient",
     "client_app",
-    "load_state",
+    "global_state",
     "personal_state",
     "replace_norm",
     "split_state",

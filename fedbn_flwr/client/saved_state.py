@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import StateError
 
-__all__ = ["ABSENT", "client_file", "load_state", "personal_state", "why_absent"]
+__all__ = ["ABSENT", "client_file", "global_state", "personal_state", "why_absent"]
 
 ABSENT = "absent: it stays with the clients"
 """The metadata of ``model.safetensors`` for a part of the state whose entries are left out."""
@@ -38,7 +38,7 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
     return f"{text} A run with eval-on=averaged-bn saves the average of the clients' entries."
 
 
-def load_state(run: str | Path) -> dict[str, torch.Tensor]:
+def global_state(run: str | Path) -> dict[str, torch.Tensor]:
     """Return the state of a finished run's global model, for ``model.load_state_dict``.
 
     Args:

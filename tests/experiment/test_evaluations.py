@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from fedbn_flwr import InProcessGrid, load_state, personal_state
+from fedbn_flwr import InProcessGrid, global_state, personal_state
 from fedbn_flwr.app import client_app
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
@@ -111,7 +111,7 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(quick_ru
     assert not {str(part_of[name]) for name in held} & LOCAL_PARTS[strategy]
     assert {part for part, text in summary["model"].items() if text.startswith("absent")} == LOCAL_PARTS[strategy]
     with pytest.raises(StateError) as caught:
-        load_state(out)
+        global_state(out)
     assert str(caught.value) == f"{out}: {summary['model-note']}"
     assert "entries: they stay with the clients, and the server has only their initial values." in str(caught.value)
     assert "personal_state(run, client) gives a client's own model (here: client 0, 1, 2)" in str(caught.value)
@@ -142,7 +142,7 @@ def test_a_client_that_never_trained_has_the_averaged_bn(quick_run) -> None:
         result = evaluate(model, partitioned_data(config, 3).test_view(client))
         assert result.loss == line["clients"][str(client)]["own-loss"]
     assert line["unseen"]
-    model.load_state_dict(load_state(out))
+    model.load_state_dict(global_state(out))
     assert evaluate(model, partitioned_data(config, 3).test_view()).loss == line["test-averaged-bn-loss"]
 
 
@@ -154,9 +154,9 @@ def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(quick_confi
     with pytest.raises(
         StateError, match=r"none is here: state-dir=out saves them where the clients share the run's disk"
     ):
-        load_state(tmp_path / "out")
+        global_state(tmp_path / "out")
     with pytest.raises(StateError, match=r"absent/model.safetensors is absent"):
-        load_state(tmp_path / "absent")
+        global_state(tmp_path / "absent")
 
 
 def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> None:
@@ -250,7 +250,7 @@ def test_impossible_evaluations_are_refused_before_the_run() -> None:
         ({"strategy": "fedavg", "eval-on": "averaged-bn"}, "strategy 'fedavg' has no such model"),
         ({"strategy": "standalone", "eval-on": "personal-own,global"}, "eval-on=global tests a global model, .*none"),
         ({"strategy": "standalone", "eval-on": "global-batch-statistics"}, "Use personal-own or personal-global"),
-        ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has none"),
+        ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has no clients"),
         ({"strategy": "staticbn", "norm": "batch-renorm"}, "tracks no statistics; norm=batch-renorm"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -15,7 +15,7 @@ from matplotlib import image
 from safetensors import safe_open
 from torch.nn import Sequential
 
-from fedbn_flwr import load_state
+from fedbn_flwr import global_state
 from fedbn_flwr.app import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
@@ -97,7 +97,7 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
     model = make_model(config)
     if name in STRATEGIES and STRATEGIES[name].local:  # see test_evaluations.py
         return
-    model.load_state_dict(load_state(out))
+    model.load_state_dict(global_state(out))
     with safe_open(out / "model.safetensors", "pt") as file:
         assert {text for part, text in file.metadata().items() if part != "format"} <= {"global", REESTIMATED}
     result = evaluate(model, partitioned_data(config, 3).test_view())
