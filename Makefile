@@ -37,7 +37,8 @@ network: .venv/installed-dev
 certs: .venv/installed
 	$(BIN)/python -m fedbn_flwr.deployment certs certs --nodes $(NODES) --hosts "$(HOSTS)"
 
-# The services of docker-compose.yml as plain processes on loopback, in runs/federation.
+# The services of docker-compose.yml as plain processes on loopback, in runs/federation:
+# make federation-up NODES=4 NODE_4_DATA=/srv/images NODE_4_CONFIG="partition-id=3 data-path='/data/own.npz'"
 federation-up: .venv/installed
 	$(BIN)/python -m fedbn_flwr.deployment up --nodes $(NODES)
 

@@ -98,6 +98,8 @@ def run(
         ):
             summary = launch(settings, folder, engine.value, advance)
         console.print(_summary_table({settings.strategy: summary}))
+        if note := summary.get("model-note"):
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
 
 

@@ -229,6 +229,8 @@ def test_run_of_a_file(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["strategy"], summary["rounds"]) == ("fedbn", 2)
     assert f"{summary['final']['personal-own-accuracy']:.4f}" in result.stdout
+    assert summary["model-note"].startswith("model.safetensors has no affine, statistics, counters entries")
+    assert summary["model-note"] in result.stdout
 
 
 def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:

@@ -79,6 +79,10 @@ class StateFolder:
             self._remove_after(-1)
         return None
 
+    def look_up(self, sha256: str) -> dict[str, Any] | None:
+        """Return the content with this hash, and change nothing."""
+        return next((content for _, content in self._readable() if content["sha256"] == sha256), None)
+
     def write(self, content: Mapping[str, Any], server_round: int) -> None:
         """Write the kept state after a round; remove files that neither the client nor a resume needs.
 

@@ -194,7 +194,12 @@ class LegacyStrategy(Strategy):
         """Return the result of ``evaluate_fn``; None without one."""
         if self._evaluate_fn is None:
             return None
-        return self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
+        arrays = self.strategy.for_evaluate_fn(server_round, self._record(parameters))
+        return self._evaluate_fn(server_round, list(from_record(arrays).values()), {})
+
+    def _record(self, parameters: Parameters) -> ArrayRecord:
+        arrays = zip(self._names, parameters_to_ndarrays(parameters), strict=True)
+        return ArrayRecord({name: FlowerArray(array) for name, array in arrays})
 
     def _summed_up(
         self, fn: MetricsFn, results: Sequence[tuple[ClientProxy, Any]], before: dict[int, str]
@@ -220,8 +225,7 @@ class LegacyStrategy(Strategy):
         client_manager: ClientManager,
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
         """Return the strategy's messages of a round as clients with their arrays and config."""
-        arrays = zip(self._names, parameters_to_ndarrays(parameters), strict=True)
-        record, grid = ArrayRecord({n: FlowerArray(a) for n, a in arrays}), _ManagerGrid(client_manager, self.strategy)
+        record, grid = self._record(parameters), _ManagerGrid(client_manager, self.strategy)
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
         proxies = client_manager.all()
         self._sent = {str(message.metadata.dst_node_id): message for message in messages}

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from fedbn_flwr.deployment.certificates import make_certificates
+from fedbn_flwr.deployment.compose import given_variables
 from fedbn_flwr.deployment.federation import Federation, run_app
 from fedbn_flwr.deployment.layout import Layout
 from fedbn_flwr.engines.processes import BIN, running
@@ -55,7 +56,12 @@ def up(
     nodes: Annotated[int, typer.Option(help="how many nodes")] = 3,
     folder: Folder = _HOME,
 ) -> None:
-    """Start a federation in the background and wait until every node is online."""
+    """Start a federation in the background and wait until every node is online.
+
+    The variables of the compose file come from the environment or the file .env beside it, as under Docker Compose.
+    """
+    if unused := given_variables(definition, nodes, os.environ)[1]:
+        typer.echo(f"{', '.join(unused)}: set, and not used without containers; keys are in {folder / 'certs'}")
     folder.mkdir(parents=True, exist_ok=True)
     if running(_supervisor(folder)) or _services(folder):
         raise EngineError(f"a federation is up in {str(folder)!r}; `make federation-down` ends it")
@@ -82,7 +88,8 @@ def supervise(definition: Path = Path("docker-compose.yml"), nodes: int = 3, fol
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    with Federation(definition, nodes, folder=folder) as federation:
+    variables, _ = given_variables(definition, nodes, os.environ)
+    with Federation(definition, nodes, folder=folder, variables=variables) as federation:
         (folder / "ready").touch()
         while True:
             time.sleep(1)

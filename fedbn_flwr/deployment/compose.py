@@ -12,11 +12,13 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["NODE", "Service", "read_services", "start_order"]
+__all__ = ["NODE", "Service", "given_variables", "node_number", "read_services", "start_order"]
 
 NODE = ("supernode-", "superexec-clientapp-")
 """Prefixes of the services that each node has; their names end with the node's number."""
 
+_USED = ("entrypoint", "command", "environment", "volumes", "healthcheck")
+_ENV_LINE = re.compile(r"""(?:export\s+)?(\w+)\s*=\s*(["']?)(.*)\2""")
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:?[-?])([^}]*))?\})")
 
 
@@ -50,18 +52,77 @@ class Service:
         return not self.restart.startswith(("always", "unless-stopped"))
 
 
-def read_services(path: Path, variables: Mapping[str, str]) -> dict[str, Service]:
+def read_services(path: Path, variables: Mapping[str, str], num_nodes: int = 0) -> dict[str, Service]:
     """Return the services of a compose file by name, with values for its ``${VARIABLES}``.
+
+    Args:
+        path: the compose file.
+        variables: the values.
+        num_nodes: nodes up to this number that the file lacks are copies of its node 1, with their own variables
+            (``NODE_4_DATA`` for ``NODE_1_DATA``).
 
     Raises:
         ConfigError: the file cannot be read, or has a form that this reader does not know.
     """
-    try:
-        content = yaml.safe_load(path.read_text())
-        services = content["services"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read as a compose file: {error}") from error
+    services = _read(path, num_nodes)
     return {name: _service(name, _interpolate(given, variables)) for name, given in services.items()}
+
+
+def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the file's variables that are set, and the names of set ones that have no use without containers.
+
+    As under Compose, values come from the environment, else from the file ``.env`` beside the compose file. ``CERTS``
+    is among the unused ones: the keys of Compose are for its host names.
+
+    Raises:
+        ConfigError: as ``read_services``.
+    """
+    env_file = path.parent / ".env"
+    lines = env_file.read_text().splitlines() if env_file.is_file() else []
+    found = [match for line in lines if (match := _ENV_LINE.fullmatch(line.strip()))]
+    values = {match[1]: match[3] for match in found} | dict(environment)
+    services = _read(path, num_nodes)
+    used = _names([{key: service.get(key) for key in _USED} for service in services.values()]) - {"CERTS"}
+    known = {name for name in _names(list(services.values())) if values.get(name)}
+    return {name: values[name] for name in sorted(known & used)}, sorted(known - used)
+
+
+def node_number(name: str) -> tuple[str, int, str]:
+    """Return prefix, number and variant of a node's service; number 0 for other services."""
+    found = re.fullmatch(rf"({'|'.join(NODE)})(\d+)(-\w+)?", name)
+    return (found[1], int(found[2]), found[3] or "") if found else (name, 0, "")
+
+
+def _read(path: Path, num_nodes: int) -> dict[str, Any]:
+    """Return the services as they are in the file, and the copies of node 1."""
+    try:
+        services = dict(yaml.safe_load(path.read_text())["services"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as a compose file: {error}") from error
+    for name in [name for name in services if node_number(name)[1] == 1]:
+        for k in range(2, num_nodes + 1):
+            services.setdefault(_renumbered(name, k), _renumbered(services[name], k))
+    return services
+
+
+def _renumbered(value: Any, number: int) -> Any:
+    """Return node 1's part of the file, changed to that of another node."""
+    if isinstance(value, dict):
+        return {_renumbered(key, number): _renumbered(item, number) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_renumbered(item, number) for item in value]
+    if not isinstance(value, str):
+        return value
+    value = re.sub(r"(supernode|clientapp|node)-1\b", rf"\1-{number}", value)
+    return value.replace("NODE_1_", f"NODE_{number}_")
+
+
+def _names(value: Any) -> set[str]:
+    """Return the names of all variables in a part of the file."""
+    if isinstance(value, (dict, list)):
+        items = value.values() if isinstance(value, dict) else value
+        return set().union(*map(_names, items))
+    return {found[2] for found in _VARIABLE.finditer(value) if found[2]} if isinstance(value, str) else set()
 
 
 def start_order(services: Mapping[str, Service]) -> list[Service]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.deployment.compose import NODE, Service, read_services
+from fedbn_flwr.deployment.compose import NODE, Service, node_number, read_services
 from fedbn_flwr.engines.processes import flower_environment
 from fedbn_flwr.errors import ConfigError
 
@@ -31,7 +31,8 @@ class Layout:
         folder: state, logs and certificates of this federation.
         num_nodes: nodes 1 .. num_nodes. Nodes that are not in the file are copies of its node 1.
         addresses: by service name; other services keep their name and bind address, and are found by their name.
-        node_configs: ``--node-config`` of each node; default: one of ``num_nodes`` partitions.
+        node_configs: ``--node-config`` of each node; default: its variable ``NODE_N_CONFIG``, else one of
+            ``num_nodes`` partitions. Mounts of its ClientApps (``/data``, ``/state``) become the folders mounted there.
         variables: variables of the compose file.
         profiles: the profiles that are on.
         prefixes: words before a service's commands, by name; they decide where and how it runs.
@@ -85,26 +86,14 @@ class Layout:
             ) from error
         return cls(**{**values, "definition": Path(values["definition"]), "folder": Path(values["folder"])})
 
-    def _nodes(self, found: Mapping[str, Service]) -> dict[str, Service]:
-        """Return the services with ``num_nodes`` nodes."""
-        result = {name: service for name, service in found.items() if not name.startswith(NODE)}
-        for name, first in found.items():
-            prefix, number, variant = _node_name(name)
-            if number != 1:
-                continue
-            for k in range(1, self.num_nodes + 1):
-                service = found.get(f"{prefix}{k}{variant}") or _renumbered(first, k)
-                if prefix == "supernode-":
-                    *command, config = service.command
-                    config = self.node_configs[k - 1] if self.node_configs else self._share(config, k - 1)
-                    service = replace(service, command=(*command, config))
-                result[service.name] = service
-        return result
-
-    def _share(self, node_config: str, partition_id: int) -> str:
-        """Return a node's config with its partition of ``num_nodes``."""
-        node_config = re.sub(r"(?<=partition-id=)\d+", str(partition_id), node_config)
-        return re.sub(r"(?<=num-partitions=)\d+", str(self.num_nodes), node_config)
+    def _node_config(self, number: int, default: str) -> str:
+        """Return a node's config: its own, that of its variable, or its share of the data as in the file."""
+        if self.node_configs:
+            return self.node_configs[number - 1]
+        if own := self.variables.get(f"NODE_{number}_CONFIG"):
+            return own
+        share = re.sub(r"(?<=partition-id=)\d+", str(number - 1), default)
+        return re.sub(r"(?<=num-partitions=)\d+", str(self.num_nodes), share)
 
     def prepare(self) -> None:
         """Make the folders for volumes, and copy the files mounted into them, with hosts and paths replaced."""
@@ -124,9 +113,16 @@ class Layout:
 
     def _chosen(self) -> dict[str, Service]:
         variables = {"CERTS": str(self.folder / "certs"), **self.variables}
-        found = self._nodes(read_services(self.definition, variables))
-        on = {*self.profiles, "cli"}
-        return {name: s for name, s in found.items() if not s.profiles or on.intersection(s.profiles)}
+        on, chosen = {*self.profiles, "cli"}, {}
+        for name, service in read_services(self.definition, variables, self.num_nodes).items():
+            prefix, number, _ = node_number(name)
+            if number > self.num_nodes or (service.profiles and not on.intersection(service.profiles)):
+                continue
+            if number and prefix == "supernode-":
+                *command, config = service.command
+                service = replace(service, command=(*command, self._node_config(number, config)))
+            chosen[name] = service
+        return chosen
 
     def _placer(self, service: Service, every: Mapping[str, Service]) -> Callable[[str], str]:
         """Return the function that replaces hosts and paths in a text of this service, all in one pass."""
@@ -144,13 +140,30 @@ class Layout:
     def _place(self, service: Service, every: Mapping[str, Service]) -> Service:
         placed = self._placer(service, every)
         prefix = self.prefixes.get(service.name, ())
+        command = [placed(word) for word in service.command]
+        kind, number, _ = node_number(service.name)
+        if number and kind == "supernode-":
+            command[-1] = self._as_clients_see(service.command[-1], number, every)
         return replace(
             service,
-            command=(*prefix, *(placed(word) for word in service.command)),
+            command=(*prefix, *command),
             environment={key: placed(value) for key, value in service.environment.items()},
             mounts={target: placed(target) for target in service.mounts},
             health=(*prefix, *(placed(word) for word in service.health)) if service.health else (),
         )
+
+    def _as_clients_see(self, node_config: str, number: int, every: Mapping[str, Service]) -> str:
+        """Return a node's config with the paths of this machine: its ClientApps read it, and see their own mounts."""
+        paths = {
+            target: str(self._host_path(service, target, source))
+            for name, service in every.items()
+            if node_number(name)[:2] == ("superexec-clientapp-", number)
+            for target, source in service.mounts.items()
+            if source
+        }
+        inside = "|".join(sorted(map(re.escape, paths), key=len, reverse=True))
+        pattern = rf"(?<![\w./-])(?:{inside})(?![\w.-])"
+        return re.sub(pattern, lambda found: paths[found[0]], node_config) if paths else node_config
 
     def _host_path(self, service: Service, target: str, source: str) -> Path:
         """Return the path that replaces a mount: as given, or below the service's state."""
@@ -166,25 +179,3 @@ def loopback_addresses(num_nodes: int, seed: int) -> dict[str, str]:
     names = ["superlink", "superexec-serverapp", "register", "cli"]
     names += [f"{prefix}{k}" for k in range(1, num_nodes + 1) for prefix in NODE]
     return {name: f"127.{block[0]}.{block[1]}.{i}" for i, name in enumerate(names, start=1)}
-
-
-def _node_name(name: str) -> tuple[str, int, str]:
-    """Return prefix, number and variant of a node's service; number 0 for other services."""
-    found = re.fullmatch(rf"({'|'.join(NODE)})(\d+)(-\w+)?", name)
-    return (found[1], int(found[2]), found[3] or "") if found else (name, 0, "")
-
-
-def _renumbered(first: Service, number: int) -> Service:
-    """Return node 1's service, changed to that of another node."""
-
-    def renumbered(text: str) -> str:
-        return re.sub(r"(supernode|clientapp|node)-1\b", rf"\1-{number}", text)
-
-    return replace(
-        first,
-        name=renumbered(first.name),
-        command=tuple(renumbered(word) for word in first.command),
-        mounts={target: renumbered(source) for target, source in first.mounts.items()},
-        needs={renumbered(name): how for name, how in first.needs.items()},
-        health=tuple(renumbered(word) for word in first.health),
-    )

@@ -27,7 +27,7 @@ from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.settings import Sampling, share_of
 
-__all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split"]
+__all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split", "state_in_out"]
 
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
@@ -434,6 +434,11 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         except UNREADABLE as error:
             raise ConfigError(f"--set {override!r}: {error}") from error
     return values
+
+
+def state_in_out(config: Config) -> Path:
+    """Return the state folder of ``state-dir=out``."""
+    return Path(config.out) / "checkpoint" / "clients"
 
 
 def split(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import DATASETS, Augment, Subset, load_local_dataset
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
+from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, on_device, pick_device
 from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
@@ -49,7 +49,7 @@ def client_fn(context: Context) -> TorchClient:
 def _state_dir(config: Config, context: Context) -> Path | None:
     """Return a node's state folder; for ``state-dir=out`` it is in the run's output folder."""
     if (str(context.node_config.get(STATE_DIR, "")) or config.state_dir) == STATE_IN_OUT:
-        return Path(config.out) / "checkpoint" / "clients"
+        return state_in_out(config)
     return state_dir(context, config.state_dir)
 
 

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ import yaml
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_atomically
+from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
@@ -85,7 +86,8 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
 class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
-    With ``tensorboard=true`` it also has event files in ``tensorboard/``.
+    ``clients/`` has what each client kept of the model, if the clients share the disk. With ``tensorboard=true`` there
+    are event files in ``tensorboard/``.
 
     Args:
         path: the folder; it is made with its parents.
@@ -174,6 +176,17 @@ class RunFolder:
                 os.close(handle)
             if self._tensorboard:
                 self._tensorboard.add_round(line)
+
+    def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
+        """Write what clients kept of the model, readable for the files' owner only; return the clients."""
+        clients = []
+        with self._writing():
+            for client, entries in kept:
+                path = client_file(self.path, client)
+                path.parent.mkdir(exist_ok=True, mode=0o700)
+                write_atomically(path, encode_safetensors(entries, {"format": "pt", "client": client}), mode=0o600)
+                clients.append(client)
+        return clients
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with ``about`` as metadata), the curves and, last, the summary."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -13,11 +14,20 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.client.saved_state import ABSENT, why_absent
+from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.data import DATASETS
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
-from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, NUM_EXAMPLES, TRAIN_ACCURACY, TRAIN_LOSS
+from fedbn_flwr.messages.protocol import (
+    DROPPED_BATCHES,
+    EXAMPLES_PROCESSED,
+    KEPT,
+    NUM_EXAMPLES,
+    TRAIN_ACCURACY,
+    TRAIN_LOSS,
+)
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.report import RoundReport, Traffic
@@ -41,6 +51,7 @@ GLOBAL_TESTS |= {name: f"test-{name}" for name in _COMPLETED}
 
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
+_AVERAGED = "weighted average of the clients' latest: this part stays with the clients"
 _WHAT_MEAN = " (mean over clients)"
 
 
@@ -61,6 +72,16 @@ class Recorder:
         self._test, self._task = (data.test_view() if data else None), DATASETS[config.dataset].task
         self._domains = data.domain_views() if data else {}
         self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))} if data else {}
+        untrained = [name for name in config.evaluations() if name.startswith("global")]
+        if strategy and untrained and strategy.local:
+            logger.warning(
+                "eval-on=%s tests the model of the server, and strategy %r keeps %s with its clients: these entries "
+                "have their initial values, which are not trained. eval-on=averaged-bn tests with the average of the "
+                "clients' values.",
+                ",".join(untrained),
+                strategy.name,
+                ", ".join(sorted(strategy.local)),
+            )
         lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
         self._trained = {str(client) for line in lines for client in line["participants"]}
         self._clock = time.monotonic()
@@ -157,7 +178,14 @@ class Recorder:
             summary["resumed-after"] = list(resumed_after)
         local = strategy.run.local_hashes if strategy else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
-        self._folder.finish(state, _contents(strategy), summary)
+        about = _contents(strategy)
+        summary["model"] = about
+        absent = [part for part, text in about.items() if text == ABSENT]
+        clients = self._folder.save_clients(_kept_by_clients(self._config, strategy, state) if strategy else ())
+        if strategy and absent:
+            summary["model-note"] = why_absent(absent, clients)
+            state = {name: array for name, array in state.items() if strategy.run.parts.part_of[name] not in absent}
+        self._folder.finish(state, {"format": "pt", **about}, summary)
         return summary
 
     def close(self) -> None:
@@ -227,12 +255,26 @@ def _personal_domains(
 
 
 def _contents(strategy: FedAvg[Any] | None) -> dict[str, str]:
-    """Return the metadata of ``model.safetensors``: the content of each part."""
+    """Return the content of each part of ``model.safetensors``: its metadata, and ``model`` of the summary."""
     about = {part.value: "global" for part in Part}
     if strategy:
         averaged = strategy.completion(SHARED_BN)
-        what = "weighted average of the clients' latest" if averaged else "initial values"
-        about |= {part.value: f"{what}: this part stays with the clients" for part in strategy.local}
+        kept = {part for part in strategy.local if strategy.run.parts.select([part])}
+        about |= dict.fromkeys(kept, _AVERAGED if averaged else ABSENT)
         if strategy.recalibrates and strategy.run.reestimated:
             about[Part.STATISTICS.value] = "re-estimated from the clients' data under these weights"
-    return {"format": "pt", **about}
+            if about[Part.COUNTERS.value] == ABSENT:
+                about[Part.COUNTERS.value] = "initial values"  # a model with statistics is whole with them
+    return about
+
+
+def _kept_by_clients(config: Config, strategy: FedAvg[Any], model: State) -> Iterator[tuple[str, State]]:
+    """Yield (client, entries) of each client whose part of the model lies on this disk, as the run left it."""
+    if not strategy.local or strategy.continuity is None or not config.state_dir:
+        return
+    fingerprint = strategy.run.parts.fingerprint({name: array.shape for name, array in model.items()})
+    root = state_in_out(config) if config.state_dir == STATE_IN_OUT else Path(config.state_dir)
+    for client, sha256 in strategy.run.local_hashes.items():
+        folder = StateFolder(root, strategy.continuity, int(client), fingerprint)
+        if (content := folder.look_up(sha256)) and KEPT in content["kept"]:
+            yield client, content["kept"][KEPT]

@@ -38,7 +38,7 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     else:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
     here = {"out": str(out)}
-    if config.checkpoint_every and not config.state_dir and config.strategy != CENTRALIZED:
+    if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.method().local):
         here["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=here)
     check(config)

@@ -80,6 +80,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, pick_device(config.device))
     strategy = make_strategy(config, model, config.num_clients)
+    strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
     if not personal:

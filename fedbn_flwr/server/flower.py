@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig, refuse_own_keys
@@ -50,7 +50,11 @@ class Server(Method[P]):
         dispatcher: builds the messages.
         tests: the names in ``eval_on``.
         on_round_end: called at the end of each round, with the model to test or save and the round's metrics.
+        completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
+            model with ``completion`` sets it to False.
     """
+
+    completes_tests = True
 
     def __init__(
         self, *args: Any, parts: Parts | None = None, on_round_end: OnRoundEnd | None = None, **kwargs: Any
@@ -80,6 +84,9 @@ class Server(Method[P]):
         After ``load_state_dict`` the run continues after the given round; ``initial_arrays`` is then the global model
         of that round.
 
+        With ``eval_on="averaged-bn"``, ``evaluate_fn`` and the result's arrays hold the average of the clients' values
+        for entries that stay with them. Without it they hold the initial values there, and a warning says so.
+
         Raises:
             EngineError: not enough nodes connect within the timeout.
             ConfigError: a setting does not fit this run, or a config holds a key of this package.
@@ -90,7 +97,7 @@ class Server(Method[P]):
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self.run.arrays = arrays
-            found = evaluate_fn(server_round, self._for_tests(arrays)) if evaluate_fn else None
+            found = evaluate_fn(server_round, self.for_evaluate_fn(server_round, arrays)) if evaluate_fn else None
             if found is not None:
                 self.run.metrics["evaluate_metrics_serverapp"] = found
             if server_round:
@@ -178,6 +185,17 @@ class Server(Method[P]):
     def _begin(self) -> None:
         self.run.begun, self.run.reestimated, self.run.latest_bn = True, {}, LatestBN()
         self.begin()
+        if self.completes_tests and SHARED_BN not in self.tests and (stay := self._local_entries()):
+            average = "eval_on='averaged-bn' puts the average of the clients' values there; "
+            logger.warning(
+                "strategy %r keeps %d entries of the model with its clients (%r, ...): in evaluate_fn and in the final "
+                "arrays they have their initial values, which are not trained. %sevaluation on the clients tests each "
+                "with its own.",
+                self.name,
+                len(stay),
+                stay[0],
+                "" if Part.REST in self.local else average,
+            )
 
     def _checkpoint_keys(self) -> list[str]:
         return [name for kind in reversed(type(self).__mro__) for name in vars(kind).get("checkpoint_keys", ())]
@@ -347,6 +365,17 @@ class Server(Method[P]):
     def _completed(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model that clients test and that the run returns: with averaged or re-estimated BN entries."""
         return self._for_tests(_replaced(arrays, self.completion(SHARED_BN)))
+
+    def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the global model for the test after a round, with averaged BN parts if these are asked for."""
+        if not self.completes_tests or SHARED_BN not in self.tests:
+            return self._for_tests(arrays)
+        if server_round and not self.completion(SHARED_BN):
+            logger.warning(
+                "round %d: no client has shared its BN parts: they are not trained in the test of the global model",
+                server_round,
+            )
+        return self._completed(arrays)
 
     def _for_tests(self, arrays: ArrayRecord) -> ArrayRecord:
         return _replaced(arrays, self.run.reestimated) if self.recalibrates else arrays

@@ -70,7 +70,8 @@ class Params(BaseModel):
     eval_on: str = setting(
         "",
         "comma list of tests; empty = global, or personal-own for a method with local parts. averaged-bn: clients of "
-        "fedbn, silobn, mtfl share their BN parts, and the tested and saved global model holds their average. "
+        "fedbn, silobn, mtfl share their BN parts, and the tested and saved global model holds their average (without "
+        "it, the saved model has no entries of these parts). "
         "recalibrated: the global model with re-estimated statistics (see recalibrate)",
         "rounds",
     )

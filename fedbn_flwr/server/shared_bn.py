@@ -1,7 +1,8 @@
 """Averaged BN parts: the BN of a global model where clients keep their own, and of a client that has none yet.
 
 Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization",
-section V. Opt-in, for tests only (`eval-on` holds `averaged-bn`): training does not see the average.
+section V. Opt-in, for tests only (`eval-on` holds `averaged-bn`): training does not see the average. The saved model
+and the arrays of an `evaluate_fn` hold it, too.
 
 ## Algorithm
 

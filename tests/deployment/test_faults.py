@@ -204,7 +204,7 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(federation, begi
     assert took_part[0] == 1
     assert took_part[-1] == 6
     assert len(took_part) < 6
-    (kept,) = federation.layout.state("supernode-3").glob("state/parts/*/partition-2/*.6.safetensors")
+    (kept,) = federation.layout.state("superexec-clientapp-3").glob("state/parts/*/partition-2/*.6.safetensors")
     entries = [entry for record in read_checked(kept)["kept"].values() for entry in record.items()]
     trained = [int(value) for name, value in entries if name.endswith("num_batches_tracked")]
     # A step whose reply came too late for its round may count too.
@@ -267,7 +267,7 @@ def full(folder: Path) -> Iterator[Callable[[], None]]:
 )
 def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, begin) -> None:
     """Its node is refused by name until it can write; the others continue, and later the node does too."""
-    folder = federation.layout.state("supernode-3") / "state/parts"
+    folder = federation.layout.state("superexec-clientapp-3") / "state/parts"
     folder.mkdir(parents=True, exist_ok=True)
     with fault(folder) as heal:
         run = begin(strategy="fedbn")

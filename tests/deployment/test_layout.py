@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.deployment import Federation
-from fedbn_flwr.deployment.compose import read_services, start_order
+from fedbn_flwr.deployment import __main__ as commands
+from fedbn_flwr.deployment.compose import given_variables, read_services, start_order
 from fedbn_flwr.deployment.layout import Layout, loopback_addresses
 from fedbn_flwr.engines.processes import Process, running
 from fedbn_flwr.errors import ConfigError, EngineError
@@ -116,7 +117,7 @@ def test_nodes_that_are_not_in_the_file_are_copies_of_its_first(layout: Layout, 
     assert nodes == [f"supernode-{n}" for n in range(1, 6)]
     for n in range(1, 6):
         node, executor = services[f"supernode-{n}"], services[f"superexec-clientapp-{n}"]
-        own = layout.state(node.name) / "state" / "parts"
+        own = layout.state(executor.name) / "state" / "parts"
         assert node.command[-1] == f"partition-id={n - 1} num-partitions=5 state-dir='{own}'"
         assert f"--auth-supernode-private-key={tmp_path}/certs/node-{n}/node.key" in node.command
         assert f"--host={layout.addresses[node.name]}" in node.command
@@ -131,6 +132,75 @@ def test_node_configs_instead_of_partitions(layout: Layout) -> None:
     assert [own.services()[f"supernode-{n}"].command[-1] for n in (1, 2)] == list(own.node_configs)
     with pytest.raises(ConfigError, match="1 node configs for 2 nodes"):
         replace(own, node_configs=["partition-id=0"]).services()
+
+
+def test_variables_of_a_node_mean_the_same_as_under_compose(layout: Layout) -> None:
+    """Paths of the config are those that the node's ClientApps see: a mount's, which is the host's NODE_N_DATA."""
+    own = {
+        "NODE_1_CONFIG": "partition-id=7 data-path='/data/x.npz' state-dir='/state/mine'",
+        "NODE_1_DATA": "/srv/one",
+        "NODE_4_CONFIG": 'partition-id=8 data-path="/data" data-classes="a,b"',
+        "NODE_4_DATA": "./four",
+        "NODE_5_CONFIG": "",
+    }
+    given = replace(layout, variables=own)
+    services = given.services()
+    configs = [services[f"supernode-{n}"].command[-1] for n in range(1, 6)]
+    parts = [given.state(f"superexec-clientapp-{n}") / "state" for n in range(1, 6)]
+    assert configs == [
+        f"partition-id=7 data-path='/srv/one/x.npz' state-dir='{parts[0]}/mine'",
+        f"partition-id=1 num-partitions=5 state-dir='{parts[1]}/parts'",
+        f"partition-id=2 num-partitions=5 state-dir='{parts[2]}/parts'",
+        f'partition-id=8 data-path="{ROOT}/four" data-classes="a,b"',
+        f"partition-id=4 num-partitions=5 state-dir='{parts[4]}/parts'",
+    ]
+    mounts = [services[f"superexec-clientapp-{n}"].mounts["/data"] for n in range(1, 6)]
+    assert mounts == ["/srv/one", *(f"{ROOT}/data/node-{n}" for n in (2, 3)), f"{ROOT}/four", f"{ROOT}/data/node-5"]
+
+
+def test_paths_of_this_machine_in_a_node_config_stay(layout: Layout) -> None:
+    paths = "partition-id=0 a='/tmp/x.npz' b='/srv/data/x' c='/database' d='/app/x' e='/channel/x' f='x/data'"
+    given = replace(layout, variables={"NODE_2_CONFIG": paths})
+    assert given.services()["supernode-2"].command[-1] == paths
+    assert replace(layout, num_nodes=1, node_configs=[paths]).services()["supernode-1"].command[-1] == paths
+
+
+def test_make_reads_the_variables_of_the_environment_and_of_the_env_file(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "compose.yml").write_text((ROOT / "docker-compose.yml").read_text())
+    lines = [
+        "# nodes",
+        "",
+        "NODE_1_DATA=/from/file",
+        "export NODE_2_DATA='/a b'",
+        'NODE_4_CONFIG="partition-id=9"',
+        "X=1",
+    ]
+    (tmp_path / ".env").write_text("\n".join(lines))
+    env = {"NODE_1_DATA": "/from/env", "NODE_CPUS": "4", "CERTS": "/keys", "PATH": "/bin", "NODE_9_DATA": "/nobody"}
+    assert given_variables(tmp_path / "compose.yml", 4, env) == (
+        {
+            **{"NODE_1_DATA": "/from/env", "NODE_2_DATA": "/a b", "NODE_4_CONFIG": "partition-id=9"},
+            "NODE_3_CONFIG": "partition-id=5 data-path='/data/x'",
+        },
+        ["CERTS", "NODE_CPUS"],
+    )
+    assert given_variables(ROOT / "docker-compose.yml", 3, {}) == ({}, [])
+    seen: list[dict[str, str]] = []
+
+    class Recorded:
+        def __init__(self, definition: Path, num_nodes: int, *, folder: Path, variables: dict[str, str]) -> None:
+            seen.append(variables)
+
+        def __enter__(self) -> None:
+            raise SystemExit(0)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(commands, "Federation", Recorded)
+    monkeypatch.setenv("NODE_2_CONFIG", "partition-id=3")
+    with pytest.raises(SystemExit):
+        commands.supervise(ROOT / "docker-compose.yml", 3, tmp_path)
+    assert seen == [{"NODE_2_CONFIG": "partition-id=3"}]
 
 
 def test_without_addresses_hosts_stay(layout: Layout) -> None:

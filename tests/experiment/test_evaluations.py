@@ -8,12 +8,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr import InProcessGrid, global_state, personal_state
+from fedbn_flwr.app import client_app
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.training.evaluation import evaluate
@@ -84,6 +88,85 @@ def test_averaged_bn_is_tested_saved_and_predicted(quick_run, strategy: str) -> 
     found = inspect_model(make_model(config), strategy, 3, config)
     assert (found.total().up, found.total().down) == (summary["ledger"]["bytes-up"], summary["ledger"]["bytes-down"])
     assert found.total().counters_up == summary["ledger"]["counter-bytes-up"]
+
+
+LOCAL_PARTS = {
+    "fedbn": {"affine", "statistics", "counters"},
+    "silobn": {"statistics", "counters"},
+    "mtfl": {"affine"},
+    "standalone": {"affine", "statistics", "counters", "rest"},
+}
+
+
+@pytest.mark.parametrize("strategy", LOCAL_PARTS)
+def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(quick_run, strategy: str) -> None:
+    """The saved model had the initial BN entries; only its metadata said so."""
+    settings = {"num-server-rounds": 3, "local-steps": 5, "eval-on": "personal-own"}
+    summary, out = quick_run(strategy=strategy, **settings)
+    config = Config.load(out / "config.yaml")
+    model = make_model(config)
+    part_of = split_state(model).part_of
+    held = load_file(out / "model.safetensors")
+    assert {str(part_of[name]) for name in part_of.keys() - held.keys()} == LOCAL_PARTS[strategy]
+    assert not {str(part_of[name]) for name in held} & LOCAL_PARTS[strategy]
+    assert {part for part, text in summary["model"].items() if text.startswith("absent")} == LOCAL_PARTS[strategy]
+    with pytest.raises(StateError) as caught:
+        global_state(out)
+    assert str(caught.value) == f"{out}: {summary['model-note']}"
+    assert "entries: they stay with the clients, and the server has only their initial values." in str(caught.value)
+    assert "personal_state(run, client) gives a client's own model (here: client 0, 1, 2)" in str(caught.value)
+    assert ("eval-on=averaged-bn" in str(caught.value)) == (strategy != "standalone")
+    tested = read_metrics(out / "metrics.jsonl")[-1]["clients"]
+    data = partitioned_data(config, 3)
+    for client in range(3):
+        model.load_state_dict(personal_state(out, client))
+        result = evaluate(model, data.test_view(client))
+        assert (result.loss, result.accuracy) == tuple(
+            tested[str(client)][f"own-{what}"] for what in ("loss", "accuracy")
+        )
+    assert {path.stat().st_mode & 0o777 for path in (out / "clients").iterdir()} == {0o600}
+    with pytest.raises(
+        StateError, match=r"client=3 has no entries of its own \(here: client 0, 1, 2\)\. It did not train"
+    ):
+        personal_state(out, 3)
+
+
+def test_a_client_that_never_trained_has_the_averaged_bn(quick_run) -> None:
+    settings = {"fraction-train": 0.34, "eval-on": "averaged-bn,personal-own", "checkpoint-every": 0}
+    _, out = quick_run(strategy="fedbn", **settings)
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    config = Config.load(out / "config.yaml")
+    model = make_model(config)
+    for client in range(3):
+        model.load_state_dict(personal_state(out, client))
+        result = evaluate(model, partitioned_data(config, 3).test_view(client))
+        assert result.loss == line["clients"][str(client)]["own-loss"]
+    assert line["unseen"]
+    model.load_state_dict(global_state(out))
+    assert evaluate(model, partitioned_data(config, 3).test_view()).loss == line["test-averaged-bn-loss"]
+
+
+def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(quick_config, tmp_path) -> None:
+    config = quick_config(strategy="fedbn", out=str(tmp_path / "out"))
+    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid:
+        serve(grid, config, tmp_path / "out")
+    assert not (tmp_path / "out/clients").exists()
+    with pytest.raises(
+        StateError, match=r"none is here: state-dir=out saves them where the clients share the run's disk"
+    ):
+        global_state(tmp_path / "out")
+    with pytest.raises(StateError, match=r"absent/model.safetensors is absent"):
+        global_state(tmp_path / "absent")
+
+
+def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> None:
+    with caplog.at_level("WARNING", logger="flwr"):
+        quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
+        assert "not trained" not in caplog.text
+        quick_run(strategy="fedbn", **{"eval-on": "personal-own,global"})
+    assert "eval-on=global tests the model of the server, and strategy 'fedbn' keeps affine, counters, statistics" in (
+        caplog.text
+    )
 
 
 def test_global_accuracy_by_domain_is_on_each_domains_test_images(quick_run) -> None:
@@ -167,7 +250,7 @@ def test_impossible_evaluations_are_refused_before_the_run() -> None:
         ({"strategy": "fedavg", "eval-on": "averaged-bn"}, "strategy 'fedavg' has no such model"),
         ({"strategy": "standalone", "eval-on": "personal-own,global"}, "eval-on=global tests a global model, .*none"),
         ({"strategy": "standalone", "eval-on": "global-batch-statistics"}, "Use personal-own or personal-global"),
-        ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has none"),
+        ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has no clients"),
         ({"strategy": "staticbn", "norm": "batch-renorm"}, "tracks no statistics; norm=batch-renorm"),
     ):
         with pytest.raises(ConfigError, match=said):

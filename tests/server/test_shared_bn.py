@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
+from flwr.clientapp import ClientApp
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import torch_clients
 
 SIZES = (6, 13, 9, 5)
 AVERAGED = "averaged-bn"
@@ -19,8 +24,9 @@ AVERAGED = "averaged-bn"
 @pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
 def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate, datasets, mlp, method, variance):
     """Half of the clients a round; what each keeps at the end is what it shared last. Training is as without."""
-    options = {"fraction_train": 0.5, "seed": 1, "variance": variance}
-    run = federate(method(eval_on=f"personal-own,{AVERAGED}", **options), mlp, datasets, rounds=4)
+    options = {"fraction_train": 0.5, "seed": 1}
+    run = federate(method(eval_on=f"personal-own,{AVERAGED}", variance=variance, **options), mlp, datasets, rounds=4)
+    options |= {"variance": variance} if method is MTFL else {}  # the others average no variances without
     plain = federate(method(**options), mlp, datasets, rounds=4)
     own = split_state(mlp()).select(method.local)
     trained = sorted({client for report in run.strategy.reports for client in report.participants})
@@ -89,6 +95,59 @@ def test_a_client_that_does_not_share_is_only_left_out_of_the_average(federate, 
     kept = {i: run.local_state(i) for i in (0, 2, 3)}
     expected = sum(SIZES[i] / 20 * kept[i]["1.running_mean"] for i in (0, 2, 3))
     np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("loop", ["start", "legacy"])
+def test_the_users_own_test_gets_the_average_or_a_warning(
+    federate, run_legacy_loop, datasets, mlp, caplog, loop
+) -> None:
+    """``evaluate_fn`` and the final arrays had the initial BN values: untrained, without a word."""
+
+    def history(strategy: FedAvg) -> list[dict[str, np.ndarray]]:
+        caplog.clear()
+        if loop == "start":
+            return federate(strategy, mlp, datasets, rounds=2).history
+        training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+        app = ClientApp(client_fn=torch_clients(mlp, datasets, training))
+        got = run_legacy_loop(strategy, app, mlp().state_dict(), 4, 2)
+        return [dict(zip(mlp().state_dict(), arrays, strict=True)) for arrays in got.history]
+
+    logging.getLogger("flwr").propagate = True
+    start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
+    strategy = FedBN(eval_on=AVERAGED)
+    seen = history(strategy)
+    average = strategy.completion(AVERAGED)
+    assert len(average) == 5
+    assert all(np.array_equal(seen[-1][name], average[name]) for name in average)
+    assert not np.array_equal(seen[1]["1.running_mean"], start["1.running_mean"])
+    assert "not trained" not in caplog.text
+    seen = history(FedBN())
+    assert all(np.array_equal(seen[-1][name], start[name]) for name in average)
+    (said,) = [text for text in caplog.messages if "not trained" in text]
+    assert said == (
+        "strategy 'fedbn' keeps 5 entries of the model with its clients ('1.weight', ...): in evaluate_fn and in the "
+        "final arrays they have their initial values, which are not trained. eval_on='averaged-bn' puts the average of "
+        "the clients' values there; evaluation on the clients tests each with its own."
+    )
+    history(Standalone())
+    (said,) = [text for text in caplog.messages if "not trained" in text]
+    assert "'standalone' keeps 9 entries" in said
+    assert "averaged-bn" not in said
+    history(FedAvg())
+    assert "not trained" not in caplog.text
+
+
+def test_an_average_that_no_client_shared_is_named(federate, datasets, mlp, caplog) -> None:
+    class Reserved(TorchClient):
+        def fit(self, parameters, config):
+            return super().fit(parameters, {**config, "rules": ""})
+
+    logging.getLogger("flwr").propagate = True
+    run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
+    start = mlp().state_dict()["1.running_mean"].numpy()
+    assert np.array_equal(run.history[-1]["1.running_mean"], start)
+    said = [text for text in caplog.messages if "no client has shared its BN parts" in text]
+    assert [text.split(":")[0] for text in said] == ["round 1", "round 2"]
 
 
 def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
