@@ -1,5 +1,7 @@
 """The BatchNorm layers that get the output of each convolution, found from the forward pass without an input.
 
+Linear layers without a bias count, too. Between one of them and its norm the axes may be moved.
+
 The forward pass runs on ``torch.fx`` proxies, which only record the operations. Each convolution, each norm layer and
 each submodule with neither of them counts as one operation. Python runs only in the modules around them, so attention,
 dropout or stochastic depth cause no problem. ``torch.fx.symbolic_trace`` is not used: it patches ``nn.Module`` for the
@@ -25,10 +27,10 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["Wiring", "wiring"]
+__all__ = ["Wiring", "num_outputs", "wiring"]
 
-_LAYERS = (_ConvNd, _BatchNorm)
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_MOVES = ("flatten", "reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "contiguous")
 _QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")  # these do not use the values of a tensor
 
 
@@ -37,12 +39,21 @@ class Wiring:
     """The links between the layers of a model, by ``id`` of the layer objects.
 
     Attributes:
-        norms_after: the norm layers that get the output of a convolution; () if any other layer gets it too.
+        norms_after: the norm layers that get the output of a convolution, or of a linear layer without a bias; () if
+            any other layer gets it too.
         added: norm layers whose output is a term of a sum, in at least one of its uses.
     """
 
     norms_after: dict[int, tuple[_BatchNorm, ...]] = field(default_factory=dict)
     added: set[int] = field(default_factory=set)
+
+
+def _feeds_norms(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd) or (isinstance(module, nn.Linear) and module.bias is None)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) or _feeds_norms(module)
 
 
 def wiring(model: nn.Module) -> Wiring:
@@ -67,15 +78,15 @@ def _follow(module: nn.Module, found: Wiring, original_of: dict[int, nn.Module])
         graph, layers = _record(module)
     except Exception:  # user code may raise anything when it gets a proxy; then its children are traced
         for child in module.children():
-            if not isinstance(child, _LAYERS) and any(isinstance(m, _LAYERS) for m in child.modules()):
+            if not _is_layer(child) and any(map(_is_layer, child.modules())):
                 _follow(child, found, original_of)
         return
     for node in graph.nodes:
         if node.op != "call_module":
             continue
         layer = original_of[id(layers[str(node.target)])]
-        users = list(_users(node, layers))
-        if isinstance(layer, _ConvNd):
+        users = list(_users(node, layers, moves=isinstance(layer, nn.Linear)))
+        if _feeds_norms(layer):
             norms = [original_of[id(layers[str(u.target)])] for u in users if u.op == "call_module"]
             after = tuple(norm for norm in norms if isinstance(norm, _BatchNorm))
             only_norms = len(after) == len(users) and found.norms_after.get(id(layer), True)
@@ -84,10 +95,11 @@ def _follow(module: nn.Module, found: Wiring, original_of: dict[int, nn.Module])
             found.added.add(id(layer))
 
 
-def _users(node: fx.Node, layers: dict[str, nn.Module]) -> Iterator[fx.Node]:
+def _users(node: fx.Node, layers: dict[str, nn.Module], *, moves: bool) -> Iterator[fx.Node]:
     for user in node.users:
-        if user.op == "call_module" and isinstance(layers[str(user.target)], nn.Identity):
-            yield from _users(user, layers)
+        nothing = user.op == "call_module" and isinstance(layers[str(user.target)], nn.Identity)
+        if nothing or (moves and getattr(user.target, "__name__", user.target) in _MOVES):
+            yield from _users(user, layers, moves=moves)
         elif not (user.target in _QUESTIONS or (user.target is getattr and user.args[1] in _QUESTIONS)):
             yield user
 
@@ -115,7 +127,7 @@ def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
     recorder = _Recorder(graph)
     layers: dict[str, nn.Module] = {}
     for path, module in root.named_modules():
-        if isinstance(module, _LAYERS) or not any(isinstance(m, _LAYERS) for m in module.modules()):
+        if _is_layer(module) or not any(map(_is_layer, module.modules())):
             layers[path] = module
             # An attribute of this object: its class, and with it every other model in the process, does not change.
             module.forward = _noting(recorder, path)
@@ -137,12 +149,17 @@ def _num_inputs(module: nn.Module) -> int:
     return max(1, sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters))
 
 
-def _neighbours(model: nn.Module) -> Iterator[tuple[_ConvNd, _BatchNorm]]:
-    """Yield each convolution that is registered directly before a norm layer with as many channels, with that layer."""
+def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
+    """Yield each such layer that is registered directly before a norm layer with as many channels, and that layer."""
     for module in model.modules():
         children = [child for child in module.children() if not isinstance(child, nn.Identity)]
         for first, second in itertools.pairwise(children):
-            if not (isinstance(first, _ConvNd) and isinstance(second, _BatchNorm)):
+            if not (_feeds_norms(first) and isinstance(second, _BatchNorm)):
                 continue
-            if second.num_features == first.out_channels:
+            if second.num_features == num_outputs(first):
                 yield first, second
+
+
+def num_outputs(layer: nn.Module) -> int:
+    """Return the number of out channels of a convolution, or of outputs of a linear layer."""
+    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)  # type: ignore[arg-type]

@@ -5,15 +5,16 @@ Instead of a filter W of N weights (N = in channels per group times positions), 
     W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N.
 
 gamma is a constant of the activation (1 / the standard deviation of its output for a standard normal input). gain is a
-learnable number per out channel and starts at 1. Every BatchNorm becomes ``nn.Identity``. A convolution without a bias
-before a BatchNorm with beta gets a bias, which starts at 0. Linear layers do not change.
+learnable number per out channel and starts at 1. Every BatchNorm becomes ``nn.Identity``. A layer without a bias before
+a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a linear layer. Else linear layers do not
+change.
 
 Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692. 1e-6 is inside the root as in timm's
 ``ScaledStdConv2d``; with the same gamma both layers are equal.
 
 Ours: gamma is exact (for ReLU 1.71286; the NFNets code has the sampled constant 1.71396). The gain is Brock's, not in
-FedWon's eq. (3); ``gain=False`` leaves it out. 1d and 3d convolutions are changed too. Transposed convolutions and
-filters of one weight, which would become zero, are not changed. Convolutions keep a bias that they have.
+FedWon's eq. (3); ``gain=False`` leaves it out. 1d and 3d convolutions are changed too. The weights of transposed
+convolutions, and filters of one weight, which would become zero, are not changed. Layers keep a bias that they have.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from fedbn_flwr.norms.convolution import (
     refuse_unusual,
 )
 from fedbn_flwr.norms.report import Replacement
-from fedbn_flwr.norms.swap import swap_batchnorm
-from fedbn_flwr.norms.wiring import wiring
+from fedbn_flwr.norms.swap import describe, swap_batchnorm
+from fedbn_flwr.norms.wiring import num_outputs, wiring
 
 __all__ = ["GAMMAS", "ScaledConv1d", "ScaledConv2d", "ScaledConv3d", "use_wsconv"]
 
@@ -113,13 +114,22 @@ def use_wsconv(
     convolutions = {path: conv for path, conv in plain_convolutions(model).items() if fan_in(conv) > 1}
     refuse_unusual(convolutions, "scaled weight standardisation (norm='wsconv')")
     after = wiring(model).norms_after
-    shifted = {key for key, norms in after.items() if any(norm.bias is not None for norm in norms)}
+    shifted = {
+        path: layer
+        for path, layer in model.named_modules(remove_duplicate=False)
+        for norm in after.get(id(layer), ())
+        if layer.bias is None and norm.bias is not None and norm.num_features == num_outputs(layer)
+    }
+    before = {path: f"{describe(layer)[:-1]}, bias=False)" for path, layer in shifted.items()}
     model, norms = swap_batchnorm(model, lambda layer, path: nn.Identity())
+    for layer in shifted.values():
+        if layer.bias is None:  # the first of several paths
+            zeros = layer.weight.new_zeros(num_outputs(layer))
+            layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
+    biases = [Replacement(path, before[path], describe(layer)) for path, layer in shifted.items()]
 
     def prepare(conv: _ConvNd) -> None:
         learns = conv.weight.requires_grad
-        if conv.bias is None and id(conv) in shifted:
-            conv.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), requires_grad=learns)
         shape = (conv.out_channels, *[1] * (conv.weight.dim() - 1))
         ones = nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns) if gain else None
         conv.register_parameter("gain", ones)
@@ -131,4 +141,4 @@ def use_wsconv(
         nn.Conv3d: ScaledConv3d,
     }
     rows = become(convolutions, kinds, prepare)
-    return model, in_model_order(paths, norms, rows)
+    return model, in_model_order(paths, norms, biases, rows)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,26 @@ def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
     """Return the parameters of the model's last layer, the classifier, for ``clip_gradients(exclude=...)``.
 
     This is the linear or convolutional layer that is registered last, as in every model of the registry; () without
-    such a layer. timm leaves out the last two parameters: the same if that layer has a weight and a bias.
+    such a layer. A classifier may have several layers side by side, whose outputs are added (torchvision's LR-ASPP):
+    those that are registered directly before it in the same module, with as many outputs, and do not feed each other.
+    timm leaves out the last two parameters: the same if there is one such layer, with a weight and a bias.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
-    return tuple(layers[-1].parameters(recurse=False)) if layers else ()
+    head = layers[-1:]
+    while len(layers) > len(head) and _beside(model, layers[-len(head) - 1], head[0]):
+        head.insert(0, layers[-len(head) - 1])
+    return tuple(parameter for layer in head for parameter in layer.parameters(recurse=False))
+
+
+def _beside(model: nn.Module, layer: nn.Module, last: nn.Module) -> bool:
+    """Return whether two layers have the same parent and as many outputs, and the second cannot take the first's."""
+    (_, outputs), (inputs, wanted) = _size(layer), _size(last)
+    same = [parent for parent in model.modules() if {id(layer), id(last)} <= {id(child) for child in parent.children()}]
+    chained = outputs == inputs or any(isinstance(parent, nn.Sequential) for parent in same)
+    return bool(same) and outputs == wanted and not chained
+
+
+def _size(layer: nn.Module) -> tuple[Any, Any]:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return layer.in_channels, layer.out_channels

@@ -117,15 +117,19 @@ def test_every_convolution_and_norm_and_the_new_biases() -> None:
         nn.Flatten(),
         nn.Linear(16, 6, bias=False),
         nn.BatchNorm1d(6),
+        nn.Linear(6, 6, bias=False),
     )
     new, report = replace_norm(model, "wsconv")
-    assert [row.path for row in report] == ["0", "1", "2", "4", "5", "6", "7", "10"]
+    assert [row.path for row in report] == ["0", "1", "2", "4", "5", "6", "7", "9", "10"]
     assert not batchnorm_places(new)
     assert [new[k].bias is not None for k in (0, 2, 4, 6)] == [True, False, True, False]
     assert not new[0].bias.any()
     assert torch.equal(new[4].bias, model[4].bias)
     assert type(new[9]) is nn.Linear
-    assert new[9].bias is None
+    assert torch.equal(new[9].weight, model[9].weight)
+    assert new[9].bias.tolist() == [0] * 6
+    assert str(report).splitlines()[8].split() == ["9", "Linear(16,", "6,", "bias=False)", "->", "Linear(16,", "6)"]
+    assert new[11].bias is None
     assert new(torch.randn(1, 3, 2, 2)).shape == (1, 6)
 
 
@@ -145,6 +149,39 @@ def test_one_weight_per_filter_and_transposed_convolutions_stay() -> None:
     new, report = replace_norm(model, "wsconv")
     assert [row.path for row in report] == ["2"]
     assert [type(layer) for layer in new][:2] == [nn.Conv2d, nn.ConvTranspose2d]
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.ConvTranspose2d(4, 6, 2, bias=False), nn.Conv2d(4, 4, 1, groups=4, bias=False)], ids=lambda m: str(m)
+)
+def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None:
+    """For a shift of zero the network is the same; the bias learns if the weight does."""
+    layer.weight.requires_grad_(False)
+    new, report = replace_norm(nn.Sequential(layer, nn.BatchNorm2d(layer.out_channels)).double(), "wsconv")
+    assert [row.path for row in report] == ["0", "1"]
+    assert new[0].bias.shape == (layer.out_channels,)
+    assert (new[0].bias.dtype, new[0].bias.requires_grad, int(new[0].bias.count_nonzero())) == (torch.float64, False, 0)
+    assert torch.equal(new[0].weight, layer.weight.double())
+
+
+class Sequences(nn.Module):
+    """A linear layer whose outputs BN normalises after a transposition; and one that something else uses, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.BatchNorm1d(6), nn.BatchNorm1d(5)
+        self.embed, self.both = nn.Linear(4, 6, bias=False), nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.both(self.norm(self.embed(x).transpose(1, 2)).transpose(1, 2))
+        return self.other(y.flatten(0, 1)) + y.flatten(0, 1)
+
+
+def test_a_transposition_between_a_linear_layer_and_its_norm() -> None:
+    new, _ = replace_norm(Sequences(), "wsconv")
+    assert new.embed.bias is not None
+    assert new.both.bias is None
+    assert new(torch.randn(2, 3, 4)).shape == (6, 5)
 
 
 def test_dtype_device_mode_and_requires_grad() -> None:

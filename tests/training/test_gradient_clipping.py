@@ -109,6 +109,14 @@ def test_numbers_out_of_range(wrong: float) -> None:
         clip_gradients([], 0.1, wrong)
 
 
+class Chain(nn.Module):
+    """Layers with as many outputs as classes, one after the other: only the last one is the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+
 @pytest.mark.parametrize(
     ("make", "head"),
     [
@@ -121,6 +129,11 @@ def test_numbers_out_of_range(wrong: float) -> None:
             ["2.weight"],
         ),
         (lambda: nn.BatchNorm1d(3), []),
+        (
+            lambda: torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=3),
+            [f"classifier.{which}_classifier.{leaf}" for which in ("low", "high") for leaf in ("weight", "bias")],
+        ),
+        (lambda: Chain(), ["last.weight", "last.bias"]),
     ],
 )
 def test_the_head_is_the_last_layer(make: object, head: list[str]) -> None:
