@@ -24,6 +24,7 @@ from fedbn_flwr.client.hooks import take_box
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
+from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.legacy import with_names
 from fedbn_flwr.messages.numpy_client import open_message, to_records
@@ -68,7 +69,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
             or the app's reply is not the whole model.
     """
     if not message.content.array_records:
-        return _sign(call_next(message, context), context)
+        return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
     if config.by_messages:
         _reopen(message, context)
@@ -182,6 +183,13 @@ def _set_aside_extras(message: Message, context: Context) -> tuple[str, ArrayRec
         context.state[f"{INBOX}/{name}"] = record
         del records[name]
     return key, received
+
+
+def _answered(query: Message, reply: Message) -> Message:
+    """Return the reply; in place of a later mod's refusal of the strategies' query an answer that tells of it."""
+    if query.metadata.message_type != MessageType.QUERY or not is_mod_refusal(reply):
+        return reply
+    return Message(RecordDict(dict(NodeProperties(refusal=str(reply.error.reason)).write())), reply_to=query)
 
 
 def _sign(reply: Message, context: Context) -> Message:

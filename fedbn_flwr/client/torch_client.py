@@ -287,7 +287,9 @@ def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
     return tensors({name: array})[name].to(like.dtype)
 
 
-def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) -> ClientApp:
+def client_app(
+    client_fn: Callable[[Context], Any], mods: Sequence[Mod] = (), train_mods: Sequence[Mod] = ()
+) -> ClientApp:
     """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
@@ -299,10 +301,11 @@ def client_app(client_fn: Callable[[Context], Any], mods: Sequence[Mod] = ()) ->
         client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
         mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
             whole state dict can keep its part; a ``TorchClient`` needs no mod.
+        train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the training messages alone.
     """
     app = ClientApp(mods=list(mods))
 
-    @app.train()
+    @app.train(mods=list(train_mods))
     def train_message(message: Message, context: Context) -> Message:
         return reply_to_fit(message, *_client(client_fn, context).fit(*open_message(message)))
 

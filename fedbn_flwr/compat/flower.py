@@ -32,11 +32,13 @@ __all__ = [
     "identify_process",
     "is_app_error",
     "is_default_aggregation",
+    "is_mod_refusal",
     "is_network_grid",
     "is_simulation_grid",
     "log_start",
     "retry_http_500",
     "set_message_id",
+    "set_reply_address",
     "set_reply_source",
 ]
 
@@ -86,6 +88,18 @@ def set_reply_source(reply: Message, node_id: int) -> None:
     reply.metadata.__dict__["_src_node_id"] = node_id
 
 
+def set_reply_address(reply: Message, message: Message) -> bool:
+    """Make ``reply`` the reply of the message's node to ``message``; return whether it was addressed otherwise.
+
+    Flower's mods answer their own reply where they refuse it, and Flower's own engines lose such an answer.
+    """
+    wanted = {"_reply_to_message_id": message.metadata.message_id, "_src_node_id": message.metadata.dst_node_id}
+    if wanted.items() <= reply.metadata.__dict__.items():
+        return False
+    reply.metadata.__dict__.update(wanted)
+    return True
+
+
 def app_error(message: Message, reason: str | Exception) -> Message:
     """Return the reply of a node whose app raised an exception, with the same text as Flower's own engines."""
     if isinstance(reason, Exception):
@@ -97,6 +111,11 @@ def app_error(message: Message, reason: str | Exception) -> Message:
 def is_app_error(reply: Message) -> bool:
     """Return whether the error reply comes from an app's exception; Flower also sends error replies for lost nodes."""
     return bool(reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
+
+
+def is_mod_refusal(reply: Message) -> bool:
+    """Return whether the reply is the error with which Flower's mods refuse a message."""
+    return reply.has_error() and reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION
 
 
 def is_default_aggregation(function: Any) -> bool:

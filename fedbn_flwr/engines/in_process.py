@@ -33,6 +33,7 @@ from fedbn_flwr.compat.flower import (
     empty_run,
     identify_process,
     set_message_id,
+    set_reply_address,
 )
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.seeds import numpy_generator
@@ -228,6 +229,12 @@ class InProcessGrid(ImmediateGrid):
             logger.debug(traceback.format_exc())
             reply = app_error(message, error)
         set_message_id(reply, self._new_id())
+        if set_reply_address(reply, message):
+            logger.warning(
+                "A mod on node %d answered another message than the one it received. Flower's own engines lose such a "
+                "reply, and the server waits for it in vain.",
+                node_id,
+            )
         return reply
 
 

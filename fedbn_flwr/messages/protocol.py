@@ -49,6 +49,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `partition-id` | int | client, node config | server, client | 0.1 |
 | `batch-size` | int: examples of the first batch | client | server | 0.1 |
 | `unusable` | str: why the node has no usable data | client | server | 0.1 |
+| `refusal` | str: why a mod of the app has refused the query | client | server | 0.1 |
 | `num-partitions` | int | node config | client | 0.1 |
 | `state-dir` | str: absolute folder of the kept state | node config, run config | client | 0.1 |
 | `data-path` | str: the node's own data | node config | client | 0.1 |
@@ -216,6 +217,7 @@ LOCAL_BEGAN = Key("fedbn-flwr.local-began", "str: the kept state began in this r
 PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
 UNUSABLE = Key("unusable", "str: why the node has no usable data", "client", "server")
+REFUSAL = Key("refusal", "str: why a mod of the app has refused the query", "client", "server")
 
 # --- config of a node -------------------------------------------------------------------------------------------------
 NUM_PARTITIONS = Key("num-partitions", "int", "node config", "client")
@@ -436,12 +438,14 @@ class NodeProperties:
         num_examples: number of its training examples.
         batch_size: examples of its first batch.
         unusable: why it cannot take part; "" if it can.
+        refusal: why a mod of its app has refused the query; "" if none has.
     """
 
     partition_id: int | None = None
     num_examples: int | None = None
     batch_size: int | None = None
     unusable: str = ""
+    refusal: str = ""
 
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
@@ -451,13 +455,14 @@ class NodeProperties:
             numbers |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
         info: Mapping[str, Any] = reply.content.config_records.get(INFO) or {}
         known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
-        return cls(*known, str(info.get(UNUSABLE, "")))
+        return cls(*known, str(info.get(UNUSABLE, "")), str(info.get(REFUSAL, "")))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
         numbers = {PARTITION_ID: self.partition_id, NUM_EXAMPLES: self.num_examples, BATCH_SIZE: self.batch_size}
         records: dict[str, MetricRecord | ConfigRecord] = {}
         records[METRICS] = MetricRecord({str(key): value for key, value in numbers.items() if value is not None})
-        if self.unusable:
-            records[INFO] = ConfigRecord({UNUSABLE: self.unusable})
+        info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal}
+        if any(info.values()):
+            records[INFO] = ConfigRecord({str(key): text for key, text in info.items() if text})
         return records

@@ -7,6 +7,7 @@ also name the hash of the state to restore, until it has answered once.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.messages.protocol import LOCAL_SHA256
 from fedbn_flwr.messages.records import num_bytes
 from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport, Traffic
 
 __all__ = ["Dispatcher"]
@@ -39,6 +41,7 @@ class Dispatcher:
         self._arrays_key = arrays_key
         self._config_key = config_key
         self._asked: list[Node] = []
+        self._sent_at = 0.0
         self._expected_hashes: Mapping[str, str] | None = None
         self._answered: set[str] = set()
 
@@ -63,7 +66,7 @@ class Dispatcher:
         """
         own = set(local)
         shared = ArrayRecord({name: array for name, array in arrays.items() if name not in own}) if own else arrays
-        self._asked = list(nodes)
+        self._asked, self._sent_at = list(nodes), time.monotonic()
         traffic.exchanges += bool(nodes)
         models = {n.node_id: shared if n.node_id in self._nodes.initialised else arrays for n in nodes}
         for model in {id(model): model for model in models.values()}.values():
@@ -78,16 +81,36 @@ class Dispatcher:
         return messages
 
     def in_order(self, replies: Iterable[Message], report: RoundReport) -> list[tuple[Node, Message]]:
-        """Return the replies in the order of partition ids; report the nodes that did not answer."""
-        pairs = [(self._nodes.identify_sender(message), message) for message in replies]
+        """Return the replies in the order of partition ids; report the nodes that did not answer.
+
+        A reply that comes from none of the nodes asked is left out; it is reported with each node that did not answer.
+        """
+        asked = {node.node_id for node in self._asked}
+        messages = list(replies)
+        own = [message for message in messages if message.metadata.src_node_id in asked]
+        pairs = [(self._nodes.identify_sender(message), message) for message in own]
         answered = {node.node_id for node, _ in pairs}
         self._answered |= {node.label for node, message in pairs if message.has_content() or is_app_error(message)}
+        why = self._no_reply([message for message in messages if message.metadata.src_node_id not in asked])
         for node in self._asked:
             if node.node_id not in answered and node.node_id not in report.rejected:
-                report.reject(node.node_id, f"{node}: no reply within {self.timeout:g} s")
-                logger.warning("round %d: no reply from %s within %g s", report.server_round, node, self.timeout)
+                report.reject(node.node_id, f"{node}: {why}")
+                logger.warning("round %d: %s: %s", report.server_round, node, why)
         self._asked = []
         return sorted(pairs, key=lambda pair: pair[0].order)
+
+    def _no_reply(self, strange: Sequence[Message]) -> str:
+        """Return why there is no reply of a node: the time has passed, or the wait ended before, with other replies."""
+        seconds = time.monotonic() - self._sent_at
+        if seconds >= self.timeout:
+            why = f"no reply within {self.timeout:g} s"
+        else:
+            why = f"no reply, and the wait ended after {seconds:.1f} s"
+        said = dict.fromkeys(error_text(message) if message.has_error() else "no error" for message in strange)
+        if strange:
+            why += f"; {len(strange)} replies came from none of the nodes asked: {'; '.join(said)}"
+            logger.warning("%s", why)
+        return why
 
     def _expected_hash(self, node: Node) -> dict[str, str]:
         if self._expected_hashes is None or node.label in self._answered or node.partition_id is None:

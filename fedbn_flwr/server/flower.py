@@ -24,6 +24,7 @@ from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.method import Method, P
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.recalibration import from_entries, pooled
+from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.replies import Reply, Terms, read_arrays, read_metrics, sort_out, tested_nothing
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.rounds import run_rounds
@@ -233,7 +234,7 @@ class Server(Method[P]):
                 report.reject(node.node_id, f"{node}: {node.unusable}")
         for node_id, why in self.nodes.silent.items():
             report.reject(node_id, f"node {node_id} did not say who it is: {why}")
-        able = [node for node in present if node.num_examples != 0]
+        able = self._unblocked([node for node in present if node.num_examples != 0])
         self.run.num_able = len(able)
         count = max(share_of(self.fraction_train, len(able)), self.min_train_nodes)
         nodes = self.nodes.sample(able, count, "train", server_round)
@@ -245,6 +246,19 @@ class Server(Method[P]):
             sent |= entries
         extras = {key: to_record(state) for key, state in self.extras(server_round).items()}
         return self._address(nodes, MessageType.TRAIN, arrays, sent, report.train, extras)
+
+    def _unblocked(self, nodes: list[Node]) -> list[Node]:
+        """Return the nodes without those on which a mod would refuse every reply, which lacks the entries that stay.
+
+        Raises:
+            ClientPartError: it would do so on all nodes.
+        """
+        blocked = [node for node in nodes if node.behind_mod] if self.local else []
+        for node in blocked:
+            self.run.report.reject(node.node_id, why := f"{node}: {node.refusal} {MOD_ORDER}.")
+        if blocked and len(blocked) == len(nodes):
+            raise ClientPartError(why)
+        return [node for node in nodes if node not in blocked]
 
     def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages and return the replies that came in time."""

@@ -14,10 +14,11 @@ from dataclasses import astuple, dataclass, replace
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.compat.flower import is_app_error
+from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.server.refusals import MOD_ORDER
 
 __all__ = ["Node", "NodeRegistry"]
 
@@ -34,6 +35,8 @@ class Node:
         num_examples: number of its training examples.
         batch_size: examples in its first local step.
         unusable: why it cannot take part; "" if it can.
+        refusal: why a mod of its app has refused the query; "" if none has.
+        behind_mod: whether that mod stands before ``local_bn``, which would have answered all the same.
     """
 
     node_id: int
@@ -41,6 +44,8 @@ class Node:
     num_examples: int | None = None
     batch_size: int | None = None
     unusable: str = ""
+    refusal: str = ""
+    behind_mod: bool = False
 
     @property
     def label(self) -> str:
@@ -168,6 +173,8 @@ class NodeRegistry:
                 found[node_id] = Node(node_id, *astuple(NodeProperties.read(reply)))
                 if found[node_id].unusable:
                     logger.warning("%s takes no part: %s", found[node_id], found[node_id].unusable)
+            elif is_mod_refusal(reply):
+                found[node_id] = Node(node_id, refusal=str(reply.error.reason), behind_mod=True)
             elif is_app_error(reply):  # the app has no answer to a query
                 found[node_id] = Node(node_id)
             elif node_id in node_ids:  # the SuperLink answers for a lost node
@@ -176,6 +183,14 @@ class NodeRegistry:
             if node_id not in found:  # it may return, and its kept state is found by its partition id
                 why = self.silent.setdefault(node_id, "no answer")
                 logger.warning("node %s did not say who it is (%s); asked again later", node_id, why)
+        if refused := [node for node in found.values() if node.refusal]:
+            logger.warning(
+                "%s and %d more did not say what data they hold: %s %s.",
+                refused[0],
+                len(refused) - 1,
+                refused[0].refusal,
+                MOD_ORDER,
+            )
         unnamed = [node_id for node_id, node in found.items() if node.partition_id is None]
         if unnamed:
             logger.warning(

@@ -12,10 +12,12 @@ from flwr.app import Message
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import ClientPartError, ReplyError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import from_record, num_bytes
 from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport
 
 __all__ = ["Reply", "Terms", "read_arrays", "read_metrics", "sort_out", "tested_nothing"]
@@ -127,10 +129,11 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
 
     Raises:
         ReplyError: the reply is an error or has not one MetricRecord, or its count is not a finite number above 0.
+        ClientPartError: a mod of the client's app has refused the message.
     """
     if message.has_error():
-        reason = str(message.error.reason)
-        raise ReplyError(f"error {message.error.code}: {reason}{_advice(reason)}")
+        # A mod refuses the next message of this kind, too.
+        raise (ClientPartError if is_mod_refusal(message) else ReplyError)(error_text(message))
     if len(message.content.metric_records) != 1:
         raise ReplyError(f"{len(message.content.metric_records)} MetricRecords, expected 1")
     (metrics,) = message.content.metric_records.values()
@@ -161,9 +164,3 @@ def tested_nothing(message: Message, count_key: str) -> bool:
     if not message.has_content():
         return False
     return [metrics.get(count_key) for metrics in message.content.metric_records.values()] == [0]
-
-
-def _advice(reason: str) -> str:
-    if "fitins.parameters" in reason:
-        return ". This ClientApp is built from a NumPyClient: make it with fedbn_flwr.client_app(client_fn)"
-    return ""

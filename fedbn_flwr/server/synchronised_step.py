@@ -25,6 +25,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
 from fedbn_flwr.server.polling import Enough, send_until
+from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.barrier import Sent, odd_ones
@@ -203,7 +204,7 @@ def _sort(
         if reply is None:
             continue
         if reply.has_error():
-            lost[node_id] = f"failed in mid-step: error {reply.error.code}: {reply.error.reason}"
+            lost[node_id] = f"failed in mid-step: {error_text(reply)}"
         elif not _tensors_of(reply):
             done[node_id] = reply
         else:

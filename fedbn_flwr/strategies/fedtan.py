@@ -83,6 +83,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings, setting
+from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.synchronised_step import (
     Limits,
     StepResult,
@@ -100,6 +101,11 @@ from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
 __all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep"]
 
 logger = logging.getLogger("flwr")
+
+_ANSWER = (
+    "answer the query with num-examples and batch-size (fedbn_flwr.client_app around a TorchClient does; in an app of "
+    "your own register `@app.query()` and return answer_query(msg, context, loader))."
+)
 
 EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
 BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
@@ -325,10 +331,8 @@ class FedTAN(FedAvg[P]):
         for node in (node for node in nodes if node.node_id not in members):
             problem = (
                 f"strategy {self.name!r} needs to know the training examples and the first batch's size of {node} "
-                "before the round: answer the query with num-examples and batch-size (fedbn_flwr.client_app around a "
-                "TorchClient does; in an app of your own register `@app.query()` and return answer_query(msg, context, "
-                "loader))."
-            )
+                "before the round: "
+            ) + (f"{node.refusal} {MOD_ORDER}." if node.refusal else _ANSWER)
             if not members:
                 raise ConfigError(problem)
             logger.warning("%s", problem)

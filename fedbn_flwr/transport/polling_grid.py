@@ -139,7 +139,10 @@ def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
     replies = []
     for reply in grid.pull_messages(list(waiting)):
         node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
-        if node_id is not None:
-            set_reply_source(reply, node_id)
-            replies.append(reply)
+        if node_id is None:
+            what = f"error {reply.error.code}: {reply.error.reason}" if reply.has_error() else "no error"
+            logger.warning("A reply to none of the messages that are waited for is left out (%s).", what)
+            continue
+        set_reply_source(reply, node_id)
+        replies.append(reply)
     return replies

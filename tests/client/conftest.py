@@ -30,7 +30,8 @@ def datasets(points) -> list[Any]:
 def user_app(mlp, datasets) -> Callable[..., ClientApp]:
     """``user_app(loop, mods, query=False, model=mlp)``: Flower's PyTorch quickstart, with local data and fixed order.
 
-    ``query``: the app also answers queries, as FedTAN and re-estimated statistics need it.
+    ``train_mods``: mods of the training function alone. ``query``: the app also answers queries, as FedTAN and
+    re-estimated statistics need it.
     """
 
     def make(
@@ -38,13 +39,14 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
         mods: Sequence[Any] = (local_bn,),
         query: bool = False,
         model: Callable[[], nn.Module] = mlp,
+        train_mods: Sequence[Any] = (),
     ) -> ClientApp:
         app = ClientApp(mods=list(mods))
 
         def local_data(context: Context) -> Any:
             return datasets[int(context.node_config["partition-id"])]
 
-        @app.train()
+        @app.train(mods=list(train_mods))
         def train(msg: Message, context: Context) -> Message:
             net, data = model(), local_data(context)
             net.load_state_dict(msg.content["arrays"].to_torch_state_dict())

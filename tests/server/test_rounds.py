@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server import flower
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
@@ -189,6 +191,24 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     dispatcher.expect_hashes({"0": "a" * 64})
     expected = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
     assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "why"), [(60.0, r"no reply, and the wait ended after 0\.\d s"), (0.0, "no reply within 0 s")]
+)
+def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, why: str) -> None:
+    """A loop that waits less than the strategy, and a reply that names another node than those asked."""
+    InProcessGrid(client_app(lambda context: None), 1).close()  # Flower makes messages only in a process of a run
+    nodes = NodeRegistry(0, 1.0)
+    dispatcher, report = Dispatcher(nodes, timeout, "arrays", "config"), RoundReport(1, "train")
+    asked = [Node(7, 0), Node(8, 1)]
+    first, _ = dispatcher.address(asked, "train", ArrayRecord(), (), {}, report.train, {})
+    strange = Message(RecordDict(), 9, "train")
+    replies = [Message(RecordDict(), reply_to=first), Message(Error(6, "not mine"), reply_to=strange)]
+    assert [node.node_id for node, _ in dispatcher.in_order(replies, report)] == [7]
+    expected = rf"node 8 \(partition 1\): {why}; 1 replies came from none of the nodes asked: error 6: not mine"
+    assert list(report.rejected) == [8]
+    assert re.match(expected, report.rejected[8])
 
 
 @pytest.mark.parametrize("loses", [True, False])

@@ -170,6 +170,18 @@ def _without_waiting(invoke):
     return at_once
 
 
+def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
+    class Strange(SlowGrid):
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
+            replies[0].metadata.__dict__["_reply_to_message_id"] = ""
+            return replies
+
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        assert list(PollingGrid(Strange(polls=1, lost=[4])).send_and_receive(messages(4), timeout=0.05)) == []
+    assert "A reply to none of the messages that are waited for is left out (error 5: Node unavailable)." in caplog.text
+
+
 def test_no_messages_give_no_replies() -> None:
     grid = SlowGrid()
     assert list(PollingGrid(grid).send_and_receive([], timeout=5)) == []
