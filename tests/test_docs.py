@@ -111,7 +111,8 @@ def test_python(block: Block, folder: Path, env: dict[str, str]) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
+    if "print(" in block.text:
+        assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
 
 
 @pytest.mark.parametrize("block", to_run("sh"), ids=str)
