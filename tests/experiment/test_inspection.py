@@ -88,6 +88,24 @@ def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_stra
 
 
 @pytest.mark.parametrize(
+    "combination",
+    [
+        {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 2},
+        {"strategy": "fedbn", "client-hooks": "scaffold"},
+        {"strategy": "mtfl", "server-step": "fedadam", "sgd-momentum": 0.9, "momentum-scope": "global"},
+        {"strategy": "fedavgm", "client-hooks": "fedtan"},
+    ],
+    ids=lambda value: "+".join(map(str, list(value.values())[:2])),
+)
+def test_predicted_traffic_equals_measured_traffic_of_methods_in_one_run(run_strategy, combination: dict) -> None:
+    values = settings("fedavg", "mlp", "batch", rounds=3).to_mapping()
+    config = Config.make({**values, "local-epochs": 0, **combination})
+    found = inspect_model(make_model(config), config.strategy, 2, config)
+    assert measured(run_strategy, config, 2) == predicted(found)
+    assert found.local == config.method().local
+
+
+@pytest.mark.parametrize(
     ("norm", "floats", "statistics", "megabytes"), [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)]
 )
 def test_resnet20_has_the_papers_sizes(run_strategy, norm: str, floats: int, statistics: int, megabytes: float) -> None:
