@@ -31,6 +31,10 @@ class Dispatcher:
         timeout: seconds to wait for replies.
         arrays_key: the name of the model's record.
         config_key: the name of the config's record.
+
+    Attributes:
+        timeout: as given.
+        num_asked: number of nodes that the latest messages were addressed to.
     """
 
     def __init__(self, nodes: NodeRegistry, timeout: float, arrays_key: str, config_key: str) -> None:
@@ -39,6 +43,7 @@ class Dispatcher:
         self._arrays_key = arrays_key
         self._config_key = config_key
         self._asked: list[Node] = []
+        self.num_asked = 0
         self._expected_hashes: Mapping[str, str] | None = None
         self._answered: set[str] = set()
 
@@ -63,7 +68,7 @@ class Dispatcher:
         """
         own = set(local)
         shared = ArrayRecord({name: array for name, array in arrays.items() if name not in own}) if own else arrays
-        self._asked = list(nodes)
+        self._asked, self.num_asked = list(nodes), len(nodes)
         traffic.exchanges += bool(nodes)
         models = {n.node_id: shared if n.node_id in self._nodes.initialised else arrays for n in nodes}
         for model in {id(model): model for model in models.values()}.values():

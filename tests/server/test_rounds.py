@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server import flower
 from fedbn_flwr.server.dispatch import Dispatcher
@@ -224,7 +224,7 @@ def test_the_report_says_why_no_node_was_identified(federate, mlp, points, monke
         return [Message(Error(1, "no module named 'net'"), reply_to=message) for message in batch]
 
     monkeypatch.setattr(InProcessGrid, "send_and_receive", broken)
-    done = federate(FedAvg(), mlp, [points(8), points(12, 1)], rounds=2)
+    done = federate(FedAvg(), mlp, [points(8), points(12, 1)], rounds=2, fails=NothingTrainedError)
     for report in done.strategy.reports:
         assert [why.partition(" did not ")[2] for why in report.rejected.values()] == [
             "say who it is: error 1: no module named 'net'"
