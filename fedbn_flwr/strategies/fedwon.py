@@ -100,8 +100,3 @@ class FedWon(FedAvg[FedWonParams]):
             f"Likely cause: without normalisation the training steps are too large; agc={self.params.agc:g}. What "
             "helped in small runs: agc=0.1, or a tenth of the learning-rate."
         )
-
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Send lambda."""
-        hooks = super().hooks_for(server_round)
-        return {**hooks, "agc": {AGC: self.params.agc}} if self.params.agc else hooks
