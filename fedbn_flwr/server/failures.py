@@ -14,7 +14,7 @@ __all__ = ["TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "losses
 
 TOO_LARGE_STEPS = (
     "Likely cause: the training steps are too large for the model. What helped in small runs: a lower learning-rate, a "
-    "tenth or less; for a model without normalisation also norm=batch."
+    "tenth or less; for a deep model without normalisation also norm=batch."
 )
 # The texts of all errors about NaN and infinity: of a client's error the server has only the text. If too few clients
 # are left for a synchronised step, the others' values are why.
@@ -70,11 +70,9 @@ def account(reports: Sequence[RoundReport]) -> str:
 
 def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
     """Return the message for a run in which no round used a reply."""
-    first = next((why for report in reports for why in report.rejected.values()), "no reply came")
-    return (
-        f"nothing was trained: no round had min-replies={min_replies} usable replies. First refused: {first}. In all, "
-        f"{account(reports)}."
-    )
+    reasons, counts = [why for report in reports for why in report.rejected.values()], account(reports)
+    first = f"First refused: {reasons[0]}. " if reasons else ""
+    return f"nothing was trained: no round had min-replies={min_replies} usable replies. {first}In all, {counts}."
 
 
 def _listed(names: Sequence[str]) -> str:
