@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError, unknown_name
+from fedbn_flwr.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    FedBNError,
+    NormLayerError,
+    RunFailedError,
+    unknown_name,
+)
 
 __all__ = ["app", "main"]
 
@@ -92,15 +101,16 @@ def run(
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.strategy}")
         preflight(settings, folder)
         options = "" if engine is Engine.in_process else f" --engine {engine.value}"
-        with (
-            _interrupt(lambda: after_interrupt(folder, options)),
-            _progress(settings.num_server_rounds, settings.strategy) as advance,
-        ):
-            summary = launch(settings, folder, engine.value, advance)
-        console.print(_summary_table({settings.strategy: summary}))
-        if note := summary.get("model-note"):
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
-        console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
+        try:
+            with (
+                _interrupt(lambda: after_interrupt(folder, options)),
+                _progress(settings.num_server_rounds, settings.strategy) as advance,
+            ):
+                summary = launch(settings, folder, engine.value, advance)
+        except DivergedError:
+            _print_results(settings.strategy, json.loads((folder / "summary.json").read_text()), folder)
+            raise
+        _print_results(settings.strategy, summary, folder)
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
@@ -152,11 +162,17 @@ def sweep(
                 "others, and with an unfinished run from its last checkpoint."
             )
 
-        with _interrupt(saved), _progress(total, grid.name) as follow:
-            table = launch(grid, out, engine.value, lambda cell, index, _: follow.cell(cell.name, index))
-            follow.cell("done", total)
+        failed: RunFailedError | None = None
+        try:
+            with _interrupt(saved), _progress(total, grid.name) as follow:
+                table = launch(grid, out, engine.value, lambda cell, index, _: follow.cell(cell.name, index))
+                follow.cell("done", total)
+        except RunFailedError as error:
+            table, failed = error.result, error
         console.print(table, markup=False, highlight=False, soft_wrap=True)
         console.print(f"results: {out.absolute()}", highlight=False, soft_wrap=True)
+        if failed:
+            raise failed
 
 
 @app.command(epilog="Example: fedbn-flwr inspect --model resnet20 --strategy silobn --num-clients 5")
@@ -250,6 +266,13 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
 
 
+def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
+    console.print(_summary_table({strategy: summary}))
+    if note := summary.get("model-note"):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
+
+
 def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:
     table = Table("run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None)
     for name, summary in summaries.items():
@@ -257,7 +280,10 @@ def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:
         final, best = summary["final"].get(headline), summary["best"].get(headline)
         megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
         shown = [f"{value:.4f}" if value is not None else "-" for value in (final, best)]
-        table.add_row(name, headline, *shown, str(summary["rounds"]), f"{megabytes:.2f}", f"{summary['seconds']:.1f}")
+        rounds = str(summary["rounds"])
+        if "diverged-at" in summary:
+            rounds += ", diverged"
+        table.add_row(name, headline, *shown, rounds, f"{megabytes:.2f}", f"{summary['seconds']:.1f}")
     return table
 
 

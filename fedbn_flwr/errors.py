@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 __all__ = [
     "ClientPartError",
     "ConfigError",
     "DataError",
+    "DivergedError",
     "EngineError",
     "FedBNError",
     "NormLayerError",
+    "NothingTrainedError",
     "ReplyError",
+    "RunFailedError",
     "StateError",
+    "named_config_errors",
+    "raise_shared_config_error",
     "unknown_name",
 ]
+
+_CONFIG_ERROR = "ConfigError: "
+_CONFIG_ERROR_IN_REASON = re.compile(r"\bConfigError(?:: |'>:<')(?:ConfigError: )?")  # in Ray's and Flower's texts
 
 
 class FedBNError(Exception):
@@ -48,6 +59,60 @@ class ClientPartError(ReplyError):
 
 class EngineError(FedBNError, RuntimeError):
     """A federation could not be started, reached or finished."""
+
+
+class RunFailedError(EngineError):
+    """A run ended without a usable model.
+
+    Attributes:
+        result: what the call would have returned: for ``start`` Flower's ``Result`` with the last global model, for
+            ``sweep`` the table; None if it is not known.
+    """
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class NothingTrainedError(RunFailedError):
+    """No round of the run had enough usable replies."""
+
+
+class DivergedError(RunFailedError):
+    """A loss is not finite, and ``on_divergence`` is "stop".
+
+    Attributes:
+        diverged_at: the first round that diverged; None for several runs.
+    """
+
+    def __init__(self, message: str, diverged_at: int | None = None, result: Any = None) -> None:
+        super().__init__(message, result)
+        self.diverged_at = diverged_at
+
+
+@contextmanager
+def named_config_errors() -> Iterator[None]:
+    """Begin the text of a ConfigError of the block with its class: Flower sends a client's error as text only."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).startswith(_CONFIG_ERROR):
+            raise
+        raise ConfigError(_CONFIG_ERROR + str(error)) from error
+
+
+def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
+    """Raise the ConfigError that all clients raised, if so: it would come again in every round.
+
+    Args:
+        reasons: the reasons of the error replies.
+        num_asked: number of clients that were asked.
+    """
+    found = [_CONFIG_ERROR_IN_REASON.split(reason) for reason in reasons]
+    texts = {parts[-1].partition("\n\nThe above exception")[0] if len(parts) > 1 else "" for parts in found}
+    if len(reasons) == num_asked and len(texts) == 1 and (text := texts.pop()):
+        text = text.removesuffix("'>")
+        raise ConfigError(f"{text}\n(All {num_asked} clients that were asked raised this error.)")
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:

@@ -35,7 +35,7 @@ from fedbn_flwr.compat.flower import (
     set_message_id,
     set_reply_address,
 )
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import EngineError, named_config_errors
 from fedbn_flwr.seeds import numpy_generator
 from fedbn_flwr.transport import Barrier, use_reducers
 from fedbn_flwr.transport.polling_grid import ImmediateGrid
@@ -222,7 +222,8 @@ class InProcessGrid(ImmediateGrid):
         node_id = message.metadata.dst_node_id
         context = copy.deepcopy(self._context(node_id))
         try:
-            with use_reducers(lambda barrier_id: self._barriers[barrier_id][0].reducer(node_id)):
+            reducers = use_reducers(lambda barrier_id: self._barriers[barrier_id][0].reducer(node_id))
+            with reducers, named_config_errors():
                 reply = self._client_app(message, context)
             self._contexts[node_id] = context
         except Exception as error:

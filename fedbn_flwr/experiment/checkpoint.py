@@ -31,7 +31,7 @@ logger = logging.getLogger("flwr")
 
 _VERSION, _KEPT = 1, 2
 _FILE = re.compile(r"round-(\d+)\.safetensors")
-_FREE = PLACES | {"num-server-rounds"}  # a resume may change these; any other change would make another run
+_FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,8 @@ class CheckpointManager:
     def after_round(self, server_round: int) -> None:
         """Save a checkpoint before the first round, every ``checkpoint-every`` rounds, and after the last."""
         every = self._config.checkpoint_every
-        if not every or (server_round % every and server_round != self._config.num_server_rounds):
+        last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
+        if not every or (server_round % every and not last):
             return
         state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
         self._checkpoints.save(Checkpoint(server_round, state, strategy, self._run, self.resumed_after))

@@ -24,7 +24,9 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.experiment.yaml_file import read_yaml
 
-__all__ = ["PLACES", "RunFolder", "changed_settings", "lock_folder", "read_metrics", "versions"]
+__all__ = ["DIVERGED_AT", "PLACES", "RunFolder", "changed_settings", "lock_folder", "read_metrics", "versions"]
+
+DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
 PLACES = frozenset(
     (

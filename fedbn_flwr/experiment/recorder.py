@@ -18,7 +18,7 @@ from fedbn_flwr.client.saved_state import ABSENT, why_absent
 from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
+from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
@@ -29,6 +29,7 @@ from fedbn_flwr.messages.protocol import (
     TRAIN_LOSS,
 )
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors
+from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
@@ -102,7 +103,9 @@ class Recorder:
             if key in report.metrics:
                 line[key] = report.metrics[key]
         if self._due(report.server_round):
-            line |= self._tested(state)
+            tested = self._tested(state)
+            line |= tested
+            self._note_divergence(report, tested)
         self._trained |= {str(client) for client in report.participants}
         line |= _personal(report, self._trained)
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
@@ -122,6 +125,8 @@ class Recorder:
         line["rejected"] = list(report.rejected.values())
         if report.kept_previous:
             line["kept-previous"] = True
+        if report.diverged:
+            line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
         self._clock = time.monotonic()
         self._folder.add_round(line)
         names = (*_headlines(self._config), TRAIN_LOSS)
@@ -130,6 +135,13 @@ class Recorder:
         if self._on_round:
             self._on_round(line)
         return line
+
+    def _note_divergence(self, report: RoundReport, tested: Mapping[str, Any]) -> None:
+        if self._strategy:
+            self._strategy.note_divergence(losses_not_finite({"": tested}))
+        elif losses := losses_not_finite({"": {**report.metrics, **tested}}):
+            report.diverged, report.diverged_at = losses, report.server_round
+            logger.error("round %d diverged: %s", report.server_round, "; ".join(losses))
 
     def _tested(self, state: State | None) -> dict[str, Any]:
         """Return the tests of ``eval-on`` with the global model, on the whole test set and each domain's.
@@ -173,6 +185,8 @@ class Recorder:
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
+        if since := next((line[DIVERGED_AT] for line in lines if DIVERGED_AT in line), None):
+            summary[DIVERGED_AT] = since
         summary |= strategy.outcome(len(lines)) if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
@@ -185,7 +199,7 @@ class Recorder:
         if strategy and absent:
             summary["model-note"] = why_absent(absent, clients)
             state = {name: array for name, array in state.items() if strategy.run.parts.part_of[name] not in absent}
-        self._folder.finish(state, {"format": "pt", **about}, summary)
+        self._folder.finish(state, {"format": "pt", **about, **({DIVERGED_AT: str(since)} if since else {})}, summary)
         return summary
 
     def close(self) -> None:

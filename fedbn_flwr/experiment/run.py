@@ -57,7 +57,8 @@ def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRo
         on_round: called with each line of ``metrics.jsonl``.
 
     Raises:
-        FedBNError: settings are bad, data is missing, the folder is in use, or the federation failed.
+        FedBNError: settings are bad, data is missing, the folder is in use, or the federation failed. After a
+            DivergedError the folder is complete, up to the round that diverged.
     """
     config, out = preflight(config, out)
     if config.strategy == CENTRALIZED:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import DATASETS
-from fedbn_flwr.errors import ConfigError, DataError, EngineError
+from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError
 from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import RunFolder, lock_folder, read_metrics
@@ -24,6 +24,7 @@ from fedbn_flwr.experiment.setup import check, local_training, make_model, make_
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TEST_SETS, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import sgd, train
 from fedbn_flwr.transport.polling_grid import over_network, polling
@@ -49,8 +50,11 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
         The summary.
 
     Raises:
-        ConfigError: the settings cannot run here, the federation has another size, or the folder is in use.
-        EngineError: there are no nodes, or no round had enough usable replies.
+        ConfigError: the settings cannot run here, the federation has another size, the folder is in use, or all clients
+            raise this error.
+        EngineError: there are no nodes.
+        NothingTrainedError: no round had enough usable replies.
+        DivergedError: a loss is not finite, and ``on_divergence`` is "stop"; the folder is complete, up to this round.
     """
     if config.strategy == CENTRALIZED:
         raise ConfigError(
@@ -93,6 +97,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
         manager.after_round(server_round)
         return metrics
 
+    diverged: DivergedError | None = None
     try:
         result = strategy.start(
             grid=grid,
@@ -102,15 +107,16 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
             evaluate_config=ConfigRecord({TEST_SETS: ",".join(personal)}),
             evaluate_fn=after_round,
         )
+    except DivergedError as error:
+        result, diverged = error.result, error
     finally:
         recorder.close()
-    if all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
-        first = next((why for report in strategy.reports for why in report.rejected.values()), "no reply came")
-        raise EngineError(
-            f"nothing was trained: no round had min-replies={config.min_replies} usable replies. First refused: {first}"
-        )
-    final = from_record(result.arrays if len(result.arrays) else initial)
-    return recorder.finish(final, strategy, manager.resumed_after)
+    if not diverged and all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
+        raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
+    summary = recorder.finish(from_record(result.arrays), strategy, manager.resumed_after)
+    if diverged:
+        raise diverged
+    return summary
 
 
 def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
@@ -158,10 +164,15 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
                 DROPPED_BATCHES: result.num_dropped,
             }
             recorder.write(report)
+            if report.diverged and config.on_divergence == "stop":
+                break
     finally:
         torch.set_num_threads(before)
         recorder.close()
-    return recorder.finish(to_state(model.state_dict()), None)
+    summary = recorder.finish(to_state(model.state_dict()), None)
+    if report.diverged and config.on_divergence == "stop":
+        raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
+    return summary
 
 
 def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:

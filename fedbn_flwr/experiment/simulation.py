@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.output import DIVERGED_AT, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
 
 __all__ = ["simulate"]
@@ -59,6 +59,7 @@ def simulate(
 
     Raises:
         EngineError: the run did not complete.
+        DivergedError: it diverged; the folder is complete, up to this round.
     """
     federation: dict[str, Scalar] = {
         "num-supernodes": config.num_clients,
@@ -66,6 +67,7 @@ def simulate(
         **_actors(config),
         **(federation_config or {}),
     }
+    before = _summary(out)
     lines: list[str] = []
     ended = threading.Event()
     follower = threading.Thread(target=_follow, args=(out / "metrics.jsonl", on_round, ended))
@@ -77,15 +79,26 @@ def simulate(
         follower.start()
         try:
             flower_run(app, run_config={}, federation_config=federation, on_line=lines.append)
+        except EngineError as error:
+            summary = _summary(out)
+            if summary == before or DIVERGED_AT not in summary:
+                raise
+            raise DivergedError(str(error), summary[DIVERGED_AT]) from error
         finally:
             ended.set()
             follower.join()
             if out.is_dir():
                 with (out / "flower.log").open("a") as log:
                     log.write("\n".join(lines) + "\n")
-    if not (out / "summary.json").is_file():
-        raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    if summary := _summary(out):
+        return summary
+    raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
+
+
+def _summary(out: Path) -> dict[str, Any]:
+    """Return the summary in a run's folder; empty if there is none."""
+    path = out / "summary.json"
+    summary: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return summary
 
 

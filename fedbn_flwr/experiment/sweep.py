@@ -35,11 +35,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment.config import CENTRALIZED, RENAMED, Config, Scalar, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
-from fedbn_flwr.experiment.output import PLACES, RunFolder, changed_settings, lock_folder, read_metrics
+from fedbn_flwr.experiment.output import (
+    DIVERGED_AT,
+    PLACES,
+    RunFolder,
+    changed_settings,
+    lock_folder,
+    read_metrics,
+)
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.serve import reference_config
@@ -165,7 +172,9 @@ def sweep(
 
     Raises:
         ConfigError: another process writes to the folder, or finished runs in it have other settings than the study.
-        FedBNError: a run failed; finished runs stay, and the same call continues with the others.
+        FedBNError: a run could not be done; finished runs stay, and the same call continues with the others.
+        RunFailedError: runs trained nothing, or they diverged and their ``on-divergence`` is "stop". All other runs are
+            finished, and the error holds the table.
     """
     cells = list(study.cells())
     for cell in (cell for cell in cells if cell.seed == study.seeds[0]):
@@ -177,9 +186,16 @@ def sweep(
             folder = cell.folder(out)
             if finished(folder):
                 continue
-            _do(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
+            try:
+                _do(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
+            except RunFailedError as error:  # the other runs do not depend on it
+                logger.error("%s: %s", cell.name, error)
             _write_tables(study, out)
-        return _write_tables(study, out)
+        table = _write_tables(study, out)
+    if failed := [cell.name for cell in cells if _failed(cell, out)]:
+        message = f"{len(failed)} of {len(cells)} runs diverged or trained nothing: {', '.join(failed)}"
+        raise RunFailedError(message, table)
+    return table
 
 
 def finished(folder: Path) -> bool:
@@ -206,6 +222,12 @@ def _changed(config: Config, folder: Path) -> str:
     return changed_settings({**Config.make({}).to_mapping(), **saved}, now.to_mapping(), free)
 
 
+def _failed(cell: Cell, out: Path) -> bool:
+    """Return whether a run has no summary, or says that it diverged although ``on-divergence`` is "stop"."""
+    folder, stop = cell.folder(out), cell.config.on_divergence == "stop"
+    return not finished(folder) or (stop and DIVERGED_AT in json.loads((folder / "summary.json").read_text()))
+
+
 def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
     if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
@@ -229,11 +251,15 @@ def _set_aside(folder: Path) -> None:
 
 
 def _write_tables(study: Study, out: Path) -> str:
-    done = {(m, split): _done(study, out, m, split) for split in study.splits for m in study.methods}
-    rows = [_row(study, method, split, summaries) for (method, split), summaries in done.items()]
-    table = _markdown(study, [row for row in rows if row["runs"]])
+    ended = {(m, split): _done(study, out, m, split) for split in study.splits for m in study.methods}
+    done = {key: [s for s in summaries if DIVERGED_AT not in s] for key, summaries in ended.items()}
+    rows = [
+        _row(study, *key, done[key] or summaries, len(summaries) - len(done[key])) for key, summaries in ended.items()
+    ]
+    shown = [row for row in rows if row["runs"] or row["diverged"]]
+    table = _markdown(study, shown)
     write_atomically(out / "table.md", table)
-    write_atomically(out / "table.csv", _csv(list(rows[0]), [row for row in rows if row["runs"]]))
+    write_atomically(out / "table.csv", _csv(list(rows[0]), shown))
     if domains := domain_rows(done, study.paper):
         by_domain = domain_markdown(study.name, domains)
         write_atomically(out / "domains.md", by_domain)
@@ -259,17 +285,20 @@ def _csv(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     return buffer.getvalue()
 
 
-def _row(study: Study, method: str, split: str, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(study: Study, method: str, split: str, done: Sequence[Mapping[str, Any]], num_diverged: int) -> dict[str, Any]:
+    """Return a row of the table, from the runs that did not diverge; their numbers are empty if all did."""
     paper = study.paper.get(f"{method}/{split}")
     headline = done[0]["headline"] if done else ""
-    final = [100 * s["final"][headline] for s in done if s["final"].get(headline) is not None]
-    best = [100 * s["best"][headline] for s in done if s["best"].get(headline) is not None]
+    counted = [s for s in done if DIVERGED_AT not in s]
+    final = [100 * s["final"][headline] for s in counted if s["final"].get(headline) is not None]
+    best = [100 * s["best"][headline] for s in counted if s["best"].get(headline) is not None]
     ledger = done[0]["ledger"] if done else {}
     return {
         "method": method,
         "split": split,
         "metric": headline,
-        "runs": len(done),
+        "runs": len(counted),
+        "diverged": num_diverged,
         "mean": statistics.fmean(final) if final else None,
         "std": statistics.stdev(final) if len(final) > 1 else None,
         "best-mean": statistics.fmean(best) if best else None,
@@ -292,6 +321,7 @@ def _markdown(study: Study, rows: list[dict[str, Any]]) -> str:
         final += f" ± {row['std']:.2f}" if row["std"] is not None else ""
         best = "-" if row["best-mean"] is None else f"{row['best-mean']:.2f}"
         paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
+        runs = f"{row['runs']}, {row['diverged']} diverged" if row["diverged"] else row["runs"]
         cells = [row["method"], row["split"], row["metric"], final, best, row["rounds"], row["exchanges"]]
-        lines.append("| " + " | ".join(map(str, [*cells, f"{row['megabytes']:.2f}", row["runs"], paper])) + " |")
+        lines.append("| " + " | ".join(map(str, [*cells, f"{row['megabytes']:.2f}", runs, paper])) + " |")
     return "\n".join(lines) + "\n"

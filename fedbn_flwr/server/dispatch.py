@@ -33,6 +33,10 @@ class Dispatcher:
         timeout: seconds to wait for replies.
         arrays_key: the name of the model's record.
         config_key: the name of the config's record.
+
+    Attributes:
+        timeout: as given.
+        num_asked: number of nodes that the latest messages were addressed to.
     """
 
     def __init__(self, nodes: NodeRegistry, timeout: float, arrays_key: str, config_key: str) -> None:
@@ -42,6 +46,7 @@ class Dispatcher:
         self._config_key = config_key
         self._asked: list[Node] = []
         self._sent_at = 0.0
+        self.num_asked = 0
         self._expected_hashes: Mapping[str, str] | None = None
         self._answered: set[str] = set()
 
@@ -66,7 +71,7 @@ class Dispatcher:
         """
         own = set(local)
         shared = ArrayRecord({name: array for name, array in arrays.items() if name not in own}) if own else arrays
-        self._asked, self._sent_at = list(nodes), time.monotonic()
+        self._asked, self.num_asked, self._sent_at = list(nodes), len(nodes), time.monotonic()
         traffic.exchanges += bool(nodes)
         models = {n.node_id: shared if n.node_id in self._nodes.initialised else arrays for n in nodes}
         for model in {id(model): model for model in models.values()}.values():

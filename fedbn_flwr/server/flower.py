@@ -17,10 +17,18 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.errors import (
+    ClientPartError,
+    ConfigError,
+    DivergedError,
+    NothingTrainedError,
+    ReplyError,
+    raise_shared_config_error,
+)
 from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig, refuse_own_keys
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.dispatch import Dispatcher
+from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
 from fedbn_flwr.server.method import Method, P
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.recalibration import from_entries, pooled
@@ -90,7 +98,10 @@ class Server(Method[P]):
 
         Raises:
             EngineError: not enough nodes connect within the timeout.
-            ConfigError: a setting does not fit this run, or a config holds a key of this package.
+            ConfigError: a setting does not fit this run, a config holds a key of this package, or all clients of a
+                round raised this error.
+            DivergedError: a loss is not finite; with ``on_divergence="continue"`` it is only logged.
+            NothingTrainedError: no round had enough usable replies. This error and the one before hold the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         after = self.prepare(initial_arrays, num_rounds, timeout)
@@ -102,6 +113,7 @@ class Server(Method[P]):
             if found is not None:
                 self.run.metrics["evaluate_metrics_serverapp"] = found
             if server_round:
+                self.note_divergence(losses_not_finite({"": found or {}}))
                 self._end_round(server_round)
             return found
 
@@ -110,7 +122,41 @@ class Server(Method[P]):
         )
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         result.arrays = self._completed(arrays)
+        self._refuse_failed_run(result, resumed=after > 0)
         return result
+
+    def _refuse_failed_run(self, result: Result, resumed: bool) -> None:
+        """Raise DivergedError or NothingTrainedError, with the result, if the finished run is one."""
+        reports = self.reports
+        if reports and self.stops_after(reports[-1].server_round):
+            raise self._diverged(result)
+        # A resumed run may have trained before: its earlier rounds are not known here.
+        if reports and self.fraction_train > 0 and not resumed and all(report.kept_previous for report in reports):
+            raise NothingTrainedError(nothing_trained(self.params.min_replies, reports), result)
+
+    def note_divergence(self, losses: Sequence[str], since: int | None = None) -> None:
+        """Note and log that losses of this round are not finite.
+
+        Args:
+            losses: the losses in words (``losses_not_finite``); empty = all are finite.
+            since: the round in which this began; None = this round.
+        """
+        report = self.run.report
+        if losses:
+            known = any(earlier.diverged for earlier in self.reports[-2:])
+            report.diverged += [loss for loss in losses if loss not in report.diverged]
+            report.diverged_at = min(since or report.server_round, report.diverged_at or report.server_round)
+            advice = "" if known else f" {self.divergence_advice(report.server_round)}"
+            logger.error("round %d diverged: %s.%s", report.server_round, "; ".join(losses), advice)
+
+    def _diverged(self, result: Result | None = None) -> DivergedError:
+        report = self.run.report
+        text = divergence(report, self.divergence_advice(report.server_round))
+        return DivergedError(text, report.diverged_at, result)
+
+    def stops_after(self, server_round: int) -> bool:
+        """Return whether the run ends after this round because it diverged."""
+        return self.params.on_divergence == "stop" and bool(self.reports) and bool(self.run.report.diverged)
 
     def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
         """Prepare a new run and forget an earlier one; ``start`` calls this first.
@@ -218,6 +264,7 @@ class Server(Method[P]):
         self.run.before, self.run.reestimated, self.run.metrics = from_record(arrays), {}, {}
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
         messages = self._training_messages(server_round, arrays, config, grid)
+        self.run.report.asked = len(messages)
         if self.synchronises and not self.run.own_loop:
             self._early_replies = self.run_training(server_round, messages, grid)
             return []
@@ -281,20 +328,28 @@ class Server(Method[P]):
             self.run.latest_bn.take(reply.node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
             for size in reply.sizes:
                 report.train.count_up(size)
+        report.replied = len(pairs)
         report.participants = [reply.node.partition_id for reply in usable]
         report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
         if lacking and not usable:  # every further round would fail in the same way
             raise lacking[0]
+        self._raise_shared_error(refused)
         if len(usable) < self.params.min_replies:
             report.kept_previous = True
             logger.warning(
-                "round %d: %d usable replies, %d needed (min_replies): the previous global model is kept.",
+                "round %d: %d usable replies, %d needed (min_replies): the previous global model is kept. %s.",
                 server_round,
                 len(usable),
                 self.params.min_replies,
+                account([report]),
             )
+            latest = self.reports[-2:]
+            if all(map(all_not_finite, latest)) and (len(latest) == 2 or self.run.num_rounds == 1):
+                since = latest[0].diverged_at or latest[0].server_round
+                self.note_divergence([f"since round {since} all replies hold values that are not finite"], since)
             return None, None
+        self.note_divergence(losses_not_finite(report.clients))
         before = self.run.before
         state = {**before, **self.combine(server_round, usable, before)}
         metrics = self.train_metrics_aggr_fn([message.content for _, message, _ in good], self.weighted_by_key)
@@ -350,12 +405,16 @@ class Server(Method[P]):
         good, refused = sort_out(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
         # A client that lost its own part needs the whole state again.
         self.nodes.initialised.difference_update(node.node_id for node, m, _ in refused if m.has_error())
+        self._raise_shared_error(refused)
         report.evaluations |= {node.label: numbers for node, _, numbers in good}
+        self.note_divergence(losses_not_finite(report.evaluations))
         found = self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
         if found is not None:
             self.run.metrics["evaluate_metrics_clientapp"] = found
         if not self.run.own_loop:  # the last of our calls in a round of one of Flower's own loops
             self._end_round(server_round)
+            if self.stops_after(server_round):
+                raise self._diverged()
         return found
 
     @property
@@ -411,7 +470,8 @@ class Server(Method[P]):
                 traffic.count_up(size)
             return moments
 
-        good, _ = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
+        good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
+        self._raise_shared_error(refused)
         found = [moments for _, _, moments in good]
         self.run.reestimated = pooled(found, like, parts) if len(found) >= self.params.min_replies else {}
         if not self.run.reestimated:
@@ -421,6 +481,10 @@ class Server(Method[P]):
 
     def _present(self, grid: Grid, at_least: int) -> list[Node]:
         return self.nodes.present(grid, max(self.min_available_nodes, at_least))
+
+    def _raise_shared_error(self, refused: Sequence[tuple[Node, Message, ReplyError]]) -> None:
+        reasons = [str(message.error.reason) for _, message, _ in refused if message.has_error()]
+        raise_shared_config_error(reasons, self.dispatcher.num_asked)
 
     def _local_entries(self) -> tuple[str, ...]:
         return self.run.parts.select(self.local)

@@ -76,6 +76,12 @@ class Params(BaseModel):
         "rounds",
     )
     seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
+    on_divergence: Literal["stop", "continue"] = setting(
+        "stop",
+        "what happens when a loss is not finite (NaN or infinity), or when two rounds in a row have only replies with "
+        "such values: stop = the run ends after this round and fails, continue = it goes on. Both are in summary.json",
+        "rounds",
+    )
     momentum_scope: MomentumScope = setting(
         "none",
         "SGD's momentum between rounds: none = reset, local = kept by the client, global = averaged",
@@ -300,6 +306,14 @@ class Method(FlowerFedAvg, Generic[P]):
     @classmethod
     def needs_all_at_once(cls, params: P) -> bool:
         """Return whether all clients of a round must run at the same time, each in a process of its own."""
+        return False
+
+    @abstractmethod
+    def divergence_advice(self, server_round: int) -> str:
+        """Return the likely cause of a loss that is not finite in this round, and remedies that were tried."""
+
+    def stops_after(self, server_round: int) -> bool:
+        """Return whether the run ends after this round, also if it is not the last."""
         return False
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:

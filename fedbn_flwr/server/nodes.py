@@ -15,7 +15,7 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal
-from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.errors import ConfigError, EngineError, raise_shared_config_error
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.seeds import numpy_generator
 from fedbn_flwr.server.refusals import MOD_ORDER
@@ -96,6 +96,7 @@ class NodeRegistry:
 
         Raises:
             EngineError: too few nodes are connected after the timeout.
+            ConfigError: all nodes raised this error, or two claim the same partition.
         """
         node_ids = self._wait(grid, at_least)
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
@@ -167,6 +168,7 @@ class NodeRegistry:
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in node_ids]
         found: dict[int, Node] = {}
+        reasons: list[str] = []
         for reply in grid.send_and_receive(messages, timeout=self._timeout):
             node_id = reply.metadata.src_node_id
             if reply.has_content():
@@ -177,8 +179,11 @@ class NodeRegistry:
                 found[node_id] = Node(node_id, refusal=str(reply.error.reason), behind_mod=True)
             elif is_app_error(reply):  # the app has no answer to a query
                 found[node_id] = Node(node_id)
+                reasons.append(str(reply.error.reason))
             elif node_id in node_ids:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
+        if not self._nodes:
+            raise_shared_config_error(reasons, len(node_ids))
         for node_id in node_ids:
             if node_id not in found:  # it may return, and its kept state is found by its partition id
                 why = self.silent.setdefault(node_id, "no answer")

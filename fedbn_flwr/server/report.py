@@ -57,7 +57,11 @@ class RoundReport:
         evaluate: traffic of the evaluation messages.
         participants: partition ids of the replies that were used, in order.
         rejected: node id to the reason why its reply was refused.
+        asked: number of clients that training messages were sent to.
+        replied: number of their replies, also of those that were refused.
         kept_previous: whether the global model did not change, for too few usable replies.
+        diverged: the losses that are not finite, in words; empty if all are finite.
+        diverged_at: the round in which this divergence began.
         metrics: averaged training metrics.
         clients: training metrics by partition id.
         evaluations: evaluation metrics by partition id.
@@ -69,7 +73,11 @@ class RoundReport:
     evaluate: Traffic = field(default_factory=Traffic)
     participants: list[int | None] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
+    asked: int = 0
+    replied: int = 0
     kept_previous: bool = False
+    diverged: list[str] = field(default_factory=list)
+    diverged_at: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)

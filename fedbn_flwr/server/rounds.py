@@ -32,7 +32,7 @@ def run_rounds(
     evaluate_config: ConfigRecord | None,
     evaluate_fn: Evaluate | None,
 ) -> Result:
-    """Run the rounds ``after`` + 1 to ``num_rounds``; ``after`` = 0 is Flower's own loop.
+    """Run the rounds ``after`` + 1 to ``num_rounds``, unless the strategy stops; ``after`` = 0 is Flower's own loop.
 
     Args:
         strategy: the method; Flower's calls, and ``run_training`` between the first two.
@@ -78,6 +78,8 @@ def run_rounds(
             logger.info("Evaluation%s: %s", _how(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
         test(server_round)
+        if strategy.stops_after(server_round):
+            break
     return result
 
 

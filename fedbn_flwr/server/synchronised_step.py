@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -25,7 +25,6 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
 from fedbn_flwr.server.polling import Enough, send_until
-from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.barrier import Sent, odd_ones
@@ -57,13 +56,16 @@ class StepResult:
     """The result of a synchronised step.
 
     Attributes:
-        replies: the clients' replies, with their models.
+        replies: the clients' replies, with their models or errors.
         traffic: traffic of the exchanges, without the models.
-        dropped: node id to the reason why the client was dropped.
+        members: ids of the nodes whose batches are in the finished step; empty if it was not finished. A node may be
+            lost after the step, in which its batch stays.
+        dropped: node id to the reason why the client was dropped; the step was repeated without it.
     """
 
     replies: list[Message]
     traffic: Traffic
+    members: Collection[int]
     dropped: Mapping[int, str]
 
 
@@ -116,8 +118,9 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
         return seconds > limits.reply_timeout or all(i in replies or i in barrier.dropped for i in barrier.members)
 
     replies = send_until(grid, messages, enough)
-    moved = Traffic(barrier.exchanges, barrier.bytes_down, barrier.bytes_up)
-    return StepResult(list(replies.values()), moved, dict(barrier.dropped))
+    moved, members = Traffic(barrier.exchanges, barrier.bytes_down, barrier.bytes_up), barrier.finished_with()
+    dropped = {node_id: reason for node_id, reason in barrier.dropped.items() if node_id not in members}
+    return StepResult(list(replies.values()), moved, members, dropped)
 
 
 def step_by_messages(
@@ -133,6 +136,7 @@ def step_by_messages(
     first = {message.metadata.dst_node_id: message for message in messages}
     left = dict(members)
     dropped: dict[int, str] = {}
+    failed: list[Message] = []
     traffic = Traffic()
     attempt, answer, begun = 0, ArrayRecord(), False
     while len(left) >= limits.min_members:
@@ -141,8 +145,11 @@ def step_by_messages(
         replies = send_until(grid, outgoing, _patience(limits))
         begun = True
         sent, done, lost = _sort(left, replies, limits)
-        if done and not sent:
-            return StepResult(list(done.values()), traffic, {**dropped, **lost})
+        failed += [replies[node_id] for node_id in lost if node_id in replies and replies[node_id].has_error()]
+        if done and not sent:  # those lost now have sent all their exchanges, if there were any
+            included = list(left if answer else done)
+            others = {node_id: reason for node_id, reason in lost.items() if node_id not in included}
+            return StepResult([*done.values(), *failed], traffic, included, {**dropped, **others})
         lost |= dict.fromkeys(done, "was done with the step when others were not")
         if not lost:
             (tag, _), *_ = sent.values()
@@ -159,7 +166,7 @@ def step_by_messages(
         traffic.exchanges += 1
         traffic.down += num_bytes(answer)[0]
         traffic.up += sum(t.numel() * t.element_size() for _, t in sent.values())
-    return StepResult([], traffic, dropped)
+    return StepResult(failed, traffic, (), dropped)
 
 
 def _patience(limits: Limits) -> Enough:
@@ -204,7 +211,7 @@ def _sort(
         if reply is None:
             continue
         if reply.has_error():
-            lost[node_id] = f"failed in mid-step: {error_text(reply)}"
+            lost[node_id] = "failed in mid-step"
         elif not _tensors_of(reply):
             done[node_id] = reply
         else:

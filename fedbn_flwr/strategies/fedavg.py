@@ -53,6 +53,7 @@ from fedbn_flwr.batchnorm.averaging import State, average, check_state
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.flower import RECALIBRATED, Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
 from fedbn_flwr.server.method import HookFactory, Method, Misfit, Need, Params, RunSettings
@@ -211,6 +212,10 @@ class FedAvg(Server[P]):
     def extra_copies(cls, params: P) -> tuple[int, int]:
         """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
         return int(params.momentum_scope == "global"), 0
+
+    def divergence_advice(self, server_round: int) -> str:
+        """Return the likely cause of a loss that is not finite, and remedies that were tried."""
+        return TOO_LARGE_STEPS
 
     def begin(self) -> None:
         """Check that the model fits; warn of settings that do not fit the number of rounds; start without momentum.

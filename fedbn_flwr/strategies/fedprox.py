@@ -90,6 +90,13 @@ class FedProx(FedAvg[P]):
     client_hooks = {"proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))}
     keys = (PROXIMAL_MU,)
 
+    def divergence_advice(self, server_round: int) -> str:
+        """Name mu too: a step on the proximal term alone overshoots if the learning rate times mu is above 2."""
+        return (
+            f"{super().divergence_advice(server_round)} With proximal-mu={self.params.proximal_mu:g} a learning-rate "
+            "above 2 / proximal-mu diverges by the proximal term alone: lower one of them."
+        )
+
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Send mu."""
         return {**super().hooks_for(server_round), "proximal": {PROXIMAL_MU: self.params.proximal_mu}}

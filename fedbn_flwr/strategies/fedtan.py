@@ -106,6 +106,10 @@ _ANSWER = (
     "answer the query with num-examples and batch-size (fedbn_flwr.client_app around a TorchClient does; in an app of "
     "your own register `@app.query()` and return answer_query(msg, context, loader))."
 )
+_AFTER_THE_STEP = (
+    "sent all its exchanges, but no model: the synchronised step stands and contains its batch; the average of the "
+    "models is without it"
+)
 
 EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
 BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
@@ -289,10 +293,13 @@ class FedTAN(FedAvg[P]):
             return super().run_training(server_round, messages, grid)
         step = self._run_step(messages, grid)
         self.run.report.train = self.run.report.train.plus(step.traffic)
-        for node_id, reason in step.dropped.items():
-            node = self.nodes.node(node_id)
-            self.run.report.reject(node_id, f"{node}: {reason}")
-            logger.warning("round %d: %s %s; the step was redone without it", server_round, node, reason)
+        trained = {reply.metadata.src_node_id for reply in step.replies if reply.has_content()}
+        lost = {node_id: _AFTER_THE_STEP for node_id in step.members if node_id not in trained}
+        end = "the step was redone without it" if step.members else "the step was not finished"
+        lost |= {node_id: f"{reason}; {end}" for node_id, reason in step.dropped.items()}
+        for node_id, reason in lost.items():
+            self.run.report.reject(node_id, f"{self.nodes.node(node_id)}: {reason}")
+            logger.warning("round %d: %s %s", server_round, self.nodes.node(node_id), reason)
         # A dropped client's model is not used. A reply without any applied hook is passed on: it is then refused with
         # the name of what the app lacks.
         return [

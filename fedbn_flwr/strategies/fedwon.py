@@ -93,3 +93,10 @@ class FedWon(FedAvg[FedWonParams]):
             need = f"{who} standardises the weights of convolutions"
             found.append(Misfit(need, "none", "FedAvg, or a model with convolutions"))
         return found
+
+    def divergence_advice(self, server_round: int) -> str:
+        """Name gradient clipping, which stands in for the normalisation."""
+        return (
+            f"Likely cause: without normalisation the training steps are too large; agc={self.params.agc:g}. What "
+            "helped in small runs: agc=0.1, or a tenth of the learning-rate."
+        )

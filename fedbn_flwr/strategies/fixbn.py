@@ -296,6 +296,17 @@ class Freezing(FedAvg[W]):
                 "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
+    def divergence_advice(self, server_round: int) -> str:
+        """Return the likely cause after the freeze: statistics that are far from those of the batches."""
+        if not self.frozen(server_round):
+            return super().divergence_advice(server_round)
+        return (
+            f"Likely cause: the running statistics, frozen after round T*={self.frozen_after}, are far from those of "
+            "the batches, so BN no longer keeps the activations small. What helped in small runs: a learning rate ten "
+            "times lower from there on (lr-decay-at=freeze), or from the start (learning-rate). A later T* alone put "
+            "the divergence off, but did not prevent it."
+        )
+
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return the round after which BN was frozen; None if no round so far had frozen BN."""
         return {**super().outcome(num_rounds), "frozen-after": self.frozen_after if self.frozen(num_rounds) else None}

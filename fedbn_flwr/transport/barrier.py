@@ -72,6 +72,8 @@ class Barrier:
         self._exchange = _Exchange(0)
         self._begun: set[int] = set()
         self._closed: set[int] = set()
+        self._latest_attempt = 0  # the latest that a member has begun
+        self._dropped_in: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
         self.late: list[str] = []
         self.exchanges = self.bytes_down = self.bytes_up = 0
@@ -85,6 +87,7 @@ class Barrier:
         with self._changed:
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
+            self._latest_attempt = self._exchange.attempt
             return self._exchange.attempt, sum(self.members[i].batch_size for i in self._remaining())
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
@@ -124,6 +127,16 @@ class Barrier:
             if node_id in self._remaining() and node_id not in self._closed:
                 self._drop({node_id: reason})
 
+    def finished_with(self) -> list[int]:
+        """Return the members whose batches are in the finished step; empty if no member has finished it.
+
+        A member lost after its last exchange is one of them: the others had all their answers, and repeat nothing.
+        """
+        if not self._closed - self.dropped.keys():
+            return []
+        last = self._latest_attempt
+        return [i for i in self.members if i in self._begun and self._dropped_in.get(i, last) >= last]
+
     def _remaining(self) -> list[int]:
         return [node_id for node_id in self.members if node_id not in self.dropped]
 
@@ -151,6 +164,7 @@ class Barrier:
     def _drop(self, reasons: Mapping[int, str]) -> None:
         """Drop members and abort the exchange; the others repeat the step."""
         self.dropped.update(reasons)
+        self._dropped_in.update(dict.fromkeys(reasons, self._exchange.attempt))
         self._exchange.aborted = True
         self._exchange = _Exchange(self._exchange.attempt + 1)
         self._changed.notify_all()

@@ -12,6 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
+from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.strategies import FedAvg, FedBN
 from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
 
@@ -160,7 +161,8 @@ def test_below_the_minimum_the_previous_model_is_kept(federate, datasets, mlp, s
 
 
 def test_if_no_round_succeeds_the_initial_model_is_the_result(federate, datasets, mlp, same_bits) -> None:
-    run = federate(FedAvg(min_replies=3), mlp, datasets, wrap=functools.partial(spoiling, fail))
+    wrap = functools.partial(spoiling, fail)
+    run = federate(FedAvg(min_replies=3), mlp, datasets, wrap=wrap, fails=NothingTrainedError)
     same_bits(run.state, run.history[0])
     assert all(r.kept_previous for r in run.strategy.reports)
 

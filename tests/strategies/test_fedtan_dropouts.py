@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server import synchronised_step
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transport.polling_grid import PollingGrid
@@ -211,15 +213,18 @@ def test_if_all_clients_are_lost_the_round_ends(run_step, model, data, same_bits
             return super().fit(parameters, config)
 
     made = synchronised(FedTAN, transport)
-    done = run_step(made, model, data, transport=transport, client=Broken)
+    done = run_step(made, model, data, transport=transport, client=Broken, fails=NothingTrainedError)
     assert made.reports[0].kept_previous
     assert len(made.reports[0].rejected) == 4
     assert done.seconds < 10
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_client_that_fails_after_the_step_is_rejected_as_in_fedavg(run_step, model, data, transport: str) -> None:
-    """The step it took part in stands; only its model is missing from the average."""
+@pytest.mark.parametrize("when", ["in its second step", "before the end of the first"])
+def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
+    run_step, model, data, same_bits, caplog, transport: str, when: str
+) -> None:
+    """The step it took part in stands; only its model is missing from the average, and the log says this."""
 
     def fit(self: TorchClient, parameters: Any, config: Any) -> Any:
         passes: list[Tensor] = []
@@ -228,14 +233,45 @@ def test_a_client_that_fails_after_the_step_is_rejected_as_in_fedavg(run_step, m
             passes.append(x)
             return cut(x) if len(passes) == 2 else x
 
-        self.model[4].fault = late
+        if when == "in its second step":
+            self.model[4].fault = late
+        else:  # in the backward pass, below the first BatchNorm layer
+            self.model[0].register_forward_hook(lambda *call: cut_backward(call[2]))
         return TorchClient.fit(self, parameters, config)
 
-    made = synchronised(FedTAN, transport)
-    done = run_step(made, model, data, transport=transport, client=broken(None, fit=fit), local_steps=2)
+    made, lost = synchronised(FedTAN, transport), broken(None, fit=fit)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        done = run_step(made, model, data, transport=transport, client=lost, local_steps=2)
     assert "lights out" in done.reason(BAD)
     assert made.reports[0].participants == [0, 2, 3]
     assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was retried"
+    said = "sent all its exchanges, but no model: the synchronised step stands and contains its batch"
+    assert said in done.reason(BAD)
+    assert said in caplog.text
+    assert "redone" not in caplog.text + done.reason(BAD)
+
+    class Absent(TorchClient):
+        """Takes part in the step as if nothing were wrong; its reply is not used."""
+
+        def fit(self, parameters, config):
+            state, size, metrics = super().fit(parameters, config)
+            trained = "steps" in metrics and self.partition_id == BAD
+            return [array * np.nan for array in state] if trained else state, size, metrics
+
+    same_bits(done.state, run_step(synchronised(FedTAN), model, data, client=Absent, local_steps=2).state)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_log_says_what_became_of_the_step(run_step, model, data, caplog, transport: str) -> None:
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        run_step(synchronised(FedTAN, transport), model, data, transport=transport, client=broken(cut))
+        assert "; the step was redone without it" in caplog.text
+        assert "the step was not finished" not in caplog.text
+        caplog.clear()
+        made = synchronised(FedTAN, transport, min_replies=4)
+        run_step(made, model, data, transport=transport, client=broken(cut), fails=NothingTrainedError)
+        assert "; the step was not finished" in caplog.text
+        assert "redone" not in caplog.text
 
 
 def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, without, same_bits, monkeypatch) -> None:

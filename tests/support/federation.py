@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LocalTraining
@@ -93,6 +95,8 @@ class Outcome:
     result: Any
     """What Flower's ``start`` returned."""
     seconds: float
+    error: RunFailedError | None = None
+    """The error with which the run ended."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -126,6 +130,8 @@ def run_strategy(
     timeout: float = 60,
     train_config: Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
+    fails: type[RunFailedError] | None = None,
+    evaluate_fn: Callable[[int], Mapping[str, float] | None] = lambda server_round: None,
 ) -> Outcome:
     """Run a strategy over nodes of this process.
 
@@ -142,21 +148,32 @@ def run_strategy(
         timeout: seconds that a round waits for replies.
         train_config: the user's config of training.
         grid_options: further arguments of ``InProcessGrid``; by default one client computes at a time.
+        fails: the error with which the run ends; its result is that of the outcome.
+        evaluate_fn: the metrics of the server's test after a round.
     """
     inner = grids.enter_context(InProcessGrid(app, num_nodes, **{"max_workers": 1, **(grid_options or {})}))
     kind = RecordingBarrierGrid if barrier else RecordingGrid
     grid = kind(inner, lambda: (hide or {}).get(len(strategy.reports), ()), backwards)
     history: list[dict[str, Array]] = []
     began = time.monotonic()
-    result = strategy.start(
-        grid=grid,
-        initial_arrays=start if isinstance(start, ArrayRecord) else to_record(start),
-        num_rounds=rounds,
-        timeout=timeout,
-        train_config=ConfigRecord(dict(train_config or {})),
-        evaluate_fn=lambda _, arrays: history.append(from_record(arrays)),
-    )
-    return Outcome(from_record(result.arrays), history, strategy, grid, result, time.monotonic() - began)
+
+    def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        history.append(from_record(arrays))
+        found = evaluate_fn(server_round)
+        return None if found is None else MetricRecord(dict(found))
+
+    with pytest.raises(fails) if fails else nullcontext() as caught:
+        result = strategy.start(
+            grid=grid,
+            initial_arrays=start if isinstance(start, ArrayRecord) else to_record(start),
+            num_rounds=rounds,
+            timeout=timeout,
+            train_config=ConfigRecord(dict(train_config or {})),
+            evaluate_fn=test,
+        )
+    error = caught.value if caught else None
+    result = error.result if error else result
+    return Outcome(from_record(result.arrays), history, strategy, grid, result, time.monotonic() - began, error)
 
 
 def torch_clients(

@@ -127,9 +127,27 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, st
     assert time.monotonic() - start < 5
     assert [(union, attempts) for _, union, attempts in others] == [(3 + 4, 2)] * 2
     assert barrier.dropped == {100: "was switched off"}
+    assert barrier.finished_with() == [101, 102]
     barrier.leave(101, "after the step")
     barrier.leave(100, "a second time")
     assert barrier.dropped == {100: "was switched off"}
+
+
+def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(members, at_once, steps) -> None:
+    """It was given its last answer and closes nothing; the others finish and repeat nothing."""
+    barrier = Barrier(members(1, 1, 1), timeout=10)
+    assert barrier.finished_with() == []
+
+    def leave() -> None:
+        reducer = barrier.reducer(100)
+        reducer.begin()
+        reducer.reduce("mean/0", row(1))
+        barrier.leave(100, "was switched off")
+
+    _, *others = at_once(leave, *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
+    assert [(union, attempts) for _, union, attempts in others] == [(2 + 3 + 4, 1)] * 2
+    assert barrier.dropped == {100: "was switched off"}
+    assert barrier.finished_with() == [100, 101, 102]
 
 
 def test_below_the_minimum_all_members_are_dropped(members, at_once, steps) -> None:

@@ -1,0 +1,80 @@
+"""Failures of a run: losses that are not finite, and rounds without enough usable replies."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedbn_flwr.server.report import RoundReport
+
+__all__ = ["TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "losses_not_finite", "nothing_trained"]
+
+TOO_LARGE_STEPS = (
+    "Likely cause: the training steps are too large for the model. What helped in small runs: a lower learning-rate, a "
+    "tenth or less; for a deep model without normalisation also norm=batch."
+)
+# The texts of all errors about NaN and infinity: of a client's error the server has only the text. If too few clients
+# are left for a synchronised step, the others' values are why.
+_NOT_FINITE = re.compile(r"not finite|holds -?(nan|inf)|clients are left for the synchronised step")
+_NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
+_LONGEST = 300  # characters of a reason; the end of a traceback says most
+
+
+def all_not_finite(report: RoundReport) -> bool:
+    """Return whether training gave only values that are not finite, and for this reason no reply was usable."""
+    reasons = report.rejected.values()
+    return not report.participants and bool(reasons) and all(_NOT_FINITE.search(why) for why in reasons)
+
+
+def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the losses that are not finite, in words.
+
+    Args:
+        metrics: metrics by the label of the client; "" = the server's. A loss is a metric whose name ends in "loss". A
+            test in which no target counts has no loss: its accuracy is NaN, too.
+    """
+    found: dict[str, list[str]] = {}
+    for label, values in metrics.items():
+        losses = [name for name in values if name.endswith("loss")]
+        for name in [name for name in losses if name != "loss"] or losses:  # "loss" repeats the first of several tests
+            loss, accuracy = values[name], values.get(f"{name.removesuffix('loss')}accuracy", 0.0)
+            tested = not isinstance(accuracy, float) or not math.isnan(accuracy)
+            if tested and isinstance(loss, float) and not math.isfinite(loss):
+                found.setdefault(name, []).append(label or str(loss))
+    return [
+        f"{name} is {who[0]}" if "" in metrics else f"{name} of client {_listed(who)} is not finite"
+        for name, who in found.items()
+    ]
+
+
+def divergence(report: RoundReport, advice: str) -> str:
+    """Return the message for a run that diverged, given the report of its last round, and cause and remedies."""
+    losses = "; ".join(report.diverged)
+    return (
+        f"the run diverged in round {report.diverged_at}: {losses}. {advice} With on-divergence=continue a run goes on."
+    )
+
+
+def account(reports: Sequence[RoundReport]) -> str:
+    """Return how many clients the rounds asked, how many replied, and the most frequent reasons of refusals."""
+    reasons = [_NODE.sub("", why) for report in reports for why in report.rejected.values()]
+    short = Counter(why if len(why) <= _LONGEST else f"...{why[-_LONGEST:]}" for why in reasons)
+    counts = f"{sum(r.asked for r in reports)} clients asked, {sum(r.replied for r in reports)} replied"
+    listed = "; ".join(f"{count} x {why}" for why, count in short.most_common(3))
+    more = f"; and {len(short) - 3} other reasons" if len(short) > 3 else ""
+    return f"{counts}, {len(reasons)} refused or lost" + (f": {listed}{more}" if reasons else "")
+
+
+def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
+    """Return the message for a run in which no round used a reply."""
+    reasons, counts = [why for report in reports for why in report.rejected.values()], account(reports)
+    first = f"First refused: {reasons[0]}. " if reasons else ""
+    return f"nothing was trained: no round had min-replies={min_replies} usable replies. {first}In all, {counts}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,273 @@
+"""A run that diverged or trained nothing raises: its error holds the result, and says why and what to do."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr import client_app
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
+from fedbn_flwr.mods import local_bn
+from fedbn_flwr.server.failures import account, losses_not_finite
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import torch_clients
+from tests.support.synchronised import TRANSPORTS, client_data, synchronised
+
+SIZES = (6, 13, 9)
+NAN = float("nan")
+
+
+def client(fit: Callable[..., Any] | None = None, evaluate: Callable[..., Any] | None = None) -> type[TorchClient]:
+    """Return a client that changes its results: ``fit(client, server_round, result)`` and ``evaluate`` alike."""
+
+    class Changed(TorchClient):
+        def fit(self, parameters, config):
+            result = super().fit(parameters, config)
+            return fit(self, config["server-round"], result) if fit else result
+
+        def evaluate(self, parameters, config):
+            result = super().evaluate(parameters, config)
+            return evaluate(self, config["server-round"], result) if evaluate else result
+
+    return Changed
+
+
+def spoilt(self: TorchClient, result: Any) -> Any:
+    return [array * NAN for array in result[0]], *result[1:]
+
+
+def untestable(result: Any) -> Any:
+    return NAN, result[1], {**result[2], "loss": NAN}
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_losses_that_are_not_finite_are_named() -> None:
+    assert losses_not_finite({"": {"test-loss": NAN, "loss": 1.0, "test-accuracy": 0.1}}) == ["test-loss is nan"]
+    assert losses_not_finite({"": {"loss": -math.inf}}) == ["loss is -inf"]
+    clients = {str(i): {"own-loss": math.inf, "loss": math.inf} for i in range(7)} | {"7": {"own-loss": 1.0}}
+    assert losses_not_finite(clients) == ["own-loss of client 0, 1, 2, 3, 4 and 2 others is not finite"]
+    assert losses_not_finite({"": {"loss": "no number", "delta": NAN}, "0": {}}) == []
+
+
+def test_a_test_in_which_nothing_counts_is_no_divergence() -> None:
+    empty = {"own-loss": NAN, "own-accuracy": NAN, "loss": NAN, "global-loss": 1.0, "global-accuracy": 0.5}
+    assert losses_not_finite({"0": empty}) == []
+
+
+def first_only(server_round: int) -> dict[str, float]:
+    return {"loss": 1.0 if server_round < 2 else NAN}
+
+
+def test_a_loss_of_the_servers_test_ends_the_run(federate, datasets, mlp, same_bits, caplog) -> None:
+    with caplog.at_level(logging.ERROR, logger="flwr"):
+        run = federate(FedAvg(), mlp, datasets, rounds=4, evaluate_fn=first_only, fails=DivergedError)
+    assert len(run.strategy.reports) == 2, "it ends at once"
+    same_bits(run.state, run.history[2])
+    assert list(run.result.evaluate_metrics_serverapp) == [0, 1, 2]
+    assert run.error.diverged_at == 2
+    said = "in round 2: loss is nan. Likely cause: the training steps are too large for the model."
+    assert said in str(run.error)
+    assert "on-divergence=continue" in str(run.error)
+    assert caplog.messages == [f"round 2 diverged: loss is nan. {FedAvg().divergence_advice(2)}"]
+
+
+def test_with_continue_the_run_goes_on_and_logs_it(federate, datasets, mlp, caplog) -> None:
+    with caplog.at_level(logging.ERROR, logger="flwr"):
+        run = federate(FedAvg(on_divergence="continue"), mlp, datasets, rounds=4, evaluate_fn=first_only)
+    assert [report.diverged_at for report in run.strategy.reports] == [None, 2, 3, 4]
+    assert ["Likely cause" in text for text in caplog.messages] == [True, False, False]
+
+
+def test_a_clients_own_loss_counts(federate, datasets, mlp) -> None:
+    def evaluate(self, server_round, result):
+        return untestable(result) if (self.partition_id, server_round) == (1, 2) else result
+
+    run = federate(FedBN(), mlp, datasets, client=client(evaluate=evaluate), fails=DivergedError)
+    assert run.error.diverged_at == 2
+    assert "loss of client 1 is not finite" in str(run.error)
+    every_other = FedBN(eval_every=2)
+    assert federate(every_other, mlp, datasets, client=client(evaluate=evaluate), fails=DivergedError).error
+
+
+def test_a_training_loss_counts_although_the_model_is_finite(federate, datasets, mlp) -> None:
+    def fit(self, server_round, result):
+        return *result[:2], {**result[2], "train-loss": NAN if self.partition_id == 2 else 1.0}
+
+    run = federate(FedAvg(), mlp, datasets, client=client(fit), fails=DivergedError)
+    assert run.error.diverged_at == 1
+    assert "train-loss of client 2 is not finite" in str(run.error)
+
+
+def test_a_foreign_loop_is_ended_too(run_legacy_loop, datasets, mlp) -> None:
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    own = client(evaluate=lambda self, server_round, result: untestable(result))
+    app = ClientApp(torch_clients(mlp, datasets, training, client=own), mods=[local_bn])
+    with pytest.raises(DivergedError, match="in round 1: loss of client 0, 1, 2 is not finite"):
+        run_legacy_loop(FedAvg(), app, mlp().state_dict(), 3, 2)
+
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+
+
+def all_spoilt(*rounds: int) -> type[TorchClient]:
+    return client(lambda self, server_round, result: spoilt(self, result) if server_round in rounds else result)
+
+
+def test_a_single_round_without_a_used_reply_is_a_warning(federate, datasets, mlp, caplog) -> None:
+    run = federate(FedAvg(), mlp, datasets, rounds=4, client=all_spoilt(2, 4))
+    assert [report.kept_previous for report in run.strategy.reports] == [False, True, False, True]
+    (said, _) = (text for text in caplog.messages if "min_replies" in text)
+    assert "round 2: 0 usable replies, 1 needed (min_replies): the previous global model is kept. 3 clients" in said
+    assert "3 clients asked, 3 replied, 3 refused or lost: 3 x entry '0.weight' holds nan" in said
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN])
+def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(federate, datasets, mlp, strategy) -> None:
+    """The evaluated loss stays finite, since the model does: no reply is used. FedBN's clients refuse to keep NaN."""
+    run = federate(strategy(), mlp, datasets, rounds=5, client=all_spoilt(2, 3), fails=DivergedError)
+    assert len(run.strategy.reports) == 3
+    assert run.error.diverged_at == 2
+    assert "in round 2: since round 2 all replies hold values that are not finite" in str(run.error)
+
+
+def test_a_run_of_one_round_has_no_second(federate, datasets, mlp) -> None:
+    assert federate(FedAvg(), mlp, datasets, rounds=1, client=all_spoilt(1), fails=DivergedError).error.diverged_at == 1
+
+
+@pytest.mark.parametrize("min_replies", [1, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_step_of_values_that_are_not_finite_diverges_too(run_step, mlp, transport: str, min_replies: int) -> None:
+    data = client_data((5,), (6, 5, 9, 7))
+    for points in data:
+        points.inputs *= NAN
+    made = synchronised(FedTAN, transport, min_replies=min_replies)
+    run = run_step(made, mlp(), data, transport=transport, rounds=3, fails=DivergedError)
+    assert run.error.diverged_at == 1
+
+
+def test_rounds_without_replies_for_other_reasons_do_not_diverge(federate, datasets, mlp) -> None:
+    def fit(self, server_round, result):
+        if server_round in (2, 3):
+            raise RuntimeError("disk full")
+        return result
+
+    run = federate(FedAvg(), mlp, datasets, rounds=4, client=client(fit))
+    assert [report.kept_previous for report in run.strategy.reports] == [False, True, True, False]
+
+
+def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
+    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=4, client=all_spoilt(2, 3), fails=DivergedError)
+    assert "frozen after round T*=1, are far from those of the batches" in str(run.error)
+    assert "lr-decay-at=freeze" in str(run.error)
+    early = federate(FixBN(freeze_at=3), mlp, datasets, rounds=4, client=all_spoilt(1, 2), fails=DivergedError)
+    assert "Likely cause: the training steps are too large for the model." in str(early.error)
+
+
+def test_a_run_in_which_no_round_used_a_reply_fails(federate, datasets, mlp, same_bits) -> None:
+    def fit(self, server_round, result):
+        if self.partition_id < 2:
+            raise RuntimeError("disk full")
+        return result
+
+    run = federate(FedAvg(min_replies=2), mlp, datasets, rounds=2, client=client(fit), fails=NothingTrainedError)
+    same_bits(run.state, run.history[0])
+    assert str(run.error).startswith("nothing was trained: no round had min-replies=2 usable replies. First refused: ")
+    assert "In all, 6 clients asked, 6 replied, 4 refused or lost: 4 x error 2: " in str(run.error)
+
+
+def test_a_run_that_only_tests_is_no_failure(federate, datasets, mlp) -> None:
+    run = federate(FedAvg(fraction_train=0.0), mlp, datasets, rounds=2)
+    assert run.result.evaluate_metrics_clientapp
+
+
+def test_a_resumed_run_may_have_trained_before(federate, datasets, mlp) -> None:
+    strategy = FedAvg()
+    strategy.load_state_dict(federate(FedAvg(), mlp, datasets, rounds=1).strategy.state_dict(), 1)
+    run = federate(strategy, mlp, datasets, rounds=2, client=all_spoilt(2))
+    assert [report.server_round for report in run.strategy.reports] == [2]
+
+
+def test_the_account_of_many_reasons_is_short() -> None:
+    rejected = {i: f"node {i} (partition {i}): {'x' * 1000 if i < 4 else i}" for i in range(10)}
+    text = account([RoundReport(1, "train", asked=12, replied=10, rejected=rejected)])
+    assert text.startswith("12 clients asked, 10 replied, 10 refused or lost: 4 x ...xxx")
+    assert text.endswith("; 1 x 4; 1 x 5; and 4 other reasons")
+    assert len(text) < 500
+
+
+# --- one ConfigError of all clients ----------------------------------------------------------------------------------
+
+
+def refusing(where: str, says: Callable[[int], str] = lambda partition: "agc=-1 must be at least 0") -> Any:
+    """Return a wrap for ``federate``: every client raises a ConfigError in ``where``, or None where ``says`` is ""."""
+
+    def wrap(client_fn: Any) -> ClientApp:
+        whole, app = client_app(client_fn), ClientApp()
+
+        def answer(message: Message, context: Any) -> Message:
+            if message.metadata.message_type == where and (text := says(context.node_config["partition-id"])):
+                raise ConfigError(text)
+            return whole(message, context)
+
+        for register in (app.train(), app.evaluate(), app.query()):
+            register(answer)
+        return app
+
+    return wrap
+
+
+@pytest.mark.parametrize("where", ["query", "train", "evaluate"])
+def test_a_config_error_of_all_clients_ends_the_run_in_the_first_round(federate, datasets, mlp, where: str) -> None:
+    strategy = FedAvg()
+    with pytest.raises(ConfigError, match=r"^agc=-1 must be at least 0\n\(All 3 clients that were asked raised this"):
+        federate(strategy, mlp, datasets, wrap=refusing(where))
+    assert len(strategy.reports) == 1
+
+
+@pytest.mark.parametrize("mods", [[], [local_bn]])
+def test_it_comes_from_a_numpy_client_and_through_the_mod(run_strategy, datasets, mlp, mods: list[Any]) -> None:
+    def client_fn(context: Any) -> TorchClient:
+        raise ConfigError("device='cuda:7': there are 1")
+
+    app = client_app(client_fn)
+    if mods:
+        app = ClientApp(mods=mods)
+
+        @app.train()
+        def train(message: Message, context: Any) -> Message:
+            return client_fn(context)  # type: ignore[return-value]
+
+    with pytest.raises(ConfigError, match=r"^device='cuda:7': there are 1\n"):
+        run_strategy(FedBN(), app, mlp().state_dict(), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_it_ends_a_run_with_a_synchronised_step(run_step, mlp, transport: str) -> None:
+    class Refusing(TorchClient):
+        def fit(self, parameters, config):
+            raise ConfigError("local_steps=-1 must be at least 0")
+
+    made = synchronised(FedTAN, transport)
+    with pytest.raises(ConfigError, match=r"^local_steps=-1 must be at least 0\n"):
+        run_step(made, mlp(), client_data((5,), (6, 5, 9)), transport=transport, client=Refusing)
+
+
+def test_other_errors_do_not_end_the_run(federate, datasets, mlp) -> None:
+    """Different texts; a client that trains; a client that is not there."""
+    for says in (lambda partition: f"device='cuda:{partition}'", lambda partition: "bad" if partition else ""):
+        strategy = FedAvg()
+        fails = NothingTrainedError if says(0) else None
+        federate(strategy, mlp, datasets, rounds=2, wrap=refusing("train", says), fails=fails)
+        assert len(strategy.reports) == 2
+        assert all(len(report.rejected) == (3 if says(0) else 2) for report in strategy.reports)
