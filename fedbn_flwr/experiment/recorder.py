@@ -198,6 +198,7 @@ class Recorder:
         clients = self._folder.save_clients(_kept_by_clients(self._config, strategy, state) if strategy else ())
         if strategy and absent:
             summary["model-note"] = why_absent(absent, clients)
+            logger.info("%s", summary["model-note"])
             state = {name: array for name, array in state.items() if strategy.run.parts.part_of[name] not in absent}
         self._folder.finish(state, {"format": "pt", **about, **({DIVERGED_AT: str(since)} if since else {})}, summary)
         return summary

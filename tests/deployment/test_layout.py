@@ -173,6 +173,7 @@ def test_make_reads_the_variables_of_the_environment_and_of_the_env_file(tmp_pat
         "NODE_1_DATA=/from/file",
         "export NODE_2_DATA='/a b'",
         'NODE_4_CONFIG="partition-id=9"',
+        "NODE_3_CONFIG=partition-id=5 data-path='/data/x'",
         "X=1",
     ]
     (tmp_path / ".env").write_text("\n".join(lines))
