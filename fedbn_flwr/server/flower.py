@@ -18,7 +18,14 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ClientPartError, ConfigError
-from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig, refuse_own_keys
+from fedbn_flwr.messages.protocol import (
+    STATISTICS_QUERY,
+    SYNCHRONISES,
+    Continuity,
+    MessageConfig,
+    TrainConfig,
+    refuse_own_keys,
+)
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.method import Method, P
@@ -172,7 +179,7 @@ class Server(Method[P]):
         self.run.continuity = continuity
 
     def _connect(self, timeout: float) -> None:
-        self.nodes = NodeRegistry(self.params.seed, timeout)
+        self.nodes = NodeRegistry(self.params.seed, timeout, {SYNCHRONISES: True} if self.synchronises else {})
         self.dispatcher = Dispatcher(self.nodes, timeout, self.arrayrecord_key, self.configrecord_key)
 
     def _begin(self) -> None:
@@ -213,6 +220,8 @@ class Server(Method[P]):
         for node in present:
             if node.unusable:
                 report.reject(node.node_id, f"{node}: {node.unusable}")
+        if present and all(node.unusable for node in present):
+            raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
         for node_id, why in self.nodes.silent.items():
             report.reject(node_id, f"node {node_id} did not say who it is: {why}")
         able = [node for node in present if node.num_examples != 0]

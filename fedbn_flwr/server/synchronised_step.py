@@ -127,11 +127,12 @@ def step_by_messages(
     Messages after the first hold only the newest answer: model, batch and earlier answers stay in the client's
     ``Context.state``. A client that fails, stalls or sends an unusable tensor is dropped, and the others repeat the
     step. Clients that have finished the step do the rest of the round (local steps 2..E) and reply with the model
-    within ``limits.reply_timeout``.
+    within ``limits.reply_timeout``. If no client finishes, the replies are the clients' errors.
     """
     first = {message.metadata.dst_node_id: message for message in messages}
     left = dict(members)
     dropped: dict[int, str] = {}
+    errors: list[Message] = []
     traffic = Traffic()
     attempt, answer, begun = 0, ArrayRecord(), False
     while len(left) >= limits.min_members:
@@ -151,6 +152,7 @@ def step_by_messages(
                 lost = dict.fromkeys(left, f"sent what cannot be combined: {error}")
         if lost:
             dropped |= lost
+            errors += [replies[node_id] for node_id in lost if node_id in replies and replies[node_id].has_error()]
             left = {node_id: member for node_id, member in left.items() if node_id not in lost}
             attempt, answer = attempt + 1, ArrayRecord()
             continue
@@ -158,7 +160,7 @@ def step_by_messages(
         traffic.exchanges += 1
         traffic.down += num_bytes(answer)[0]
         traffic.up += sum(t.numel() * t.element_size() for _, t in sent.values())
-    return StepResult([], traffic, dropped)
+    return StepResult(errors, traffic, dropped)
 
 
 def _patience(limits: Limits) -> Enough:
