@@ -37,7 +37,7 @@ class ConfigError(FedBNError, ValueError):
     """A setting is unknown, out of range or contradicts another one."""
 
 
-class NormLayerError(FedBNError, ValueError):
+class NormLayerError(ConfigError):
     """A model's normalisation layers do not fit the requested operation."""
 
 

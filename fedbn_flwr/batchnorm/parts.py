@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -106,6 +107,13 @@ class Parts:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _is_batchnorm(module: nn.Module) -> bool:
+    """Return whether a layer is BatchNorm, also in TorchScript, which keeps the name of the class only."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return getattr(module, "original_name", "") in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+    return isinstance(module, _BatchNorm)
+
+
 def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
 
@@ -119,7 +127,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
         # remove_duplicate=False: a layer registered at two paths is twice in the state dict.
         modules = model_or_state_dict.named_modules(remove_duplicate=False)
-        paths = [path for path, module in modules if isinstance(module, _BatchNorm)]
+        paths = [path for path, module in modules if _is_batchnorm(module)]
     else:
         names = tuple(model_or_state_dict)
         leaf = "running_mean"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
-from fedbn_flwr.errors import DataError, StateError, named_config_errors
+from fedbn_flwr.errors import DataError, NormLayerError, StateError, named_config_errors
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
     APPLIED,
@@ -36,26 +37,31 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     PARTITION_ID,
     STEPS,
+    SYNCHRONISES,
     TRAIN_ACCURACY,
     TRAIN_LOSS,
     UNUSABLE,
     EvaluateConfig,
     MessageConfig,
     TrainConfig,
+    merged_config,
 )
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.loop import Batches, train
+from fedbn_flwr.training.loop import Batches, as_model_input, train
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import load_state, unwrap, wrapper_prefix
 from fedbn_flwr.transport import Pending
 
 __all__ = ["TorchClient", "client_app"]
+
+logger = logging.getLogger("flwr")
 
 
 class TorchClient(NumPyClient):
@@ -108,10 +114,27 @@ class TorchClient(NumPyClient):
         self.state_dir = state_dir
 
     def get_properties(self, config: Config) -> Config:
-        """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``."""
+        """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``.
+
+        Raises:
+            NormLayerError: the method synchronises BN layers, and this model's cannot be.
+        """
+        if config.get(SYNCHRONISES) and len(self.train_data):
+            self._try_synchronised_step()
         known: Config = {} if self.partition_id is None else {PARTITION_ID: self.partition_id}
         size = len(self.train_data)
         return {**known, NUM_EXAMPLES: size, BATCH_SIZE: self.settings.first_batch(size)}
+
+    def _try_synchronised_step(self) -> None:
+        some = torch.arange(min(2, len(self.train_data)))
+        parameter = next(self.plain.parameters())
+        try:
+            inputs = as_model_input(self.train_data.batch(some)[0], parameter.device, parameter.dtype)
+            try_synchronised_step(self.plain, inputs)
+        except NormLayerError:
+            raise
+        except Exception as error:  # user code may raise anything; if training raises it too, the server hears of it
+            logger.warning("the model could not be tried in a synchronised step: %s: %s", type(error).__name__, error)
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""
@@ -328,8 +351,8 @@ def client_app(
     def query_message(message: Message, context: Context) -> Message:
         unusable = ""
         try:
-            properties = _client(client_fn, context).get_properties({})
-        except DataError as error:  # an answer, not a failure: the server reports it and continues with the others
+            properties = _client(client_fn, context).get_properties(merged_config(message))
+        except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
             properties, unusable = {NUM_EXAMPLES: 0}, str(error)
         if PARTITION_ID in context.node_config:
             properties = {PARTITION_ID: int(context.node_config[PARTITION_ID]), **properties}

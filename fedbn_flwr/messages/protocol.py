@@ -48,8 +48,9 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.local-began` | str: the kept state began in this round | client | server | 0.1 |
 | `partition-id` | int | client, node config | server, client | 0.1 |
 | `batch-size` | int: examples of the first batch | client | server | 0.1 |
-| `unusable` | str: why the node has no usable data | client | server | 0.1 |
+| `unusable` | str: why the node cannot take part | client | server | 0.1 |
 | `refusal` | str: why a mod of the app has refused the query | client | server | 0.1 |
+| `fedbn-flwr.synchronises` | bool, in the query: BN layers are synchronised | server | client | 0.1 |
 | `num-partitions` | int | node config | client | 0.1 |
 | `state-dir` | str: absolute folder of the kept state | node config, run config | client | 0.1 |
 | `data-path` | str: the node's own data | node config | client | 0.1 |
@@ -216,8 +217,9 @@ LOCAL_HOME = Key("fedbn-flwr.local-home", "str: folder or memory", "client", "se
 LOCAL_BEGAN = Key("fedbn-flwr.local-began", "str: the kept state began in this round", "client", "server")
 PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
-UNUSABLE = Key("unusable", "str: why the node has no usable data", "client", "server")
+UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
 REFUSAL = Key("refusal", "str: why a mod of the app has refused the query", "client", "server")
+SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised", "server", "client")
 
 # --- config of a node -------------------------------------------------------------------------------------------------
 NUM_PARTITIONS = Key("num-partitions", "int", "node config", "client")

@@ -25,7 +25,14 @@ from fedbn_flwr.errors import (
     ReplyError,
     raise_shared_config_error,
 )
-from fedbn_flwr.messages.protocol import STATISTICS_QUERY, Continuity, MessageConfig, TrainConfig, refuse_own_keys
+from fedbn_flwr.messages.protocol import (
+    STATISTICS_QUERY,
+    SYNCHRONISES,
+    Continuity,
+    MessageConfig,
+    TrainConfig,
+    refuse_own_keys,
+)
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
@@ -226,7 +233,7 @@ class Server(Method[P]):
         self.run.continuity = continuity
 
     def _connect(self, timeout: float) -> None:
-        self.nodes = NodeRegistry(self.params.seed, timeout)
+        self.nodes = NodeRegistry(self.params.seed, timeout, {SYNCHRONISES: True} if self.synchronises else {})
         self.dispatcher = Dispatcher(self.nodes, timeout, self.arrayrecord_key, self.configrecord_key)
 
     def _begin(self) -> None:
@@ -279,6 +286,8 @@ class Server(Method[P]):
         for node in present:
             if node.unusable:
                 report.reject(node.node_id, f"{node}: {node.unusable}")
+        if present and all(node.unusable for node in present):
+            raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
         for node_id, why in self.nodes.silent.items():
             report.reject(node_id, f"node {node_id} did not say who it is: {why}")
         able = self._unblocked([node for node in present if node.num_examples != 0])

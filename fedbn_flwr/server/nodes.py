@@ -10,8 +10,9 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal
@@ -68,14 +69,16 @@ class NodeRegistry:
     Args:
         seed: seed of the sampling; each (purpose, round) has a random stream of its own.
         timeout: seconds to wait for enough nodes, and for their answers.
+        told: entries of the query: what a node must know to say whether it can take part.
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
         silent: node id to the reason why a node did not answer the last query; it is asked again.
     """
 
-    def __init__(self, seed: int, timeout: float) -> None:
+    def __init__(self, seed: int, timeout: float, told: Mapping[str, Any] | None = None) -> None:
         self._seed = seed
+        self._told = {"config": ConfigRecord(dict(told))} if told else {}
         self._timeout = timeout
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
@@ -166,7 +169,7 @@ class NodeRegistry:
         return distinct
 
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
-        messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in node_ids]
+        messages = [Message(RecordDict(dict(self._told)), node_id, MessageType.QUERY) for node_id in node_ids]
         found: dict[int, Node] = {}
         reasons: list[str] = []
         for reply in grid.send_and_receive(messages, timeout=self._timeout):

@@ -131,7 +131,7 @@ def step_by_messages(
     Messages after the first hold only the newest answer: model, batch and earlier answers stay in the client's
     ``Context.state``. A client that fails, stalls or sends an unusable tensor is dropped, and the others repeat the
     step. Clients that have finished the step do the rest of the round (local steps 2..E) and reply with the model
-    within ``limits.reply_timeout``.
+    within ``limits.reply_timeout``. If no client finishes, the replies are the clients' errors.
     """
     first = {message.metadata.dst_node_id: message for message in messages}
     left = dict(members)

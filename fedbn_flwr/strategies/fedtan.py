@@ -34,6 +34,10 @@ Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local ste
 synchronised layer is in `batchnorm/sync`; how the exchanges travel is in `transport` and
 `server/synchronised_step.py`.
 
+A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot be synchronised. A `TorchClient`
+tries a step before the first round and says so; the run ends if no client can take part. Other clients raise the error
+at their first exchange.
+
 ## What travels
 
 | | per round |
@@ -66,7 +70,7 @@ from typing import Any, ClassVar, Literal
 from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.sync import Backward, Exchanges, synchronised
@@ -93,12 +97,13 @@ from fedbn_flwr.server.synchronised_step import (
     with_config,
 )
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs
+from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs, kept_modes
+from fedbn_flwr.training.randomness import private_randomness
 from fedbn_flwr.training.wrappers import load_state
 from fedbn_flwr.transport import BarrierGrid, Member, Reducer, RetryStep, local_reducer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
 
-__all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep"]
+__all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep", "try_synchronised_step"]
 
 logger = logging.getLogger("flwr")
 
@@ -195,6 +200,42 @@ class SynchroniseFirstStep(ClientHook):
         ):
             yield
         self._reducer.close()
+
+
+class _Alone:
+    """The reducer of a client without others; the union is large enough for every layer."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._union = 2 * batch_size
+
+    def begin(self) -> int:
+        return self._union
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def close(self) -> None:
+        return None
+
+
+def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
+    """Do a forward and a backward pass as in a synchronised step, without other clients and with no effect.
+
+    Args:
+        model: its state, modes and random numbers do not change; its gradients are removed.
+        inputs: a batch on the model's device.
+
+    Raises:
+        NormLayerError: a layer cannot be synchronised.
+    """
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = SynchroniseFirstStep(_Alone(len(inputs)), "2L+1", "global")
+    try:
+        with private_randomness(0, inputs.device), kept_modes(model), step.around(0, model.train(), len(inputs)):
+            model(inputs).sum().backward()
+    finally:
+        model.zero_grad(set_to_none=True)
+        load_state(model, before)
 
 
 def _synchronise(context: HookContext) -> ClientHook:

@@ -141,3 +141,12 @@ def test_fingerprint_sees_names_types_and_shapes() -> None:
     others = [nn.BatchNorm1d(3), nn.BatchNorm1d(2, affine=False), nn.InstanceNorm1d(2, True, track_running_stats=True)]
     prints = {base, of(nn.Sequential(nn.Identity(), nn.BatchNorm1d(2))), *[of(nn.Sequential(m)) for m in others]}
     assert len(prints) == 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_keeps_the_types_of_its_layers() -> None:
+    """Also of layers that their names would not show, or would show wrongly."""
+    bn, other = nn.BatchNorm1d(2, track_running_stats=False), nn.InstanceNorm1d(2, track_running_stats=True)
+    model = nn.Sequential(nn.Linear(2, 2), bn, nn.Sequential(nn.BatchNorm1d(2), other))
+    assert split_state(torch.jit.script(model)) == split_state(model)
+    assert split_state(nn.Sequential(torch.jit.script(bn))).affine == ("0.weight", "0.bias")

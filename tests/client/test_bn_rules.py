@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from flwr.app import Context, Message
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import FedProx, FedTAN
-from tests.support.user_loops import SIZES, loop_without_step
+from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
 
 
 def test_a_line_search_sees_the_penalty_too() -> None:
@@ -63,6 +65,34 @@ def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
     run_app(fedtan, user_app(loop_without_step, query=True), rounds=1, barrier=False)
     assert all("Write: with rules.step(len(inputs))" in r for r in fedtan.reports[0].rejected.values())
     assert len(fedtan.reports[0].rejected) == len(SIZES)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](checkpoint(self[0], x.requires_grad_(), use_reentrant=False))
+
+
+@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "messages"])
+def test_a_model_that_cannot_be_synchronised_is_an_error_of_every_client(run_app, user_app, barrier: bool) -> None:
+    """The server gets the errors themselves, so it can end the run with what they say."""
+
+    def model() -> nn.Module:
+        return Checkpointed(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3)).double()
+
+    strategy, reasons = FedTAN(), []
+    aggregate = strategy.aggregate_train
+
+    def note(server_round: int, replies: Any) -> Any:
+        replies = list(replies)
+        reasons.extend(str(reply.error.reason) for reply in replies)
+        return aggregate(server_round, replies)
+
+    strategy.aggregate_train = note  # type: ignore[method-assign]
+    with suppress(ConfigError):
+        run_app(strategy, user_app(hooked_loop, query=True, model=model), model=model, rounds=1, barrier=barrier)
+    assert len(reasons) == len(SIZES)
+    assert all("BatchNorm layer '0.1' runs inside torch.utils.checkpoint" in reason for reason in reasons)
+    assert issubclass(NormLayerError, ConfigError), "as such an error it ends a run if all clients raise it"
 
 
 def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import re
 import socket
 import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import grpc
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.models import build_model
-from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN
+from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTAN2
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
 
@@ -77,16 +82,6 @@ def test_all_transports_give_the_same_bits(run_step, same_bits) -> None:
         one, *others = (run_step(synchronised(strategy, c), model, data, transport=c, rounds=2) for c in TRANSPORTS)
         for other in others:
             same_bits(one.state, other.state)
-
-
-def test_fedtan_without_batchnorm_is_fedavg(run_step, same_bits) -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(1, 4), nn.Linear(4, 3)).double()
-    data = client_data((5,), (2, 3, 1))
-    plain = run_step(FedAvg(fraction_evaluate=0.0), model, data, rounds=2, local_steps=2)
-    for transport in TRANSPORTS:
-        run = run_step(synchronised(FedTAN, transport), model, data, transport=transport, rounds=2, local_steps=2)
-        same_bits(run.state, plain.state)
-        assert run.strategy.reports[1].train.exchanges == 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -217,3 +212,70 @@ def test_the_global_model_changes_in_every_round(run_step) -> None:
     assert not np.array_equal(run.history[2]["head.weight"], run.history[1]["head.weight"])
     assert run.state["twice.num_batches_tracked"] == 4
     assert run.state["frozen.num_batches_tracked"] == 0
+
+
+class Checkpointed(nn.Sequential):
+    """Its layers run again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](checkpoint(self[0], x.requires_grad_(), use_reentrant=self.reentrant))
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def in_blocks(kind: type[nn.Sequential]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()), nn.Linear(4, 3)).double()
+
+
+class Recording(TorchClient):
+    """Notes the partitions that trained."""
+
+    trained: ClassVar[list[Any]] = []
+
+    def fit(self, parameters, config):
+        self.trained.append(self.partition_id)
+        return super().fit(parameters, config)
+
+
+UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "checkpointed": (lambda: in_blocks(Checkpointed), "layer '0.1' runs inside torch.utils.checkpoint"),
+    "reentrant": (lambda: in_blocks(Reentrant), "layer '0.1' runs inside torch.utils.checkpoint"),
+    "scripted": (lambda: torch.jit.script(in_blocks(nn.Sequential)), "is a RecursiveScriptModule"),
+    "batch-renorm": (lambda: replace_norm(in_blocks(nn.Sequential), "batch-renorm")[0], "layer '0.1' is batch-renorm"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("method", [FedTAN, FedTAN2, FedDNA])
+@pytest.mark.parametrize("case", UNFIT)
+def test_models_that_cannot_be_synchronised_end_the_run_before_the_first_training(
+    federate, points, monkeypatch, method: type[FedTAN], case: str
+) -> None:
+    make, said = UNFIT[case]
+    monkeypatch.setattr(Recording, "trained", [])
+    with pytest.raises(ConfigError, match="no node can train; node .* " + re.escape(said)):
+        federate(synchronised(method), make, [points(6, i) for i in range(3)], client=Recording)
+    assert Recording.trained == []
+
+
+def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(run_step, points, same_bits) -> None:
+    """The check changes nothing in the clients that pass it: not the state, not the random numbers."""
+
+    class Own(TorchClient):
+        def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            partition = kwargs["context"].node_config["partition-id"]
+            super().__init__(in_blocks(Checkpointed) if partition == 1 else model, *args, **kwargs)
+
+    data = [points(6, i) for i in range(3)]
+    model = in_blocks(nn.Sequential)
+    mixed = run_step(synchronised(FedTAN), model, data, client=Own)
+    without = run_step(synchronised(FedTAN), model, data, hide={1: {1}})
+    assert "runs inside torch.utils.checkpoint" in mixed.reason(1)
+    assert mixed.strategy.reports[0].participants == [0, 2]
+    same_bits(mixed.state, without.state)
