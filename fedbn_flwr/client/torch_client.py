@@ -31,6 +31,7 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
+    EXCHANGE_QUERY,
     INFO,
     MOD,
     NUM_EXAMPLES,
@@ -53,7 +54,7 @@ from fedbn_flwr.training.loop import Batches, train
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import load_state, unwrap, wrapper_prefix
-from fedbn_flwr.transport import Pending
+from fedbn_flwr.transport import Pending, StepDone
 
 __all__ = ["TorchClient", "client_app"]
 
@@ -126,7 +127,7 @@ class TorchClient(NumPyClient):
             client hooks.
 
         Under FedTAN by messages it returns the one array of the next exchange, named ``fedtan/TAG``, until the
-        synchronised step is finished.
+        synchronised step has all answers, and no array when it has.
 
         Raises:
             StateError: the arrays or the kept entries do not fit the model.
@@ -153,6 +154,8 @@ class TorchClient(NumPyClient):
         except Pending as exchange:
             name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
             return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
+        except StepDone:
+            return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
         clear_log(self.context)
         state = self._state()
         if local:
@@ -305,6 +308,7 @@ def client_app(
     """
     app = ClientApp(mods=list(mods))
 
+    @app.query(EXCHANGE_QUERY.partition(".")[2])
     @app.train(mods=list(train_mods))
     def train_message(message: Message, context: Context) -> Message:
         return reply_to_fit(message, *_client(client_fn, context).fit(*open_message(message)))

@@ -140,7 +140,7 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
 def test_an_average_that_no_client_shared_is_named(federate, datasets, mlp, caplog) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
-            return super().fit(parameters, {**config, "rules": ""})
+            return super().fit(parameters, {**config, "fedbn-flwr.hooks": ""})
 
     logging.getLogger("flwr").propagate = True
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
