@@ -47,7 +47,7 @@ from fedbn_flwr.messages.records import from_record, tensors, to_record, to_stat
 from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.training.randomness import default_generators, set_default_generators
 from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
-from fedbn_flwr.transport import Pending, RetryStep
+from fedbn_flwr.transport import Pending, RetryStep, StepDone
 
 __all__ = ["answer_query", "answer_statistics", "local_bn"]
 
@@ -83,8 +83,9 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         reply = _call(call_next, message, context, key, whole)
     except Pending as exchange:
         log_sent(context, exchange)
-        records = {key: ArrayRecord(), EXCHANGE: to_record({exchange.tag: exchange.tensor})}
-        return Message(RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}), reply_to=message)
+        return _exchange(message, key, {exchange.tag: exchange.tensor})
+    except StepDone:
+        return _exchange(message, key, {})
     if message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
         clear_log(context)
         context.state.pop(STEP_GENERATORS, None)
@@ -114,6 +115,12 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
     own = context.node_config.get(PARTITION_ID)
     properties = NodeProperties(None if own is None else int(own), size, min(loader.batch_size or size, size))
     return Message(RecordDict(dict(properties.write())), reply_to=message)
+
+
+def _exchange(message: Message, key: str, entries: Mapping[str, Tensor]) -> Message:
+    """Return the reply with the tensor of an exchange; without one if the step has all its answers."""
+    records = {key: ArrayRecord(), EXCHANGE: to_record(entries)}
+    return Message(RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}), reply_to=message)
 
 
 def _call(call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:

@@ -23,6 +23,7 @@ from fedbn_flwr.messages.protocol import (
     STEP_ANSWERS,
     STEP_ATTEMPT,
     STEP_MODEL,
+    STEP_ONLY,
     STEP_SENT,
     UNION,
 )
@@ -73,7 +74,7 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
         return None
     records = context.state.array_records
     sent = tensors(from_record(records[STEP_SENT])) if STEP_SENT in records else None
-    return Replay(tensors(from_record(records[STEP_ANSWERS])), int(config[UNION]), sent)
+    return Replay(tensors(from_record(records[STEP_ANSWERS])), int(config[UNION]), sent, STEP_ONLY in config)
 
 
 def log_sent(context: Context, exchange: Pending) -> None:

@@ -32,6 +32,7 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
+    EXCHANGE_QUERY,
     INFO,
     MOD,
     NUM_EXAMPLES,
@@ -57,7 +58,7 @@ from fedbn_flwr.training.loop import Batches, as_model_input, train
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import load_state, unwrap, wrapper_prefix
-from fedbn_flwr.transport import Pending
+from fedbn_flwr.transport import Pending, StepDone
 
 __all__ = ["TorchClient", "client_app"]
 
@@ -149,7 +150,7 @@ class TorchClient(NumPyClient):
             client hooks.
 
         Under FedTAN by messages it returns the one array of the next exchange, named ``fedtan/TAG``, until the
-        synchronised step is finished.
+        synchronised step has all answers, and no array when it has.
 
         Raises:
             StateError: the arrays or the kept entries do not fit the model.
@@ -176,6 +177,8 @@ class TorchClient(NumPyClient):
         except Pending as exchange:
             name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
             return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
+        except StepDone:
+            return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
         clear_log(self.context)
         state = self._state()
         if local:
@@ -328,6 +331,7 @@ def client_app(
     """
     app = ClientApp(mods=list(mods))
 
+    @app.query(EXCHANGE_QUERY.partition(".")[2])
     @app.train(mods=list(train_mods))
     @named_config_errors()
     def train_message(message: Message, context: Context) -> Message:

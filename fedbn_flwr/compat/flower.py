@@ -35,6 +35,7 @@ __all__ = [
     "is_mod_refusal",
     "is_network_grid",
     "is_simulation_grid",
+    "lacks_function",
     "log_start",
     "retry_http_500",
     "set_message_id",
@@ -116,6 +117,13 @@ def is_app_error(reply: Message) -> bool:
 def is_mod_refusal(reply: Message) -> bool:
     """Return whether the reply is the error with which Flower's mods refuse a message."""
     return reply.has_error() and reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION
+
+
+def lacks_function(reply: Message, message_type: str) -> bool:
+    """Return whether the reply is the error of an app that has no function for messages ``category.action``."""
+    category, _, action = message_type.partition(".")
+    missing = f"No {category} function registered with name '{action}'"
+    return reply.has_error() and is_app_error(reply) and missing in str(reply.error.reason)
 
 
 def is_default_aggregation(function: Any) -> bool:

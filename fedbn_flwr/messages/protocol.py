@@ -15,6 +15,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `metrics` | MetricRecord of a reply | client | server | 0.1 |
 | `properties` | ConfigRecord of a reply: ReplyInfo | client | server | 0.1 |
 | `fedtan` | ArrayRecord: one exchange of a synchronised step | server, client | client, server | 0.1 |
+| `query.exchange` | message type: one exchange of a synchronised step | server | client | 0.1 |
 | `query.statistics` | message type: re-estimated statistics | server | client | 0.1 |
 | `server-round` | int | server | client | 0.1 |
 | `fedbn-flwr.hooks` | str, comma list: client hooks to apply | server | client | 0.1 |
@@ -31,6 +32,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.fedtan-ca` | bytes, PEM | server | client | 0.1 |
 | `fedbn-flwr.fedtan-timeout` | float, seconds | server | client | 0.1 |
 | `fedbn-flwr.fedtan-attempt` | int: attempt of a step that travels in messages | server | client | 0.1 |
+| `fedbn-flwr.fedtan-step-only` | bool: the training ends after its first step | server | client | 0.1 |
 | `fedbn-flwr.fedtan-union` | int: examples in the union of the first batches | server | client | 0.1 |
 | `fedbn-flwr.fedtan-batch-size` | int: examples of this client's first batch | server | client | 0.1 |
 | `fedbn-flwr.array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
@@ -174,6 +176,7 @@ class Key(str):
 METRICS = Key("metrics", "MetricRecord of a reply", "client", "server")
 INFO = Key("properties", "ConfigRecord of a reply: ReplyInfo", "client", "server")
 EXCHANGE = Key("fedtan", "ArrayRecord: one exchange of a synchronised step", "server, client", "client, server")
+EXCHANGE_QUERY = Key("query.exchange", "message type: one exchange of a synchronised step", "server", "client")
 STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistics", "server", "client")
 
 # --- config of a message from the server ------------------------------------------------------------------------------
@@ -192,6 +195,7 @@ CHANNEL_TOKEN = Key("fedbn-flwr.fedtan-token", "str: this node's token for this 
 CHANNEL_CA = Key("fedbn-flwr.fedtan-ca", "bytes, PEM", "server", "client")
 CHANNEL_TIMEOUT = Key("fedbn-flwr.fedtan-timeout", "float, seconds", "server", "client")
 ATTEMPT = Key("fedbn-flwr.fedtan-attempt", "int: attempt of a step that travels in messages", "server", "client")
+STEP_ONLY = Key("fedbn-flwr.fedtan-step-only", "bool: the training ends after its first step", "server", "client")
 UNION = Key("fedbn-flwr.fedtan-union", "int: examples in the union of the first batches", "server", "client")
 FIRST_BATCH = Key("fedbn-flwr.fedtan-batch-size", "int: examples of this client's first batch", "server", "client")
 

@@ -113,7 +113,7 @@ class Dispatcher:
             why = f"no reply, and the wait ended after {seconds:.1f} s"
         said = dict.fromkeys(error_text(message) if message.has_error() else "no error" for message in strange)
         if strange:
-            why += f"; {len(strange)} replies came from none of the nodes asked: {'; '.join(said)}"
+            why += f"; replies from none of the nodes asked ({len(strange)}): {'; '.join(said)}"
             logger.warning("%s", why)
         return why
 

@@ -193,13 +193,13 @@ class NodeRegistry:
                 logger.warning("node %s did not say who it is (%s); asked again later", node_id, why)
         if refused := [node for node in found.values() if node.refusal]:
             logger.warning(
-                "%s and %d more did not say what data they hold: %s %s.",
-                refused[0],
-                len(refused) - 1,
+                "%d of %d nodes did not say what data they hold: %s %s.",
+                len(refused),
+                len(found),
                 refused[0].refusal,
                 MOD_ORDER,
             )
-        unnamed = [node_id for node_id, node in found.items() if node.partition_id is None]
+        unnamed = [node for node in found.values() if node.partition_id is None and not node.refusal]
         if unnamed:
             logger.warning(
                 "%d of %d nodes did not answer the query for their partition id. Until a reply names it "

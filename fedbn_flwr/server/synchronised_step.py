@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.sync import combine
+from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import EngineError, FedBNError, ReplyError
 from fedbn_flwr.messages.protocol import (
     ATTEMPT,
@@ -21,6 +23,8 @@ from fedbn_flwr.messages.protocol import (
     CHANNEL_TIMEOUT,
     CHANNEL_TOKEN,
     EXCHANGE,
+    EXCHANGE_QUERY,
+    STEP_ONLY,
     UNION,
 )
 from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
@@ -32,6 +36,8 @@ from fedbn_flwr.transport.grpc_channel import ChannelServer
 from fedbn_flwr.transport.polling_grid import in_simulation
 
 __all__ = ["Limits", "StepResult", "step_by_barrier", "step_by_channel", "step_by_messages", "with_config"]
+
+logger = logging.getLogger("flwr")
 
 ENDED = "ended its work before the step was done"
 
@@ -124,32 +130,34 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
 
 
 def step_by_messages(
-    grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits
+    grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits, without_query: set[int]
 ) -> StepResult:
-    """Send the exchanges as training messages; the last replies hold the models.
+    """Send the exchanges as queries and then the training messages, whose replies hold the models.
 
     Messages after the first hold only the newest answer: model, batch and earlier answers stay in the client's
     ``Context.state``. A client that fails, stalls or sends an unusable tensor is dropped, and the others repeat the
-    step. Clients that have finished the step do the rest of the round (local steps 2..E) and reply with the model
-    within ``limits.reply_timeout``. If no client finishes, the replies are the clients' errors.
+    step. Clients that have finished the step do the whole round (the step again, with its answers, and local steps
+    2..E) and reply with the model within ``limits.reply_timeout``. If no client finishes, the replies are the clients'
+    errors.
+
+    ``without_query`` holds the ids of nodes whose app has no function for such queries, and gets those found here. They
+    are sent training messages in their place, the last of which is answered with the model.
     """
-    first = {message.metadata.dst_node_id: message for message in messages}
+    post = _Post(grid, {message.metadata.dst_node_id: message for message in messages}, limits, without_query)
     left = dict(members)
     dropped: dict[int, str] = {}
     failed: list[Message] = []
     traffic = Traffic()
-    attempt, answer, begun = 0, ArrayRecord(), False
+    attempt, answer = 0, ArrayRecord()
     while len(left) >= limits.min_members:
         config: dict[str, Any] = {ATTEMPT: attempt, UNION: sum(member.batch_size for member in left.values())}
-        outgoing = [_exchange(first[node_id], answer, config, begun) for node_id in left]
-        replies = send_until(grid, outgoing, _patience(limits))
-        begun = True
+        replies = post.exchange(list(left), answer, config)
         sent, done, lost = _sort(left, replies, limits)
         failed += [replies[node_id] for node_id in lost if node_id in replies and replies[node_id].has_error()]
         if done and not sent:  # those lost now have sent all their exchanges, if there were any
             included = list(left if answer else done)
             others = {node_id: reason for node_id, reason in lost.items() if node_id not in included}
-            return StepResult([*done.values(), *failed], traffic, included, {**dropped, **others})
+            return StepResult([*post.train(done, config), *failed], traffic, included, {**dropped, **others})
         lost |= dict.fromkeys(done, "was done with the step when others were not")
         if not lost:
             (tag, _), *_ = sent.values()
@@ -169,16 +177,81 @@ def step_by_messages(
     return StepResult(failed, traffic, (), dropped)
 
 
-def _patience(limits: Limits) -> Enough:
-    """Return the rule that ends a wait: ``exchange_timeout`` after the first tensor, ``reply_timeout`` without one."""
-    since: list[float] = []
+class _Post:
+    """Sends the messages of a step that travels in messages.
 
-    def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-        if not since and any(reply.has_content() and _tensors_of(reply) for reply in replies.values()):
-            since.append(seconds)
-        return seconds > (since[0] + limits.exchange_timeout if since else limits.reply_timeout)
+    Args:
+        grid: the nodes.
+        first: the training message of each node.
+        limits: the limits of a wait.
+        without_query: see ``step_by_messages``.
+    """
 
-    return enough
+    def __init__(self, grid: Grid, first: Mapping[int, Message], limits: Limits, without_query: set[int]) -> None:
+        self._grid = grid
+        self._first = first
+        self._limits = limits
+        self._without_query = without_query
+        self._begun: set[int] = set()
+
+    def exchange(self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]) -> dict[int, Message]:
+        """Send the newest answer, with the model the first time; return the replies by node id."""
+        replies = self._send(nodes, answer, config)
+        lacking = [i for i, reply in replies.items() if lacks_function(reply, EXCHANGE_QUERY)]
+        if lacking:
+            logger.warning(
+                "The app of %d node(s) has no function for FedTAN's exchanges. They go as training messages, and mods "
+                "of the training see all of them. Write @app.query('exchange') above @app.train().",
+                len(lacking),
+            )
+            self._without_query.update(lacking)
+            self._begun.difference_update(lacking)
+            replies |= self._send(lacking, answer, config)
+        return replies
+
+    def train(self, done: Mapping[int, Message], config: Mapping[str, Any]) -> list[Message]:
+        """Let the clients that have finished the step train; return their replies.
+
+        Args:
+            done: the last reply of each client; those to training messages hold the model already.
+            config: the config of the last exchange.
+        """
+        models = [reply for node_id, reply in done.items() if node_id in self._without_query]
+        messages = [self._message(i, None, config) for i in done if i not in self._without_query]
+        timeout = self._limits.reply_timeout
+        return [*models, *send_until(self._grid, messages, lambda _, seconds: seconds > timeout).values()]
+
+    def _send(self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]) -> dict[int, Message]:
+        messages = [self._message(node_id, answer, config) for node_id in nodes]
+        self._begun.update(nodes)
+        return send_until(self._grid, messages, self._patience(all(i not in self._without_query for i in nodes)))
+
+    def _message(self, node_id: int, answer: ArrayRecord | None, config: Mapping[str, Any]) -> Message:
+        """Return the message with an answer, or the training message if there is none."""
+        by_query = answer is not None and node_id not in self._without_query
+        message = with_config(self._first[node_id], {**config, STEP_ONLY: True} if by_query else config)
+        if node_id in self._begun:
+            for key in message.content.array_records:
+                message.content[key] = ArrayRecord()
+        if answer is not None:
+            message.content[EXCHANGE] = answer
+        return Message(message.content, node_id, EXCHANGE_QUERY) if by_query else message
+
+    def _patience(self, queries: bool) -> Enough:
+        """Return the rule that ends a wait: ``exchange_timeout`` after the first tensor, ``reply_timeout`` without one.
+
+        If all messages are ``queries``, a reply without a tensor comes from a client that has finished the step: the
+        others should follow at once.
+        """
+        since: list[float] = []
+        limits = self._limits
+
+        def enough(replies: Mapping[int, Message], seconds: float) -> bool:
+            if not since and any(reply.has_content() and (queries or _tensors_of(reply)) for reply in replies.values()):
+                since.append(seconds)
+            return seconds > (since[0] + limits.exchange_timeout if since else limits.reply_timeout)
+
+        return enough
 
 
 def with_config(message: Message, config: Mapping[str, Any]) -> Message:
@@ -189,20 +262,10 @@ def with_config(message: Message, config: Mapping[str, Any]) -> Message:
     return Message(content, message.metadata.dst_node_id, message.metadata.message_type)
 
 
-def _exchange(first: Message, answer: ArrayRecord, config: Mapping[str, Any], begun: bool) -> Message:
-    """Return the message of one exchange; only the first one of the round holds the model."""
-    message = with_config(first, config)
-    if begun:
-        for key in message.content.array_records:
-            message.content[key] = ArrayRecord()
-    message.content[EXCHANGE] = answer
-    return message
-
-
 def _sort(
     left: Mapping[int, Member], replies: Mapping[int, Message], limits: Limits
 ) -> tuple[dict[int, Sent], dict[int, Message], dict[int, str]]:
-    """Sort the replies: tensors of the next exchange, models of finished clients, and the reasons of lost clients."""
+    """Sort the replies: tensors of the next exchange, those of finished clients, and the reasons of lost clients."""
     sent: dict[int, Sent] = {}
     done: dict[int, Message] = {}
     lost: dict[int, str] = {}

@@ -269,6 +269,10 @@ class FedTAN(FedAvg[P]):
 
     _channel: ChannelServer | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._without_query: set[int] = set()  # nodes whose app has no function for exchanges
+
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds as ``FedAvg.start``; close the channel at the end."""
         try:
@@ -361,7 +365,7 @@ class FedTAN(FedAvg[P]):
         if isinstance(grid, BarrierGrid):
             return step_by_barrier(grid, grid, messages, members, limits)
         if params.fedtan_transport == "messages":
-            return step_by_messages(grid, messages, members, limits)
+            return step_by_messages(grid, messages, members, limits, self._without_query)
         if self._channel is None:
             self._channel = ChannelServer(params.fedtan_bind, params.fedtan_address, params.fedtan_tls_dir)
         return step_by_channel(grid, self._channel, messages, members, limits)

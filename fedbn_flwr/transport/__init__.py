@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member, local_reducer, use_reducers
 from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
-from fedbn_flwr.transport.replay import Pending, Replay
+from fedbn_flwr.transport.replay import Pending, Replay, StepDone
 
 __all__ = [
     "Barrier",
@@ -19,6 +19,7 @@ __all__ = [
     "Reducer",
     "Replay",
     "RetryStep",
+    "StepDone",
     "local_reducer",
     "use_reducers",
 ]

@@ -1,7 +1,8 @@
 """A synchronised step replayed from recorded answers.
 
 For every message the step runs again from its beginning, with the same batch and the same random numbers. An exchange
-with a recorded answer uses it. The first exchange without an answer stops the step: the client sends it next.
+with a recorded answer uses it. The first exchange without an answer stops the step: the client sends it next. If all
+have answers, the end of the step stops it too, except in the training message, in which the training goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError, FedBNError
 
-__all__ = ["Pending", "Replay"]
+__all__ = ["Pending", "Replay", "StepDone"]
 
 _SAME = 1e-2, 1e-5  # relative, absolute: more than the order of a sum on a GPU changes, far less than another batch
 
@@ -32,6 +33,10 @@ class Pending(FedBNError):
         self.tensor = tensor
 
 
+class StepDone(FedBNError):
+    """The step has all its answers, and this message asks for no more than the step."""
+
+
 class Replay:
     """A reducer that returns recorded answers.
 
@@ -40,14 +45,20 @@ class Replay:
         union_batch_size: examples in the union of all clients' batches.
         sent: the tensors that this client sent before, by tag; given for a user's training, which may not repeat
             itself exactly.
+        step_only: whether the training ends with the step.
     """
 
     def __init__(
-        self, answers: Mapping[str, Tensor], union_batch_size: int, sent: Mapping[str, Tensor] | None = None
+        self,
+        answers: Mapping[str, Tensor],
+        union_batch_size: int,
+        sent: Mapping[str, Tensor] | None = None,
+        step_only: bool = False,
     ) -> None:
         self._answers = answers
         self._union = union_batch_size
         self._sent = sent or {}
+        self._step_only = step_only
 
     def begin(self) -> int:
         """See ``Reducer.begin``."""
@@ -71,4 +82,10 @@ class Replay:
         return self._answers[tag]
 
     def close(self) -> None:
-        """See ``Reducer.close``."""
+        """See ``Reducer.close``.
+
+        Raises:
+            StepDone: the training ends here.
+        """
+        if self._step_only:
+            raise StepDone("the step has all its answers")

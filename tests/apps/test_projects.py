@@ -119,7 +119,7 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     assert theirs.strategy.run.local_hashes.keys() == ours.strategy.run.local_hashes.keys()
 
 
-@pytest.mark.parametrize(("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 13)])
+@pytest.mark.parametrize(("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 14)])
 def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
     """Lines of the result that are new or different."""
     assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines

@@ -31,7 +31,7 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
     """``user_app(loop, mods, query=False, model=mlp)``: Flower's PyTorch quickstart, with local data and fixed order.
 
     ``train_mods``: mods of the training function alone. ``query``: the app also answers queries, as FedTAN and
-    re-estimated statistics need it.
+    re-estimated statistics need it, and FedTAN's exchanges unless ``exchange`` is false.
     """
 
     def make(
@@ -40,6 +40,7 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
         query: bool = False,
         model: Callable[[], nn.Module] = mlp,
         train_mods: Sequence[Any] = (),
+        exchange: bool = True,
     ) -> ClientApp:
         app = ClientApp(mods=list(mods))
 
@@ -53,6 +54,9 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
             loss = loop(net, data, msg, context)
             metrics = MetricRecord({"train_loss": loss, "num-examples": len(data)})
             return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=msg)
+
+        if query and exchange:
+            app.query("exchange")(train)
 
         @app.evaluate()
         def evaluate(msg: Message, context: Context) -> Message:

@@ -5,15 +5,18 @@ Flower's mods for differential privacy expect one record each way, with the same
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
+from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.records import to_record
@@ -86,3 +89,56 @@ def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(run_app,
         True
     ] * 3
     assert "no reply" not in "".join(reasons)
+
+
+Seen = list[tuple[int, str, list[int]]]
+
+
+def watching(seen: Seen) -> Any:
+    """A mod that notes partition, message type and the sizes of the ArrayRecords of all messages with arrays."""
+
+    def watch(message: Message, context: Context, call_next: Any) -> Message:
+        if message.content.array_records:
+            sizes = [len(record) for record in message.content.array_records.values()]
+            seen.append((context.node_config["partition-id"], message.metadata.message_type, sizes))
+        return call_next(message, context)
+
+    return watch
+
+
+EXCHANGES = 4  # one BN layer, 3L+1: the model and three tensors
+
+
+def test_mods_see_each_training_message_once(run_app, user_app, mlp, same_bits) -> None:
+    """FedTAN's exchanges are queries. A mod of the training sees one message with the whole model, as under FedAvg."""
+    outside: Seen = []
+    inside: Seen = []
+    training = [watching(inside), local_dp_mod]
+    app = user_app(hooked_loop, [watching(outside), local_bn], query=True, train_mods=training)
+    by_messages = run_app(FedTAN(), app, rounds=2, barrier=False)
+    whole = [len(mlp().state_dict())]
+    assert sorted(inside) == [(i, "train", whole) for i in range(3) for _ in range(2)]
+    trained = [message for message in outside if message[1] == "train"]
+    assert sorted(trained) == [(i, "train", [0]) for i in range(3) for _ in range(2)]
+    queries = [message for message in outside if message[1] == "query.exchange"]
+    assert len(queries) == 2 * 3 * EXCHANGES
+    assert [report.train.exchanges for report in by_messages.strategy.reports] == [EXCHANGES] * 2
+    same_bits(by_messages.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2).state)
+
+
+def test_a_numpy_client_sees_them_once_too(federate, datasets, mlp) -> None:
+    seen: Seen = []
+    federate(FedTAN(), mlp, datasets, rounds=2, wrap=functools.partial(client_app, train_mods=[watching(seen)]))
+    assert sorted(message[:2] for message in seen) == [(i, "train") for i in range(3) for _ in range(2)]
+
+
+def test_without_a_function_for_exchanges_they_go_as_training_messages(run_app, user_app, same_bits, caplog) -> None:
+    """As apps were written before there was one: the same bits, and a warning that names the line to add."""
+    seen: Seen = []
+    app = user_app(hooked_loop, [watching(seen), local_bn], query=True, exchange=False)
+    done = run_app(FedTAN(), app, rounds=2, barrier=False)
+    assert [report.rejected for report in done.strategy.reports] == [{}, {}]
+    assert caplog.text.count("Write @app.query('exchange') above @app.train()") == 1
+    assert len([message for message in seen if message[1] == "train"]) == 2 * 3 * EXCHANGES
+    assert "query.exchange" not in {message[1] for message in seen}
+    same_bits(done.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2, barrier=False).state)

@@ -85,7 +85,7 @@ def test_a_server_cannot_name_another_folder(series: str) -> None:
     with pytest.raises(StateError, match="must be 1 to 64 letters"):
         Continuity(series, "r")
     with pytest.raises(StateError, match="must be 1 to 64 letters"):
-        Continuity.read({"series": "s", "run": series or "/", "committed": ""})
+        Continuity.read({"fedbn-flwr.series": "s", "fedbn-flwr.run": series or "/", "fedbn-flwr.committed": ""})
 
 
 def test_continuity_survives_a_message() -> None:

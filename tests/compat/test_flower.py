@@ -25,6 +25,7 @@ from unittest.mock import MagicMock
 import httpx
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 
@@ -216,6 +217,18 @@ def test_is_mod_refusal(seam: ModuleType, message: Message) -> None:
         assert seam.is_mod_refusal(refused)
         assert not seam.is_mod_refusal(Message(Error(2, ""), reply_to=message))
         assert not seam.is_mod_refusal(Message(RecordDict(), reply_to=message))
+
+
+def test_lacks_function(seam: ModuleType, message: Message) -> None:
+    todo = f"see what ClientApp says now of a message for which it has no function; compare with it in {SEAM}."
+    with canary("an app without a function for a message's action says so in these words", todo):
+        message.metadata.__dict__["_message_type"] = "query.some"
+        with pytest.raises(ValueError) as error:
+            ClientApp()(message, Context(1, 1, {}, RecordDict(), {}))
+        assert seam.lacks_function(seam.app_error(message, error.value), "query.some")
+        assert not seam.lacks_function(seam.app_error(message, error.value), "query.other")
+        assert not seam.lacks_function(seam.app_error(message, "no data"), "query.some")
+        assert not seam.lacks_function(Message(RecordDict(), reply_to=message), "query.some")
 
 
 def test_is_default_aggregation(seam: ModuleType) -> None:

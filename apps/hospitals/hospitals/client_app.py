@@ -20,6 +20,7 @@ def query(msg: Message, context: Context):
     return answer_query(msg, context, DataLoader(data, context.run_config["batch-size"]))
 
 
+@app.query("exchange")
 @app.train()
 def train(msg: Message, context: Context):
     """Train the received model on the hospital's data."""
