@@ -37,6 +37,8 @@ GROUPS = ("what", "rounds", "local training", "methods", "files")
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
 
+# The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
+_OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
 _OF_A_FEDERATION = (
     *("fraction_train", "fraction_evaluate", "min_replies", "round_timeout", "variance", "momentum_scope", "agc"),
     *("recalibrate", "local_part", "client_hooks", "server_step", "state_dir", "series", "checkpoint_every"),
@@ -338,7 +340,7 @@ class Config(_MethodSettings):
         Args:
             values: the settings; missing keys take their defaults.
             complete: whether ``values`` holds all keys, as Flower's run config does; a key with its default value then
-                counts as not set.
+                counts as not set, and what ``docker-compose.yml`` sets in every run is left out where it has no effect.
 
         Raises:
             ConfigError: all problems, one per line: unknown keys with the nearest known key, wrong types, values out of
@@ -366,7 +368,11 @@ class Config(_MethodSettings):
                     break
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if not lines:
-            lines = [f"{key}={value!r} has no effect: {use}" for key, (value, use) in config.without_effect().items()]
+            unused = config.without_effect()
+            preset = [key for key in _OF_THE_COMPOSE_FILE if complete and key in unused]
+            names = {field.alias or name: name for name, field in cls.model_fields.items()}
+            config = config.model_copy(update={names[key]: fields[key].default for key in preset})
+            lines = [f"{k}={value!r} has no effect: {use}" for k, (value, use) in unused.items() if k not in preset]
         if lines:
             raise ConfigError("\n".join(lines))
         if config.strategy != CENTRALIZED:  # in place of "the method's own default"

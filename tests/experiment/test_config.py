@@ -280,6 +280,22 @@ def test_an_override_that_cannot_be_read_is_refused(override: str, message: str)
         Config.load(None, [override])
 
 
+def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_effect() -> None:
+    """Its service ``cli`` names FedTAN's channel in each run config; elsewhere such a key is refused."""
+    preset = {
+        "fedtan-transport": "channel",
+        "fedtan-bind": "a:9200",
+        "fedtan-address": "b:9200",
+        "fedtan-tls-dir": "/c",
+    }
+    assert Config.make({**Config.make({}).to_mapping(), **preset}, complete=True) == Config.make({})
+    assert Config.make({**preset, "strategy": "fedtan"}, complete=True).fedtan_bind == "a:9200"
+    with pytest.raises(ConfigError, match="fedtan-bind='a:9200' has no effect"):
+        Config.make(preset)
+    with pytest.raises(ConfigError, match=r"^proximal-mu=2\.0 has no effect: it is for fedprox, fedbs$"):
+        Config.make({**preset, "proximal-mu": 2.0}, complete=True)
+
+
 # --- conditions between keys ------------------------------------------------------------------------------------------
 
 
