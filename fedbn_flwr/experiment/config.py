@@ -80,8 +80,8 @@ class Config(_MethodSettings):
     image_size: int = _key(
         "what",
         0,
-        "height of the images, pixels; 0 = as published, or the height that the model needs (torchvision's classifiers: "
-        "64, but most of them work at 32)",
+        "height of the images, pixels; 0 = as published, or the height that the model needs (torchvision's: 64, but "
+        "most classifiers work at 32)",
         ge=0,
     )
     data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
