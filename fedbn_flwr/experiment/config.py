@@ -80,7 +80,11 @@ class Config(_MethodSettings):
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
     dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
     image_size: int = _key(
-        "what", 0, "height of the images, pixels; 0 = as published, or the height that the model needs", ge=0
+        "what",
+        0,
+        "height of the images, pixels; 0 = as published, or the height that the model needs (torchvision's: 64, but "
+        "most classifiers work at 32)",
+        ge=0,
     )
     data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
     partition: str = _key("what", "classes", "split over the clients; `fedbn-flwr list partitions`")
@@ -286,7 +290,7 @@ class Config(_MethodSettings):
     def _unused(self) -> dict[str, str]:
         """Return the keys outside the method's settings that have no effect under the other keys."""
         info = DATASETS[self.dataset]
-        _, size = input_shape(self.model, info.channels, self.image_size or info.size)
+        _, size = input_shape(self.model, info.channels, self.image_size or info.size, asked=True)
         conditions: dict[str, tuple[bool, str]] = {
             "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),
             "wsconv_gain": (self.norm == "wsconv", "it is for norm=wsconv"),

@@ -63,7 +63,8 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 def image_shape(config: Config) -> tuple[int, int, int]:
     """Return (channels, height, width) of the input images of a config's model."""
     info = DATASETS[config.dataset]
-    channels, height = input_shape(config.model, info.channels, config.image_size or info.size)
+    size, asked = config.image_size or info.size, bool(config.image_size)
+    channels, height = input_shape(config.model, info.channels, size, asked=asked)
     return channels, height, info.aspect * height
 
 

@@ -16,7 +16,8 @@ __all__ = ["ModelInfo"]
 class ModelInfo:
     """A model: ``build(num_classes, channels, size)`` with BatchNorm, ``shape(channels, size)`` of its input, its task.
 
-    The size is the height of the images; networks that do not need squares take any width.
+    The size is the height of the images; networks that do not need squares take any width. ``smallest`` is a size below
+    that of ``shape`` at which the network works, too, for those who ask for it; 0 = none.
     """
 
     summary: str
@@ -24,3 +25,4 @@ class ModelInfo:
     build: Callable[[int, int, int], nn.Module]
     shape: Callable[[int, int], tuple[int, int]]
     task: Task = CLASSIFICATION
+    smallest: int = 0

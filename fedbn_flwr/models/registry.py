@@ -87,14 +87,18 @@ def model_info(name: str) -> ModelInfo:
     raise unknown_name("model", name, MODELS)
 
 
-def input_shape(name: str, channels: int, size: int) -> tuple[int, int]:
+def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> tuple[int, int]:
     """Return the (channels, size) of the square images that the model takes, from those of the data set's images.
+
+    ``asked``: the size is a wish, and may be below the size that the model takes by default.
 
     Raises:
         ConfigError: the model is unknown, or channels or size are below 1.
     """
     _at_least_one(channels=channels, size=size)
-    return model_info(name).shape(channels, size)
+    info = model_info(name)
+    taken, default = info.shape(channels, size)
+    return taken, max(size, info.smallest) if asked and info.smallest else default
 
 
 def build_model(

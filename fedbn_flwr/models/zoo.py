@@ -3,8 +3,8 @@
 The functions import torchvision: it takes longer to import than torch, and over a network a client starts a process for
 every message.
 
-Input is (3, S) with S at least 64 (some need more, see below). Differs from torchvision's defaults: googlenet and
-inception_v3 have no auxiliary classifiers, so training also returns plain logits, and use torch's default
+Input is (3, S) with S at least 64, or 32 if asked for (some need more, see below). Differs from torchvision's defaults:
+googlenet and inception_v3 have no auxiliary classifiers, so training also returns plain logits, and use torch's default
 initialisation, because their own truncated-normal one is slow.
 """
 
@@ -24,16 +24,19 @@ SMALLEST = 64
 # The sizes that torchvision's layers need, for position tables and windows of one size, and for an unpadded stem.
 FIXED_SIZE = {"maxvit_t": 224, "vit_b_16": 224, "vit_b_32": 224, "vit_h_14": 224, "vit_l_16": 224, "vit_l_32": 224}
 LARGER = {"inception_v3": 75}
+SMALLEST_ASKED = 32
+LARGER_ASKED = {"alexnet": 63, **LARGER}
 WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def zoo_info(name: str) -> ModelInfo:
     """Return the entry of the classifier ``name``; for an unknown name ``build`` and ``shape`` raise ConfigError."""
     return ModelInfo(
-        "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or more",
+        "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or more (32 by image-size)",
         "torchvision.models",
         partial(_build, name),
         partial(_shape, name),
+        smallest=0 if name in FIXED_SIZE else LARGER_ASKED.get(name, SMALLEST_ASKED),
     )
 
 

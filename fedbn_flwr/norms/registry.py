@@ -78,6 +78,11 @@ NORMS: dict[str, NormInfo] = {
 def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Module, NormReport]:
     """Return a copy of ``model`` with other norm layers instead of BatchNorm, and a report by layer path.
 
+    ::
+
+        model, report = replace_norm(model, "wsconv")
+        print(report)  # path, old layer, new layer; one line per replaced layer
+
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device, dtype, ``requires_grad``,
     train/eval mode and sharing inside the model; the given model does not change. A layer object at several paths stays
     one object. Without BatchNorm in the model the result is a copy and an empty report, except that ``wsconv`` still

@@ -10,8 +10,8 @@ average; standardised weights and clipped gradients keep its training stable.
 
 ## Algorithm
 
-The network is `replace_norm(model, "wsconv")`. Each convolution uses, per output channel with mean $\mu_W$ and standard
-deviation $\sigma_W$ of its weights,
+The network is made by `model, report = replace_norm(model, "wsconv")`. Each convolution uses, per output channel with
+mean $\mu_W$ and standard deviation $\sigma_W$ of its weights,
 
 $$\hat{W} = \text{gain} \cdot \gamma \, \frac{W - \mu_W}{\sigma_W \sqrt{\text{fan-in}}}, \qquad
 \gamma = \sqrt{\frac{2}{1 - 1/\pi}} \text{ for ReLU}$$

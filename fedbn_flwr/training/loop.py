@@ -45,7 +45,20 @@ Stream = Callable[[str], torch.Generator]
 
 
 class Batches(Protocol):
-    """The data interface of training and evaluation: a length, and batches by position."""
+    """The data interface of training and evaluation: a length, and batches by position.
+
+    Any object with these two methods is such a data set; ``fedbn_flwr.data.Subset`` is one. ::
+
+        class Memory:
+            def __init__(self, inputs, targets):
+                self.inputs, self.targets = inputs, targets
+
+            def __len__(self):
+                return len(self.inputs)
+
+            def batch(self, positions, generator=None):
+                return self.inputs[positions], self.targets[positions]
+    """
 
     def __len__(self) -> int:
         """Return the number of examples."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import FedProx, FedTAN
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
@@ -73,26 +72,18 @@ class Checkpointed(nn.Sequential):
 
 
 @pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "messages"])
-def test_a_model_that_cannot_be_synchronised_is_an_error_of_every_client(run_app, user_app, barrier: bool) -> None:
-    """The server gets the errors themselves, so it can end the run with what they say."""
+def test_a_model_that_cannot_be_synchronised_ends_the_run_at_the_first_exchange(
+    run_app, user_app, barrier: bool
+) -> None:
+    """A NormLayerError of all clients is a ConfigError of the run."""
 
     def model() -> nn.Module:
         return Checkpointed(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3)).double()
 
-    strategy, reasons = FedTAN(), []
-    aggregate = strategy.aggregate_train
-
-    def note(server_round: int, replies: Any) -> Any:
-        replies = list(replies)
-        reasons.extend(str(reply.error.reason) for reply in replies)
-        return aggregate(server_round, replies)
-
-    strategy.aggregate_train = note  # type: ignore[method-assign]
-    with suppress(ConfigError):
-        run_app(strategy, user_app(hooked_loop, query=True, model=model), model=model, rounds=1, barrier=barrier)
-    assert len(reasons) == len(SIZES)
-    assert all("BatchNorm layer '0.1' runs inside torch.utils.checkpoint" in reason for reason in reasons)
-    assert issubclass(NormLayerError, ConfigError), "as such an error it ends a run if all clients raise it"
+    strategy = FedTAN()
+    with pytest.raises(ConfigError, match=r"^BatchNorm layer '0\.1' runs inside torch\.utils\.checkpoint"):
+        run_app(strategy, user_app(hooked_loop, query=True, model=model), model=model, barrier=barrier)
+    assert len(strategy.reports) == 1
 
 
 def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torchvision.models
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
@@ -158,6 +159,26 @@ def test_input_shape_and_a_forward_pass_at_it(name: str, native: tuple[int, int]
         assert model(torch.zeros(2, wanted[0], wanted[1], wanted[1])).shape == (2, 10)
 
 
+SMALL = {
+    "mobilenet_v2": (24, 32),
+    "alexnet": (32, 63),
+    "inception_v3": (32, 75),
+    "vit_b_16": (32, 224),
+    "vgg11": (96, 96),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_torchvisions_classifiers_take_small_images_if_asked(name: str) -> None:
+    """FedWon trains MobileNetV2 on CIFAR at 32 pixels; without image-size images have at least 64."""
+    asked, got = SMALL[name]
+    assert input_shape(f"torchvision:{name}", 1, asked, asked=True) == (3, got)
+    assert input_shape(f"torchvision:{name}", 1, 32)[1] >= 64
+    if name == "alexnet":
+        with torch.no_grad():
+            assert torchvision.models.alexnet(num_classes=3).eval()(torch.zeros(1, 3, got, got)).shape == (1, 3)
+
+
 @pytest.mark.parametrize("name", ["vit_b_32", "swin_t", "maxvit_t", "efficientnet_b0", "inception_v3", "squeezenet1_0"])
 def test_torchvision_families_accept_the_shape_we_give_them(name: str) -> None:
     info = model_info(f"torchvision:{name}")
@@ -210,6 +231,7 @@ def test_unknown_names_name_the_nearest() -> None:
         build("torchvision:resnet81")
     with pytest.raises(ConfigError, match=r"unknown torchvision classifier '<name>'"):
         input_shape("torchvision:<name>", 3, 32)
+
     with pytest.raises(ConfigError, match=r"unknown norm 'batchs'. Did you mean 'batch'\?"):
         build("mlp", norm="batchs")
 
