@@ -38,6 +38,10 @@ A BN layer that TorchScript holds, or that activation checkpointing calls again,
 tries a step before the first round and says so; the run ends if no client can take part. Other clients raise the error
 at their first exchange.
 
+A client lost in the middle of the step is dropped, and the others redo the step from its first exchange: the round
+equals one without that client. A client lost after its last exchange leaves a step that contains its batch. That step
+stands; only the client's model is missing in the average. The log says which of the two happened.
+
 ## What travels
 
 | | per round |

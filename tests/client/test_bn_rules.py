@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import FedProx, FedTAN
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
@@ -57,13 +57,15 @@ def test_a_second_optimizer_is_refused(mlp) -> None:
 
 
 def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
+    """All clients leave it out, so the run ends with the error in its first round."""
     strategy = FedProx()
-    run_app(strategy, user_app(functools.partial(loop_without_step, wrap=False)), rounds=1)
-    assert all("Write: optimizer = rules.wrap(optimizer)" in r for r in strategy.reports[0].rejected.values())
+    with pytest.raises(ConfigError, match=r"Write: optimizer = rules\.wrap\(optimizer\)"):
+        run_app(strategy, user_app(functools.partial(loop_without_step, wrap=False)))
     fedtan = FedTAN()
-    run_app(fedtan, user_app(loop_without_step, query=True), rounds=1, barrier=False)
-    assert all("Write: with rules.step(len(inputs))" in r for r in fedtan.reports[0].rejected.values())
-    assert len(fedtan.reports[0].rejected) == len(SIZES)
+    with pytest.raises(ConfigError, match=r"Write: with rules\.step\(len\(inputs\)\)"):
+        run_app(fedtan, user_app(loop_without_step, query=True), barrier=False)
+    for reports in (strategy.reports, fedtan.reports):
+        assert [len(report.rejected) for report in reports] == [len(SIZES)]
 
 
 class Checkpointed(nn.Sequential):
@@ -106,7 +108,7 @@ def test_a_first_batch_that_changes_between_exchanges_is_refused(run_app, user_a
         return 0.0
 
     strategy = FedTAN()
-    run_app(strategy, user_app(restless, query=True), rounds=1, barrier=False)
+    run_app(strategy, user_app(restless, query=True), rounds=1, barrier=False, fails=NothingTrainedError)
     assert all("the first batch must be the same each time" in why for why in strategy.reports[0].rejected.values())
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
@@ -118,6 +120,6 @@ def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
         return 0.0
 
     strategy = FedTAN()
-    run_app(strategy, user_app(short, query=True), rounds=1, barrier=False)
+    run_app(strategy, user_app(short, query=True), rounds=1, barrier=False, fails=NothingTrainedError)
     said = "has 3 examples; this client's answer to the query said batch-size 4"
     assert all(said in why for why in strategy.reports[0].rejected.values())

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_statistics, local_bn
@@ -158,7 +158,7 @@ def test_a_reply_without_the_whole_model_is_rejected_with_advice(run_app, user_a
         return reply
 
     strategy = FedBN()
-    run_app(strategy, user_app(mods=(local_bn, cut)), rounds=1)
+    run_app(strategy, user_app(mods=(local_bn, cut)), rounds=1, fails=NothingTrainedError)
     assert all("Reply with the whole state dict" in why for why in strategy.reports[0].rejected.values())
 
 

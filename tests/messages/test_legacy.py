@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.errors import ClientPartError, NothingTrainedError
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.mods import bn_rules, local_bn
 from fedbn_flwr.seeds import torch_generator
@@ -93,11 +93,9 @@ def client_fn(mlp, datasets) -> Callable[..., Any]:
 def by_messages(run_strategy) -> Callable[..., dict[str, Array]]:
     """``by_messages(strategy, app, start, barrier=True)``: run over the Message API; the last state."""
 
-    def run(strategy: FedAvg, app: ClientApp, start: nn.Module, barrier: bool = True) -> dict[str, Array]:
-        together = {"max_workers": len(SIZES)}
-        outcome = run_strategy(
-            strategy, app, start.state_dict(), len(SIZES), rounds=ROUNDS, barrier=barrier, grid_options=together
-        )
+    def run(strategy: FedAvg, app: ClientApp, start: nn.Module, barrier: bool = True, **options: Any) -> Any:
+        options |= {"rounds": ROUNDS, "barrier": barrier, "grid_options": {"max_workers": len(SIZES)}}
+        outcome = run_strategy(strategy, app, start.state_dict(), len(SIZES), **options)
         return outcome.state
 
     return run
@@ -281,7 +279,7 @@ def test_our_own_client_with_the_mod_is_rejected_with_advice(by_messages, make: 
         return TorchClient(mlp(), data, data, settings, context=context)
 
     strategy = make(fraction_evaluate=0.0)
-    by_messages(strategy, client_app(function, mods=[local_bn]), mlp())
+    by_messages(strategy, client_app(function, mods=[local_bn]), mlp(), fails=NothingTrainedError)
     why = strategy.reports[0].rejected.values()
     assert all("which keeps and sends its part itself. Leave the mod out" in reason for reason in why)
     assert len(strategy.reports[0].rejected) == len(SIZES)
