@@ -39,7 +39,7 @@ def check(strategy: FedAvg[Any]) -> None:
     does = ""
     if strategy.params.variance == "pooled":
         does = "variance='pooled'"
-    if strategy.needs_each_reply:
+    if any(_needs_each_reply(kind) for kind in type(strategy).__mro__ if issubclass(kind, FedAvg) and kind != FedAvg):
         does = f"strategy {strategy.name!r}"
     if does:
         raise ConfigError(
@@ -58,6 +58,11 @@ def check(strategy: FedAvg[Any]) -> None:
             "...) stay as they were sent. Only layers with momentum=None use them.",
             shared[0],
         )
+
+
+def _needs_each_reply(kind: type[FedAvg[Any]]) -> bool:
+    own = vars(kind)
+    return bool(own.get("needs_each_reply", not own.keys().isdisjoint({"combine", "weights", "check"})))
 
 
 def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:

@@ -203,7 +203,8 @@ class Method(FlowerFedAvg, Generic[P]):
         freezes_bn: whether the method freezes BN during the run.
         needs_batchnorm: whether the method is useless without BatchNorm.
         reestimates: whether the method always tests with re-estimated statistics.
-        needs_each_reply: whether the server needs more than the |D_i|-weighted average of the replies' arrays.
+        needs_each_reply: whether the server needs more than the |D_i|-weighted average of the replies' arrays; a class
+            that overrides ``combine``, ``weights`` or ``check`` and does not say so needs it.
         synchronises: whether a local step exchanges statistics between the clients.
         Params: the class of the settings; its fields are constructor arguments.
         client_hooks: factories of the client hooks, by name.

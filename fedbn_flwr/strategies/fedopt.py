@@ -71,6 +71,7 @@ class FedOpt(FedAvg[P]):
     """
 
     role = "server-step"
+    needs_each_reply = False  # the mean change is enough
 
     def step(self, server_round: int, name: str, delta: Array) -> Array:
         """Return what to add to entry ``name``, given its Delta_t in float64."""

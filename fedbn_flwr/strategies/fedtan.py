@@ -272,10 +272,12 @@ class FedTAN(FedAvg[P]):
     backward: Backward = "global"
 
     _channel: ChannelServer | None = None
+    _without_query: set[int]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._without_query: set[int] = set()  # nodes whose app has no function for exchanges
+    def begin(self) -> None:
+        """Start with no node known to have no function for exchanges."""
+        super().begin()
+        self._without_query = set()
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds as ``FedAvg.start``; close the channel at the end."""

@@ -414,6 +414,15 @@ def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
     assert [len(report.rejected) for report in run.strategy.reports] == [3, 3]
 
 
+class Median(FedAvg):
+    """A user's method that says nothing of secure sums."""
+
+    name = "median"
+
+    def combine(self, server_round: int, replies: Any, before: Any) -> dict[str, Any]:
+        return {**super().combine(server_round, replies, before)}
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -421,6 +430,7 @@ def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
         (Scaffold, "strategy 'scaffold' needs the arrays of each client"),
         (lambda: FixBN(freeze_at=1), "strategy 'fixbn' needs the arrays of each client"),
         (lambda: FedAvg(variance="pooled"), "variance='pooled' needs the arrays of each client"),
+        (lambda: Median(), "strategy 'median' needs the arrays of each client"),
     ],
 )
 def test_what_a_secure_sum_hides_is_refused_by_name(run_workflow, make: Callable[[], FedAvg], why: str) -> None:
