@@ -414,7 +414,7 @@ class Config(_MethodSettings):
             if not isinstance(read, dict):
                 raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
             values.update(read)
-        return cls.make({**values, **read_overrides(overrides)})
+        return cls.make({**today(values), **read_overrides(overrides)})
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
@@ -426,6 +426,20 @@ class Config(_MethodSettings):
         """Return the keys of a group, in order."""
         extras = {field.alias or name: field.json_schema_extra for name, field in cls.model_fields.items()}
         return [key for key, extra in extras.items() if isinstance(extra, dict) and extra["group"] == group]
+
+
+def today(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under today's names.
+
+    A resolved config of before, when keys without effect were ignored, loses these keys; ``agc`` acted under fedwon.
+    """
+    found = {RENAMED.get(key, key): value for key, value in values.items()}
+    if "local-part" in found or not found.keys() >= {"strategy", "agc", "server-momentum", "resume"}:
+        return found
+    if found["strategy"] != "fedwon":
+        del found["agc"]
+    _, dropped = Config.make_of_shared(found, {})
+    return {key: value for key, value in found.items() if key not in dropped}
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
