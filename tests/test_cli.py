@@ -132,10 +132,10 @@ def test_inspect_shows_the_papers_megabytes() -> None:
     assert "layer3.2.norm2" not in quiet
 
 
-def test_inspect_warns_if_a_method_does_nothing() -> None:
+def test_inspect_warns_if_a_run_would_be_refused() -> None:
     result = call("inspect", "--norm", "group", "--strategy", "silobn")
     assert result.exit_code == 0
-    assert "warning: the model has no BatchNorm: silobn would do what fedavg does" in result.output
+    assert "warning: strategy 'silobn' needs BatchNorm; the model has none: a run is refused" in result.output
 
 
 @pytest.mark.parametrize(
