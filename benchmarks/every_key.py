@@ -103,7 +103,7 @@ ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/data/test_loading.py",
     "min-replies": "tests/server/test_bad_replies.py",
-    "round-timeout": "tests/server/test_bad_replies.py",
+    "round-timeout": "tests/experiment/test_setup.py",
     "device": "tests/experiment/test_setup.py",
     "torch-threads": "tests/engines/test_in_process.py",
     "fedtan-transport": "tests/strategies/test_fedtan_law.py",

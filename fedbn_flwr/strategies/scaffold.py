@@ -110,10 +110,12 @@ class ControlVariates(ClientHook):
         """Store x and the names of the parameters.
 
         Raises:
-            ConfigError: the optimizer has momentum.
+            ConfigError: a group of the optimizer has momentum, or is maximised.
         """
         if momentum := max(float(group["momentum"]) for group in optimizer.param_groups):
             raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0")
+        if any(group.get("maximize") for group in optimizer.param_groups):
+            raise ConfigError("scaffold corrects plain SGD: the optimizer's maximize=True must be False")
         self._optimizer = optimizer
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in self._local}
         names = {p: name for name, p in trainable.items()}

@@ -110,7 +110,19 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch) -> None:
 
 def test_all_problems_of_the_machine_are_reported_at_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = refused(["run", "--set", "device=cuda", "--set", "data-dir=/no/such", "--out", str(tmp_path / "out")])
+    said = refused(
+        [
+            "run",
+            "--set",
+            "device=cuda",
+            "--set",
+            "dataset=mnist",
+            "--set",
+            "data-dir=/no/such",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     assert said.split("\n") == [
         "device=cuda: 0 CUDA device(s) found here. Use device=cpu, or device=auto.",
         "data-dir='/no/such' is not a folder. Create it, or name the one with the data.",

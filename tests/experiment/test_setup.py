@@ -16,8 +16,9 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check, image_shape, local_training, make_model, make_strategy, pick_device
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
 
 
 def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
@@ -86,8 +87,10 @@ def test_a_node_without_a_partition_is_refused_with_advice(quick_config) -> None
 def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     """A key that is not handed on would be a setting without effect."""
     changed = {"variance": "pooled", "min-replies": 2, "eval-every": 3, "seed": 5, "proximal-mu": 0.5, "freeze-at": 7}
-    norm = "wsconv" if name == "fedwon" else "batch"
-    config = quick_config(strategy=name, norm=norm, **changed, **{"fraction-train": 0.5, "fraction-evaluate": 0.25})
+    own = {"strategy": name, "norm": "wsconv" if name == "fedwon" else "batch", "eval-on": "personal-own"}
+    shared = {**changed, **quick_config(strategy=name, norm=own["norm"]).to_mapping()}
+    shared |= {**changed, "fraction-train": 0.5, "fraction-evaluate": 0.25, "local-epochs": 0}
+    config, _ = Config.make_of_shared(shared, own)
     strategy = make_strategy(config, make_model(config), 3)
     assert type(strategy) is STRATEGIES[name]
     assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 2)
@@ -115,11 +118,24 @@ def test_a_device_is_chosen_or_refused(name: str, message: str) -> None:
 def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(quick_config, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        check(quick_config(**{"data-dir": "mnist"}))
+        check(quick_config(**{"data-dir": "mnist", "dataset": "mnist"}))
     assert str(caught.value) == (
         "data-dir='mnist' is relative, and nodes run in other folders. Write the absolute path (seen from the folder "
         f"of this process: {str(tmp_path / 'mnist')!r})."
     )
+
+
+def test_the_round_timeout_is_that_of_the_run(quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Begun(Exception):
+        """The strategy has begun."""
+
+    def start(self: Any, **arguments: Any) -> None:
+        assert arguments["timeout"] == 77.0
+        raise Begun
+
+    monkeypatch.setattr(FedAvg, "start", start)
+    with pytest.raises(Begun):
+        run(quick_config(**{"round-timeout": 77.0}), tmp_path / "out")
 
 
 def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:

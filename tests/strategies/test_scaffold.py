@@ -151,6 +151,15 @@ def test_variates_use_the_rate_of_each_step_and_group(mlp, points) -> None:
     assert torch.equal(hook.reply()["variates"]["3.bias"], zeros["3.bias"])
 
 
+@pytest.mark.parametrize("wrong", [{"momentum": 0.5}, {"maximize": True}])
+def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(mlp, wrong) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[3].parameters(), **wrong}], 0.1)
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"):
+        ControlVariates().start(model, optimizer)
+
+
 @pytest.mark.parametrize(("name", "shape"), [("mlp", (5,)), ("torchvision_net", (3, 40, 40))])
 def test_scaffold_with_zero_variates_and_equal_clients_is_fedavg(
     name: str, shape, federate, points, request, monkeypatch
