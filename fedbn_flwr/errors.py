@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ContextDecorator
 from typing import Any
 
 __all__ = [
@@ -15,12 +15,12 @@ __all__ = [
     "DivergedError",
     "EngineError",
     "FedBNError",
+    "NamedConfigErrors",
     "NormLayerError",
     "NothingTrainedError",
     "ReplyError",
     "RunFailedError",
     "StateError",
-    "named_config_errors",
     "raise_shared_config_error",
     "unknown_name",
 ]
@@ -90,15 +90,19 @@ class DivergedError(RunFailedError):
         self.diverged_at = diverged_at
 
 
-@contextmanager
-def named_config_errors() -> Iterator[None]:
-    """Begin the text of a ConfigError of the block with its class: Flower sends a client's error as text only."""
-    try:
-        yield
-    except ConfigError as error:
-        if str(error).startswith(_CONFIG_ERROR):
-            raise
-        raise ConfigError(_CONFIG_ERROR + str(error)) from error
+class NamedConfigErrors(ContextDecorator):
+    """Begin the text of a ConfigError of the block with its class: Flower sends a client's error as text only.
+
+    A decorator too. It is no generator, which Ray could not send to its actors with the app.
+    """
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise the ConfigError with its name."""
+        if isinstance(error, ConfigError) and not str(error).startswith(_CONFIG_ERROR):
+            raise ConfigError(_CONFIG_ERROR + str(error)) from error
 
 
 def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from fedbn_flwr import errors
@@ -17,3 +19,31 @@ def test_unknown_name_suggests_the_nearest() -> None:
 @pytest.mark.parametrize("name", [n for n in errors.__all__ if n.endswith("Error")])
 def test_every_error_can_be_caught_by_the_base(name: str) -> None:
     assert issubclass(getattr(errors, name), errors.FedBNError)
+
+
+def test_a_config_error_of_a_client_is_found_in_the_texts_of_all_engines() -> None:
+    """In process and Ray name Flower's exception, a SuperNode that of the app; Ray adds its traceback."""
+
+    @errors.NamedConfigErrors()
+    def client() -> None:
+        raise errors.ConfigError("agc=-1")
+
+    with pytest.raises(errors.ConfigError, match=r"^ConfigError: agc=-1$"), errors.NamedConfigErrors():
+        client()
+    flower = "<class 'ClientAppException'>:<'\nException ClientAppException occurred. Message: "
+    ray = "ray::run() (pid={})\nfedbn_flwr.errors.ConfigError: agc=-1\n\nThe above exception was the direct cause"
+    for reasons in (
+        [f"{flower}ConfigError: agc=-1'>"] * 2,
+        ["<class 'fedbn_flwr.errors.ConfigError'>:<'agc=-1'>", "<class 'a.ConfigError'>:<'ConfigError: agc=-1'>"],
+        [ray.format(1), ray.format(2)],
+    ):
+        with pytest.raises(errors.ConfigError, match=r"^agc=-1\n\(All 2 clients"):
+            errors.raise_shared_config_error(reasons, 2)
+        errors.raise_shared_config_error(reasons, 3)
+        errors.raise_shared_config_error([*reasons[:1], "ConfigError: agc=-2"], 2)
+    errors.raise_shared_config_error(["disk full"] * 2, 2)
+    errors.raise_shared_config_error([], 0)
+
+
+def test_ray_can_send_what_names_config_errors() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(errors.NamedConfigErrors())), errors.NamedConfigErrors)

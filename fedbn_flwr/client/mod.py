@@ -25,7 +25,7 @@ from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import StateError, named_config_errors
+from fedbn_flwr.errors import NamedConfigErrors, StateError
 from fedbn_flwr.messages.legacy import with_names
 from fedbn_flwr.messages.numpy_client import open_message, to_records
 from fedbn_flwr.messages.protocol import (
@@ -52,7 +52,7 @@ from fedbn_flwr.transport import Pending, RetryStep, StepDone
 __all__ = ["answer_query", "answer_statistics", "local_bn"]
 
 
-@named_config_errors()
+@NamedConfigErrors()
 @with_names
 def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Return the app's reply with the client part of the strategy done: a Flower mod for every strategy.

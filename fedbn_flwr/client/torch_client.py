@@ -22,7 +22,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
-from fedbn_flwr.errors import DataError, NormLayerError, StateError, named_config_errors
+from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
     APPLIED,
@@ -333,12 +333,12 @@ def client_app(
 
     @app.query(EXCHANGE_QUERY.partition(".")[2])
     @app.train(mods=list(train_mods))
-    @named_config_errors()
+    @NamedConfigErrors()
     def train_message(message: Message, context: Context) -> Message:
         return reply_to_fit(message, *_client(client_fn, context).fit(*open_message(message)))
 
     @app.query("statistics")
-    @named_config_errors()
+    @NamedConfigErrors()
     def statistics_message(message: Message, context: Context) -> Message:
         client = _client(client_fn, context)
         if not isinstance(client, TorchClient):
@@ -346,12 +346,12 @@ def client_app(
         return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
 
     @app.evaluate()
-    @named_config_errors()
+    @NamedConfigErrors()
     def evaluate_message(message: Message, context: Context) -> Message:
         return reply_to_evaluate(message, *_client(client_fn, context).evaluate(*open_message(message)))
 
     @app.query()
-    @named_config_errors()
+    @NamedConfigErrors()
     def query_message(message: Message, context: Context) -> Message:
         unusable = ""
         try:

@@ -35,7 +35,7 @@ from fedbn_flwr.compat.flower import (
     set_message_id,
     set_reply_address,
 )
-from fedbn_flwr.errors import EngineError, named_config_errors
+from fedbn_flwr.errors import EngineError, NamedConfigErrors
 from fedbn_flwr.seeds import numpy_generator
 from fedbn_flwr.transport import Barrier, use_reducers
 from fedbn_flwr.transport.polling_grid import ImmediateGrid
@@ -223,7 +223,7 @@ class InProcessGrid(ImmediateGrid):
         context = copy.deepcopy(self._context(node_id))
         try:
             reducers = use_reducers(lambda barrier_id: self._barriers[barrier_id][0].reducer(node_id))
-            with reducers, named_config_errors():
+            with reducers, NamedConfigErrors():
                 reply = self._client_app(message, context)
             self._contexts[node_id] = context
         except Exception as error:
