@@ -13,6 +13,7 @@ from flwr.common.config import parse_config_args
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, Config
+from fedbn_flwr.experiment.setup import local_training
 from fedbn_flwr.strategies import STRATEGIES, combined
 
 ROOT = Path(__file__).parents[2]
@@ -332,6 +333,15 @@ def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
 def test_learning_rate_decays_are_read(at: Any, factor: Any, expected: Any) -> None:
     given = {"lr-decay-at": at, "lr-decay-factor": factor}
     assert Config.make({**FIXBN, **given}).decays() == expected
+
+
+def test_fedtan2s_learning_rates_of_the_paper() -> None:
+    """arXiv:2301.02982, 6.3: 0.5, 0.01 after M, 0.001 after 6000 and, with momentum, 0.0001 after 8000."""
+    decays = {"lr-decay-at": "freeze,6000,8000", "lr-decay-factor": "0.02,0.1,0.1", "learning-rate": 0.5}
+    config = Config.make({"strategy": "fedtan2", "num-server-rounds": 10_000, "sgd-momentum": 0.9, **decays})
+    rate = local_training(config).learning_rate
+    rates = [rate.at(1000), rate.at(1001, True), rate.at(6000, True), rate.at(6001, True), rate.at(8001, True)]
+    assert rates == pytest.approx([0.5, 0.01, 0.01, 0.001, 0.0001])
 
 
 def test_a_fraction_is_read_as_the_decimal_written() -> None:

@@ -40,6 +40,23 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
+def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, variance: pooled}").replace(
+        "seeds: [0, 1]", "seeds: [0]"
+    )
+    study = Study.load(written(tmp_path, text))
+    assert {cell.method: cell.config.variance for cell in study.cells()} == {"FedAvg": "pooled", "FedBN/own": "mean"}
+    sweep(study, tmp_path / "out")
+    assert [m for m in caplog.messages if "left out" in m] == [
+        "FedBN/own/two classes: variance of base is left out: strategy=fedbn averages no running variances"
+    ]
+    wrong = text.replace("{strategy: fedbn, ", "{strategy: fedbn, variance: pooled, ")
+    with pytest.raises(ConfigError, match="variance='pooled' has no effect: strategy=fedbn"):
+        Study.load(written(tmp_path, wrong))
+
+
 def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
     cells = list(study.cells())
     assert [cell.name for cell in cells] == [

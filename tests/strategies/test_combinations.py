@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, FedBN, FedProx, FixBN, combined
 
 SIZES = (6, 14, 10, 8)
@@ -212,6 +213,12 @@ def equals_the_reference(methods: Sequence[str], make: Any, datasets: Sequence[A
 def test_a_combination_equals_a_slow_reference(methods: Sequence[str], federate, datasets, mlp) -> None:
     """Four rounds of two steps, two of four uneven clients a round; every entry, those kept by the clients too."""
     equals_the_reference(methods, mlp, datasets, federate)
+
+
+@pytest.mark.parametrize("methods", [("agc",), ("fedprox", "agc")], ids="+".join)
+def test_clipping_with_groupnorm_equals_a_slow_reference(methods: Sequence[str], federate, datasets, mlp) -> None:
+    """GN + AGC and FedProx + AGC, as in FedWon's ablation."""
+    equals_the_reference(methods, lambda: replace_norm(mlp(), "group")[0], datasets, federate)
 
 
 @pytest.mark.parametrize(
