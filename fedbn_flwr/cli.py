@@ -263,7 +263,7 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
             line += f"; beyond FedAvg {100 * more[0]:.2f} % of the exchanges, {100 * more[1]:.4f} % of the floats"
         console.print(line, highlight=False, soft_wrap=True)
     for warning in found.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:

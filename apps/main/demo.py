@@ -67,7 +67,7 @@ def _flower(cell: Cell, out: Path, console: Console) -> None:
 
     flower_run(
         ROOT,
-        run_config={**cell.settings, "out": str(out)},
+        run_config={**cell.config.to_mapping(), "out": str(out)},
         federation_config={"num-supernodes": nodes, "client-resources-num-cpus": 1},
         on_line=show,
     )

@@ -352,9 +352,7 @@ class Config(_MethodSettings):
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         lines: list[str] = []
-        for old, new in RENAMED.items():
-            if old in values:
-                logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
+        _warn_of_old_names(values)
         values = {RENAMED.get(key, key): value for key, value in values.items()}
         steps, epochs = (values.get(key) for key in ("local-steps", "local-epochs"))
         if steps and epochs and not (complete and epochs == fields["local-epochs"].default):
@@ -414,6 +412,7 @@ class Config(_MethodSettings):
             if not isinstance(read, dict):
                 raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
             values.update(read)
+        _warn_of_old_names(values)
         return cls.make({**today(values), **read_overrides(overrides)})
 
     def to_mapping(self) -> dict[str, Scalar]:
@@ -426,6 +425,12 @@ class Config(_MethodSettings):
         """Return the keys of a group, in order."""
         extras = {field.alias or name: field.json_schema_extra for name, field in cls.model_fields.items()}
         return [key for key, extra in extras.items() if isinstance(extra, dict) and extra["group"] == group]
+
+
+def _warn_of_old_names(values: Mapping[str, Any]) -> None:
+    for old, new in RENAMED.items():
+        if old in values:
+            logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
 
 
 def today(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def settings(model: str, **more: Any) -> Config:
     seg = model.startswith("torchvision-seg:")
     data = "cityscapes" if seg else "mnist" if model in ("mlp", "fedbs-mnist") else "cifar10"
     chosen = {"model": model, "dataset": data, "image-size": 64 if seg else 0, "num-server-rounds": ROUNDS}
-    return Config.make({**chosen, "freeze-at": LAST, "fedtan-rounds": LAST, **more})
+    return Config.make_of_shared({"freeze-at": LAST, "fedtan-rounds": LAST}, {**chosen, **more})[0]
 
 
 def slow_parts(model: nn.Module) -> dict[str, list[tuple[str, int, int]]]:

@@ -100,14 +100,14 @@ def test_the_server_needs_no_data_where_no_global_test_set_is_asked_for(served, 
 
 
 def test_the_runs_image_size_and_number_of_classes_apply_to_local_data(served, tmp_path) -> None:
-    """Digits' images are 8 pixels high and have 10 classes; here the model is made for 16 and 12."""
+    """Digits' images are 8 pixels high and have 10 classes; here the model is made for 28 and 12."""
     draws = np.random.default_rng(0)
     for i in range(NODES):
         arrays = {"x_train": draws.integers(256, size=(24, 20, 20)), "x_test": draws.integers(256, size=(8, 20, 20))}
         labels = {"y_train": np.arange(24) % 12, "y_test": np.arange(8) + 4}
         np.savez(tmp_path / f"{i}.npz", **{k: v.astype(np.uint8) for k, v in arrays.items()}, **labels)
     nodes = [{"data-path": str(tmp_path / f"{i}.npz")} for i in range(NODES)]
-    summary, lines = served(config_of(model="lenet", image_size=16, num_classes=12), nodes)
+    summary, lines = served(config_of(model="lenet", image_size=28, num_classes=12), nodes)
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
     assert summary["rejected"] == 0
 

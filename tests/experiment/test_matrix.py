@@ -30,7 +30,7 @@ Needs = Callable[[str], Mapping[str, Any]]
 
 
 def check_learns(strategy: str, partition: str, settings: Mapping[str, Any], out: Path) -> None:
-    config = Config.make({**SETTINGS, **settings, "strategy": strategy, "partition": partition})
+    config, _ = Config.make_of_shared(SETTINGS, {**settings, "strategy": strategy, "partition": partition})
     summary = run(config, out)
     assert (summary["rounds"], summary["rejected"]) == (config.num_server_rounds, 0)
     chance = CHANCE if summary["headline"] == "test-accuracy" else CHANCE_OF_OWN
@@ -133,7 +133,8 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "fedtan-rounds": 1}
     for name in STRATEGIES:
         transport = {"fedtan-transport": "channel"} if name == "fedtan" else {}  # the others of its family by messages
-        given = Config.make({**short, **needs(name), "strategy": name, "freeze-at": 1, **transport})
+        shared = {**short, "freeze-at": 1}
+        given, _ = Config.make_of_shared(shared, {**needs(name), "strategy": name, **transport})
         config, _ = preflight(given, folder / name)
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
     federation = {"num-supernodes": 3, "client-resources-num-cpus": 1, "init-args-num-cpus": 3}
