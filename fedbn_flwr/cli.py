@@ -98,19 +98,19 @@ def run(
         if resume:
             config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
         settings = Config.load(config, set_ or [])
-        folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.strategy}")
+        folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
         preflight(settings, folder)
         options = "" if engine is Engine.in_process else f" --engine {engine.value}"
         try:
             with (
                 _interrupt(lambda: after_interrupt(folder, options)),
-                _progress(settings.num_server_rounds, settings.strategy) as advance,
+                _progress(settings.num_server_rounds, settings.title) as advance,
             ):
                 summary = launch(settings, folder, engine.value, advance)
         except DivergedError:
-            _print_results(settings.strategy, json.loads((folder / "summary.json").read_text()), folder)
+            _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
             raise
-        _print_results(settings.strategy, summary, folder)
+        _print_results(settings.title, summary, folder)
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
@@ -197,7 +197,7 @@ def inspect(
         chosen = {"model": model, "norm": norm, "dataset": dataset, "strategy": strategy}
         settings = Config.make({**chosen, **read_overrides(set_ or [])})
         found = inspect_model(make_model(settings), strategy, num_clients, settings)
-        _print_inspection(f"{model} (norm={norm})", strategy, num_clients, found, layers)
+        _print_inspection(f"{model} (norm={norm})", settings.title, num_clients, found, layers)
 
 
 @app.command(epilog="Example: fedbn-flwr partition --set partition=dirichlet --set num-clients=10 --out split.png")

@@ -139,7 +139,8 @@ def test_inspect_warns_if_a_run_is_refused() -> None:
 
 
 def test_inspect_warns_of_a_freeze_that_never_comes() -> None:
-    result = call("inspect", "--strategy", "fixbn", "--set", "freeze-at=30")
+    result = call("inspect", "--strategy", "fixbn", "--set", "freeze-at=30", "--set", "lr-decay-at=20")
+    assert "warning: lr-decay-at=20: the run has 20 rounds; only a resumed run may reach it" in result.output
     assert "warning: fixbn: freeze-at=30 means after round 30, and the run has 20: BN is never frozen" in result.output
 
 

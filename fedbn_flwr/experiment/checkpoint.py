@@ -19,7 +19,7 @@ from uuid import uuid4
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.experiment.config import Config, today
+from fedbn_flwr.experiment.config import Config, from_older
 from fedbn_flwr.experiment.output import PLACES, RunFolder, changed_settings, read_metrics, versions
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
@@ -123,7 +123,7 @@ class Checkpoints:
         content = read_checked(path)
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
             raise StateError(f"{path} is no checkpoint of version {_VERSION}")
-        saved = Config.make(today(content["config"])).to_mapping()
+        saved = Config.make(from_older(content["config"])).to_mapping()
         now = self._config.to_mapping()
         if changed := changed_settings(saved, now, _FREE):
             raise ConfigError(

@@ -186,6 +186,9 @@ class Config(_MethodSettings):
             allowed = [name for name, method in STRATEGIES.items() if method.role == role]
             for name in self._added(role):
                 _try(problems, functools.partial(self._known, role, name, allowed))
+        names = self._methods()
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            problems.append(f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step")
         _try(problems, lambda: self._known("norm", self.norm, NORMS))
         _try(problems, self._one_task)
         _try(problems, lambda: self._known("dataset", self.dataset, DATASETS))
@@ -259,20 +262,22 @@ class Config(_MethodSettings):
         Raises:
             ConfigError: two of the methods cannot be combined.
         """
-        names = [self.strategy, *(name for role in get_args(Role) for name in self._added(role))]
-        return combined(*(STRATEGIES[name] for name in names))
+        return combined(*(STRATEGIES[name] for name in self._methods()))
+
+    def _methods(self) -> list[str]:
+        return [self.strategy, *(name for role in get_args(Role) for name in self._added(role))]
 
     def run_settings(self) -> RunSettings:
         """Return the settings of the run that the method checks its own against."""
-        after, _ = self.decays()
-        also = "freeze" in after and len(after) > 1  # alone it is a key without effect
-        return RunSettings(self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations(), also)
+        return RunSettings(self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations())
 
     def without_effect(self) -> dict[str, tuple[Any, str]]:
         """Return the keys that differ from their default and that this run cannot use: value, and what they need."""
         unused = self._unused()
         if self.strategy == CENTRALIZED:
             unused |= dict.fromkeys(_OF_A_FEDERATION, "strategy=centralized has no clients")
+            if not all(name.startswith("global") for name in self.evaluations()):
+                unused["eval_on"] = "strategy=centralized has no clients: use global or global-batch-statistics"
             used: set[str] = set()
         else:
             unused |= self.method().unused(self.params(), self.run_settings())
@@ -284,6 +289,23 @@ class Config(_MethodSettings):
         found = {name: (getattr(self, name), use) for name, use in unused.items()}
         return {fields[n].alias or n: (v, use) for n, (v, use) in found.items() if v != fields[n].default}
 
+    @property
+    def title(self) -> str:
+        """The names of the methods, joined by "+"."""
+        return self.strategy if self.strategy == CENTRALIZED else self.method().name
+
+    def late_decays(self) -> list[str]:
+        """Return a warning for each decay of the learning rate that the run is too short for."""
+        rounds, (after, _) = self.num_server_rounds, self.decays()
+        late = [one for one in after if isinstance(one, int) and one >= rounds]
+        return [f"lr-decay-at={one}: the run has {rounds} rounds; only a resumed run may reach it" for one in late]
+
+    def warnings(self) -> list[str]:
+        """Return what these settings do that a user may not expect, one line each."""
+        if self.strategy == CENTRALIZED:
+            return self.late_decays()
+        return [*self.late_decays(), *self.method().warnings(self.params(), self.run_settings())]
+
     def _freezes(self) -> bool:
         return self.strategy != CENTRALIZED and self.method().freezes_bn
 
@@ -291,13 +313,15 @@ class Config(_MethodSettings):
         """Return the keys outside the method's settings that have no effect under the other keys."""
         info = DATASETS[self.dataset]
         _, size = input_shape(self.model, info.channels, self.image_size or info.size, asked=True)
+        tracks = self.norm.startswith("batch")
         conditions: dict[str, tuple[bool, str]] = {
+            "variance": (tracks, "it is for norm=batch and batch-renorm"),
             "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),
             "wsconv_gain": (self.norm == "wsconv", "it is for norm=wsconv"),
             "activation": (self.norm == "wsconv", "it is for norm=wsconv"),
             "renorm_rmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "renorm_dmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
-            "bn_momentum": (self.norm.startswith("batch"), "it is for norm=batch and batch-renorm"),
+            "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
             "image_size": (self.image_size in (0, size), f"model={self.model} takes images of {size} pixels"),
             "data_dir": (bool(info.files), f"dataset={self.dataset} needs no files"),
             "partition_alpha": (self.partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
@@ -310,8 +334,8 @@ class Config(_MethodSettings):
                 "no test of eval-on is done by clients",
             ),
             "lr_decay_at": (
-                self.lr_decay_at != "freeze" or self._freezes(),
-                f"strategy={self.strategy} never freezes BN",
+                "freeze" not in split(self.lr_decay_at) or self._freezes(),
+                f"freeze is for fixbn and fedtan2, and {self.title} never freezes BN",
             ),
             "sampling": (bool(self.local_steps), "it is for local-steps"),
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
@@ -392,12 +416,17 @@ class Config(_MethodSettings):
             ConfigError: as ``make``; also if a key of the run's own has no effect.
         """
         values = {RENAMED.get(key, key): value for key, value in {**shared, **own}.items()}
-        try:
-            found = cls.model_validate(values).without_effect()
-        except ValidationError:
-            found = {}  # ``make`` reports all problems
-        dropped = {key: use for key, (_, use) in found.items() if key in shared and key not in own}
-        return cls.make({key: value for key, value in values.items() if key not in dropped}), dropped
+        dropped: dict[str, str] = {}
+        while True:  # without one key another may have no effect
+            try:
+                found = cls.model_validate(values).without_effect()
+            except ValidationError:
+                found = {}  # ``make`` reports all problems
+            more = {key: use for key, (_, use) in found.items() if key in shared and key not in own}
+            if not more:
+                return cls.make(values), dropped
+            dropped |= more
+            values = {key: value for key, value in values.items() if key not in more}
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -413,7 +442,7 @@ class Config(_MethodSettings):
                 raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
             values.update(read)
         _warn_of_old_names(values)
-        return cls.make({**today(values), **read_overrides(overrides)})
+        return cls.make({**from_older(values), **read_overrides(overrides)})
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
@@ -433,10 +462,10 @@ def _warn_of_old_names(values: Mapping[str, Any]) -> None:
             logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
 
 
-def today(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under today's names.
+def from_older(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of an older version as those of this one: keys renamed, keys that had no effect left out.
 
-    A resolved config of before, when keys without effect were ignored, loses these keys; ``agc`` acted under fedwon.
+    Older versions ignored such keys and wrote them to the resolved config. There ``agc`` acted under fedwon only.
     """
     found = {RENAMED.get(key, key): value for key, value in values.items()}
     if "local-part" in found or not found.keys() >= {"strategy", "agc", "server-momentum", "resume"}:

@@ -151,7 +151,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         f"{need}; the model has {has or 'none'}: a run is refused"
         for need, has, _ in method.misfits(params, parts, shapes)
     ]
-    warnings = (*misfits, *_warnings(parts, method), *method.warnings(params, config.run_settings()))
+    warnings = (*misfits, *_warnings(parts, method), *config.warnings())
     return Inspection(parts, floats, counters, method.local, calls, phases, reestimation, plain, warnings)
 
 

@@ -62,6 +62,8 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
             "strategy=centralized`, not with `flwr run`."
         )
     check(config)
+    for line in config.late_decays():  # the method's own warnings come from ``start``
+        logger.warning("%s", line)
     grid = polling(grid)
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
     num_nodes = _count_nodes(grid, config, begun_with)
@@ -125,6 +127,8 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     One optimizer is used for all rounds; everything else is as for a client. Raises as ``serve``.
     """
     check(config)
+    for line in config.late_decays():  # the method's own warnings come from ``start``
+        logger.warning("%s", line)
     config = reference_config(config)
     with lock_folder(out):
         return _centralized(config, out, on_round)

@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, RunFailedError
-from fedbn_flwr.experiment.config import CENTRALIZED, RENAMED, Config, Scalar, read_overrides
+from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar, from_older, read_overrides
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
 from fedbn_flwr.experiment.output import (
@@ -102,6 +102,10 @@ class Study(BaseModel):
                 _ = cell.config
             except ConfigError as error:
                 problems.append(f"study {path}: {cell.name}: {error}")
+        for key in read_overrides(overrides):
+            if all(key in cell.settings for cell in study.cells()):
+                where = "seeds" if key == "seed" else "methods or splits"
+                problems.append(f"study {path}: --set {key} has no effect: every run has its own, in {where}")
         if problems:
             raise ConfigError("\n".join(problems))
         return study
@@ -218,8 +222,8 @@ def _changed(config: Config, folder: Path) -> str:
     """Return the settings of the folder's run that differ from the config, as ``changed_settings`` does."""
     now = reference_config(config) if config.strategy == CENTRALIZED else config
     free = PLACES if config.num_clients else PLACES | {"num-clients"}  # 0 follows from the other settings
-    saved = {RENAMED.get(key, key): value for key, value in RunFolder.settings(folder).items()}
-    return changed_settings({**Config.make({}).to_mapping(), **saved}, now.to_mapping(), free)
+    saved = Config.make({**from_older(RunFolder.settings(folder)), "resume": False})
+    return changed_settings(saved.to_mapping(), now.to_mapping(), free)
 
 
 def _failed(cell: Cell, out: Path) -> bool:

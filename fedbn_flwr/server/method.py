@@ -131,14 +131,12 @@ class RunSettings:
         norm: the normalisation of the model.
         sgd_momentum: momentum of the clients' SGD.
         tests: the names in ``eval-on``.
-        decays_at_freeze: whether the learning rate decays when the method freezes BN, among other decays.
     """
 
     num_rounds: int
     norm: str = "batch"
     sgd_momentum: float = 0.0
     tests: tuple[str, ...] = ()
-    decays_at_freeze: bool = False
 
 
 @dataclass(frozen=True)

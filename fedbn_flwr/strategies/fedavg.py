@@ -129,8 +129,6 @@ class FedAvg(Server[P]):
         found = cls._test_conflicts(params, run.tests)
         if params.momentum_scope != "none" and not run.sgd_momentum:
             found.append(f"momentum-scope={params.momentum_scope} needs sgd-momentum above 0")
-        if run.decays_at_freeze and not cls.freezes_bn:
-            found.append(f"lr-decay-at=freeze: strategy={cls.name} never freezes BN; fixbn and fedtan2 do")
         return found
 
     @classmethod
@@ -142,7 +140,7 @@ class FedAvg(Server[P]):
     def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
         """Return the settings that have no effect under the other settings, each with what it needs."""
         averages = Part.STATISTICS not in cls.local or SHARED_BN in run.tests
-        return {} if averages else {"variance": f"strategy={cls.name} averages no running variances"}
+        return {} if averages else {"variance": f"{cls.name} averages no running variances"}
 
     @classmethod
     def needs(cls, params: P) -> list[Need]:

@@ -293,7 +293,7 @@ class FedTAN(FedAvg[P]):
         """Refuse batch-renorm, which corrects locally."""
         found = super().conflicts(params, run)
         if run.norm == "batch-renorm":
-            found.append(f"strategy={cls.name} synchronises BatchNorm; norm=batch-renorm corrects it locally")
+            found.append(f"{cls.name} synchronises BatchNorm; norm=batch-renorm corrects it locally")
         return found
 
     @classmethod

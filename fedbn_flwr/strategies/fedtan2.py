@@ -25,7 +25,8 @@ $M$ is `fedtan_rounds`: a number of rounds, a fraction of all, or "auto", FixBN'
 
 ## Differs from the paper
 
-As FedTAN. The automatic $M$ is ours.
+As FedTAN. The automatic $M$ is ours. What changes after round 8000 in the paper's runs with momentum is the learning
+rate ("$\gamma$ is further reduced to 0.0001"); the momentum stays 0.9: `lr-decay-at=freeze,6000,8000`.
 
 ## Law
 

@@ -181,7 +181,7 @@ class Scaffold(FedAvg[ScaffoldParams]):
         """Refuse momentum."""
         found = super().conflicts(params, run)
         if run.sgd_momentum:
-            found.append(f"strategy=scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
+            found.append(f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
         return found
 
     @classmethod

@@ -108,11 +108,18 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
         ({"proximal-mu": 0.1}, "proximal-mu=0.1 has no effect: it is for fedprox, fedbs"),
         ({"strategy": "fedavg", "eta": 0.1}, "eta=0.1 has no effect: it is for fedadam, fedyogi, fedadagrad"),
         ({**FIXBN, "freeze-window": 5}, "freeze-window=5 has no effect: it is for freeze-at=auto"),
-        ({"strategy": "fedbn", "variance": "pooled"}, "strategy=fedbn averages no running variances"),
+        ({"strategy": "fedbn", "variance": "pooled"}, "fedbn averages no running variances"),
         ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "it is for fedtan-transport=channel"),
         ({"strategy": "staticbn", "bn-momentum": 0.5}, "staticbn tracks no running variances in training"),
-        ({"lr-decay-at": "freeze"}, "lr-decay-at='freeze' has no effect: strategy=fedavg never freezes BN"),
-        ({"lr-decay-at": "3,freeze"}, "lr-decay-at=freeze: strategy=fedavg never freezes BN; fixbn and fedtan2 do"),
+        (
+            {"lr-decay-at": "freeze"},
+            "lr-decay-at='freeze' has no effect: freeze is for fixbn and fedtan2, and fedavg never freezes BN",
+        ),
+        ({"lr-decay-at": "3,freeze"}, "lr-decay-at='3,freeze' has no effect: freeze is for fixbn and fedtan2"),
+        ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "and centralized never freezes BN"),
+        ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "strategy=centralized has no clients: use global"),
+        ({"norm": "group", "variance": "pooled"}, "variance='pooled' has no effect: it is for norm=batch"),
+        ({"strategy": "fixbn", "client-hooks": "fixbn"}, "fixbn: named twice in strategy, local-part"),
         ({"norm-groups": 4}, "norm-groups=4 has no effect: it is for norm=group and group+ws"),
         ({"norm": "group", "bn-momentum": 0.5}, "bn-momentum=0.5 has no effect: it is for norm=batch"),
         ({"partition": "iid", "classes-per-client": 3}, "classes-per-client=3 has no effect: it is for partition="),
@@ -138,6 +145,8 @@ def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
     config, dropped = Config.make_of_shared(shared, {"strategy": "fedprox"})
     assert (config.proximal_mu, config.seed) == (0.1, 3)
     assert dropped == {"freeze-at": "it is for fixbn"}
+    _, dropped = Config.make_of_shared({"lr-decay-at": "freeze", "lr-decay-factor": "0.5"}, {"strategy": "fedavg"})
+    assert list(dropped) == ["lr-decay-at", "lr-decay-factor"], "the factor has no effect without the decay"
     with pytest.raises(ConfigError, match="freeze-at=5 has no effect"):
         Config.make_of_shared(shared, {"strategy": "fedprox", "freeze-at": 5})
 

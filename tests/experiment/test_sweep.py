@@ -50,11 +50,21 @@ def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
     assert {cell.method: cell.config.variance for cell in study.cells()} == {"FedAvg": "pooled", "FedBN/own": "mean"}
     sweep(study, tmp_path / "out")
     assert [m for m in caplog.messages if "left out" in m] == [
-        "FedBN/own/two classes: variance of base is left out: strategy=fedbn averages no running variances"
+        "FedBN/own/two classes: variance of base is left out: fedbn averages no running variances"
     ]
     wrong = text.replace("{strategy: fedbn, ", "{strategy: fedbn, variance: pooled, ")
     with pytest.raises(ConfigError, match="variance='pooled' has no effect: strategy=fedbn"):
         Study.load(written(tmp_path, wrong))
+
+
+def test_an_override_that_every_run_overrides_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, TEXT)
+    with pytest.raises(ConfigError) as caught:
+        Study.load(path, ["seed=7", "strategy=fedbn", "num-clients=3"])
+    assert str(caught.value).split("\n") == [
+        f"study {path}: --set seed has no effect: every run has its own, in seeds",
+        f"study {path}: --set strategy has no effect: every run has its own, in methods or splits",
+    ]
 
 
 def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:

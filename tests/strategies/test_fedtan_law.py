@@ -138,8 +138,10 @@ def test_without_the_backward_half_the_law_fails(run_step, name: str, exchanges:
 
 @pytest.mark.parametrize("exchanges", MODES)
 def test_equal_batches_of_unequal_clients_weigh_examples_by_p_over_b(run_step, exchanges: str) -> None:
-    """|D_i| 4, 12 and 8, batches of 4: the oracle weighs an example of client i by p_i / b_i. The check of the model
-    before the run has a batch of another size."""
+    """|D_i| 4, 12 and 8, batches of 4: the oracle weighs an example of client i by p_i / b_i.
+
+    The check of the model before the run has a batch of another size.
+    """
     model, shape = make("mlp")
     data = client_data(shape, (4, 12, 8))
     seen: dict[int, Tensor] = {}
