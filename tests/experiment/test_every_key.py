@@ -13,12 +13,12 @@ from fedbn_flwr.strategies import STRATEGIES
 ROOT = Path(__file__).parents[2]
 BENCH = runpy.run_path(str(ROOT / "benchmarks/every_key.py"))
 NAMES = list(STRATEGIES)
-# Each cheap key under one strategy, so that every strategy has its turn.
+# Every second cheap key under one strategy, so that every strategy has its turn.
 SAMPLE = [
     (NAMES[(5 * i) % len(NAMES)], key)
     for i, key in enumerate(BENCH["KEYS"])
     if "model" not in (key, *BENCH["KEYS"][key][1]) and key not in ("num-clients", "dataset")
-]
+][::2]
 
 
 def test_every_key_is_tried_or_has_a_test_elsewhere() -> None:
