@@ -1,11 +1,11 @@
 """Set every config key to another value under every strategy: it must change the result, or be refused.
 
-    python benchmarks/every_key.py                       # all of them, 20 minutes on two cores; prints a table
+    python benchmarks/every_key.py                       # all of them, 20 minutes; prints a table
     python benchmarks/every_key.py --key agc --key seed  # some keys
 
 Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the settings that it needs
 (``norm-groups`` beside ``norm=group``), and once alone. It acts if the final SHA-256 or a figure of ``metrics.jsonl``
-changes, seconds left out. Keys that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
+changes, seconds left out: "acts with" means beside what it needs, and refused alone. Keys that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
 its effect. The exit code is 1 where a key does nothing without a word.
 """
 
@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.strategies import STRATEGIES
@@ -167,17 +167,18 @@ def main(
 ) -> None:
     """Print the table; exit with 1 where a key does nothing without a word."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    strategies = strategy or list(STRATEGIES)
-    print("| key | " + " | ".join(strategies) + " |")
-    print("|---" * (1 + len(strategies)) + "|")
+    strategies = strategy or [*STRATEGIES, CENTRALIZED]
+    print("| key | with | " + " | ".join(strategies) + " |")
+    print("|---" * (2 + len(strategies)) + "|")
     silent = []
     for name in key or KEYS:
         cells = []
         for method in strategies:
             beside, alone = effect(method, name)
             silent += [(method, name)] * (not beside or not alone)
-            cells.append(f"{beside or 'NOTHING'}" + ("" if alone == beside else f", alone {alone or 'NOTHING'}"))
-        print(f"| `{name}` | " + " | ".join(cells) + " |", flush=True)
+            cells.append("NOTHING" if not beside or not alone else beside if alone == beside else f"{beside} with")
+        needs = " ".join(f"`{key}={value}`" for key, value in KEYS[name][1].items())
+        print(f"| `{name}={KEYS[name][0]}` | {needs} | " + " | ".join(cells) + " |", flush=True)
     raise typer.Exit(int(bool(silent)))
 
 
