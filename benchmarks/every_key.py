@@ -5,8 +5,9 @@
 
 Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the settings that it needs
 (``norm-groups`` beside ``norm=group``), and once alone. It acts if the final SHA-256 or a figure of ``metrics.jsonl``
-changes, seconds left out: "acts with" means beside what it needs, and refused alone. Keys that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
-its effect. The exit code is 1 where a key does nothing without a word.
+changes, seconds left out: "acts with" means beside what it needs, and refused alone. Keys that change neither in such
+a run stand in ``ELSEWHERE``, each with the test that shows its effect. The exit code is 1 where a key does nothing
+without a word.
 """
 
 from __future__ import annotations
