@@ -271,3 +271,29 @@ def test_other_errors_do_not_end_the_run(federate, datasets, mlp) -> None:
         federate(strategy, mlp, datasets, rounds=2, wrap=refusing("train", says), fails=fails)
         assert len(strategy.reports) == 2
         assert all(len(report.rejected) == (3 if says(0) else 2) for report in strategy.reports)
+
+
+@pytest.mark.parametrize("where", ["train", "evaluate"])
+def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(federate, datasets, mlp, where) -> None:
+    """With a share of the clients it can be the only one that is asked in a round."""
+    shares = {"fraction_train": 0.34, "fraction_evaluate": 0.34, "min_train_nodes": 1, "min_evaluate_nodes": 1}
+    strategy = FedAvg(**shares, seed=1)
+    federate(strategy, mlp, datasets, rounds=6, wrap=refusing(where, lambda partition: "bad" if partition == 2 else ""))
+    refused = [report.server_round for report in strategy.reports if report.rejected]
+    assert refused, "it was asked"
+    assert refused[0] > 1
+
+
+def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate, datasets, mlp) -> None:
+    def fit(self, server_round, result):
+        if server_round > 1:
+            raise ConfigError("no disk")
+        return result
+
+    first = FedAvg()
+    federate(first, mlp, datasets, client=client(fit))
+    assert [report.kept_previous for report in first.reports] == [False, True, True]
+    resumed = FedAvg()
+    resumed.load_state_dict(first.state_dict(), 1)
+    federate(resumed, mlp, datasets, client=client(fit))
+    assert [report.server_round for report in resumed.reports] == [2, 3]
