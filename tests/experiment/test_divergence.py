@@ -68,6 +68,20 @@ def test_a_diverged_run_can_be_continued_on_purpose(diverge, tmp_path: Path) -> 
     assert (summary["diverged-at"], summary["rounds"], summary["resumed-after"]) == (1, 6, [1])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategy": "fedadam", "eta": 1e37}, {"learning-rate": 1e30}],
+    ids=["the model diverged", "no reply was usable"],
+)
+def test_a_run_that_diverged_in_its_last_round_fails_again_when_resumed(diverge, settings: dict[str, Any]) -> None:
+    settings = {**SMALL, "local-steps": 1, **settings, "num-server-rounds": 1}
+    error, summary, _ = diverge(**settings)
+    again, resumed, lines = diverge(**settings, resume=True)
+    assert str(again) == str(error)
+    assert (again.diverged_at, resumed["diverged-at"], len(lines)) == (1, 1, 1)
+    assert resumed["sha256"] == summary["sha256"]
+
+
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
 def test_personal_models_and_the_reference_diverge_too(diverge, strategy: str) -> None:
     error, summary, lines = diverge(**{**HUGE, "strategy": strategy, "num-server-rounds": 20})

@@ -15,7 +15,7 @@ from fedbn_flwr import client_app
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
-from fedbn_flwr.server.failures import account, losses_not_finite
+from fedbn_flwr.server.failures import account, losses_not_finite, nothing_trained
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -204,6 +204,11 @@ def test_the_account_of_many_reasons_is_short() -> None:
     assert text.startswith("12 clients asked, 10 replied, 10 refused or lost: 4 x ...xxx")
     assert text.endswith("; 1 x 4; 1 x 5; and 4 other reasons")
     assert len(text) < 500
+
+
+def test_a_run_without_reports_counts_no_clients() -> None:
+    """A resumed run with no rounds left knows nothing of the earlier ones."""
+    assert nothing_trained(2, []) == "nothing was trained: no round had min-replies=2 usable replies."
 
 
 # --- one ConfigError of all clients ----------------------------------------------------------------------------------
