@@ -113,6 +113,11 @@ def test_the_remedies_that_the_message_names_help(tmp_path: Path, remedy: Mappin
     [
         ({**FAR, "strategy": "fedtan2", "fedtan-rounds": 1}, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
         ({"strategy": "fedprox", "proximal-mu": 1e4}, {"proximal-mu": 1.0}, "above 2 / proximal-mu"),
+        (
+            {"strategy": "fedadam", "learning-rate": 0.1, "eta": 1e20},
+            {"eta": 0.1},
+            "eta=1e+20. In small runs its default",
+        ),
         ({"strategy": "fedwon", "norm": "wsconv", "model": "lenet", "agc": 0.0}, {"agc": 0.1}, "agc=0."),
         pytest.param(DEEP, {"norm": "batch"}, "also norm=batch", marks=pytest.mark.slow),
         pytest.param(DEEP, {"learning-rate": 0.01}, "a lower learning-rate", marks=pytest.mark.slow),

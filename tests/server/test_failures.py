@@ -17,7 +17,7 @@ from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
 from fedbn_flwr.server.failures import account, losses_not_finite, nothing_trained
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
+from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
@@ -172,6 +172,35 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
     assert "lr-decay-at=freeze" in str(run.error)
     early = federate(FixBN(freeze_at=3), mlp, datasets, rounds=4, client=all_spoilt(1, 2), fails=DivergedError)
     assert "Likely cause: the training steps are too large for the model." in str(early.error)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named", "left_out"),
+    [
+        (FedWon(agc=0.1), "What helped in small runs: a tenth of the learning-rate.", "agc=0.1, or"),
+        (FedWon(agc=0.01), "agc=0.01. What helped in small runs: a tenth", "agc=0.1"),
+        (FedWon(agc=0.0), "agc=0. What helped in small runs: agc=0.1, or a tenth of the learning-rate.", "proximal"),
+        (
+            FedAdam(eta=100.0),
+            "the server's steps are too large: eta=100. In small runs its default, 0.1, helped.",
+            "T*",
+        ),
+        (FedAdam(), "the server's steps are too large: lower eta=0.1.", "default"),
+        (FedAvgM(server_learning_rate=9.0), "server-learning-rate=9. In small runs its default, 1, helped.", "eta="),
+        (FedProx(proximal_mu=2.0), "With proximal-mu=2 a learning-rate above 2 / proximal-mu", "eta="),
+        (FedProx(proximal_mu=0.0), "a lower learning-rate", "proximal-mu"),
+        (FedBS(), "a lower learning-rate", "proximal-mu"),
+        (combined(FixBN, FedAdam)(freeze_at=1, eta=9.0), "frozen after round T*=1", "lower learning-rate"),
+        (combined(FixBN, FedAdam)(freeze_at=1, eta=9.0), "its default, 0.1, helped.", "training steps"),
+        (combined(FixBN, FedProx)(freeze_at=1), "With proximal-mu=0.01", "training steps"),
+        (FixBN(freeze_at=1), "lr-decay-at=freeze, or a smaller lr-decay-factor where it is set", "training steps"),
+    ],
+)
+def test_the_advice_names_the_settings_that_count(strategy: FedAvg[Any], named: str, left_out: str) -> None:
+    strategy.frozen_after = 1  # type: ignore[attr-defined]
+    advice = strategy.divergence_advice(2)
+    assert named in advice
+    assert left_out not in advice
 
 
 def test_a_run_in_which_no_round_used_a_reply_fails(federate, datasets, mlp, same_bits) -> None:
