@@ -117,6 +117,16 @@ def test_a_foreign_loop_is_ended_too(run_legacy_loop, datasets, mlp) -> None:
         run_legacy_loop(FedAvg(), app, mlp().state_dict(), 3, 2)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_a_foreign_loops_evaluate_fn_counts_too(run_legacy_loop, datasets, mlp, share: float) -> None:
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    app = ClientApp(torch_clients(mlp, datasets, training), mods=[local_bn])
+    strategy = FedAvg(fraction_evaluate=share, min_evaluate_nodes=int(3 * share))
+    tested = lambda server_round, arrays, config: (1.0 if server_round == 1 else NAN, {})  # noqa: E731
+    with pytest.raises(DivergedError, match="in round 2: loss is nan"):
+        run_legacy_loop(strategy, app, mlp().state_dict(), 3, 3, evaluate_fn=tested)
+
+
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
