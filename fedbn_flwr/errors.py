@@ -93,7 +93,7 @@ class DivergedError(RunFailedError):
 class NamedConfigErrors(ContextDecorator):
     """Begin the text of a ConfigError of the block with its class: Flower sends a client's error as text only.
 
-    A decorator too. It is no generator, which Ray could not send to its actors with the app.
+    It is also a decorator. It is a class because Ray must pickle it with the app, and cannot pickle a generator.
     """
 
     def __enter__(self) -> None:
@@ -116,7 +116,8 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
     texts = {parts[-1].partition("\n\nThe above exception")[0] if len(parts) > 1 else "" for parts in found}
     if len(reasons) == num_asked and len(texts) == 1 and (text := texts.pop()):
         text = text.removesuffix("'>")
-        raise ConfigError(f"{text}\n(All {num_asked} clients that were asked raised this error.)")
+        who = f"All {num_asked} clients that were" if num_asked > 1 else "The client that was"
+        raise ConfigError(f"{text}\n({who} asked raised this error.)")
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:

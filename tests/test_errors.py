@@ -41,6 +41,8 @@ def test_a_config_error_of_a_client_is_found_in_the_texts_of_all_engines() -> No
             errors.raise_shared_config_error(reasons, 2)
         errors.raise_shared_config_error(reasons, 3)
         errors.raise_shared_config_error([*reasons[:1], "ConfigError: agc=-2"], 2)
+    with pytest.raises(errors.ConfigError, match=r"^agc=-1\n\(The client that was asked raised this error\.\)$"):
+        errors.raise_shared_config_error(["ConfigError: agc=-1"], 1)
     errors.raise_shared_config_error(["disk full"] * 2, 2)
     errors.raise_shared_config_error([], 0)
 

@@ -39,6 +39,7 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import CLIENT_WORDS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.strategies import FedAvg
 
 __all__ = ["LegacyStrategy", "to_legacy"]
@@ -70,6 +71,9 @@ def to_legacy(
     ``local_bn`` (and ``bn_rules`` in ``fit``), or a ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. Runs
     repeat bit for bit only with the mod, or with a ``get_properties`` that returns the ``partition-id``; without them
     the order of sums depends on node ids.
+
+    A run that diverged ends as with ``start``, with a DivergedError. A run in which no round had enough usable replies
+    ends without a NothingTrainedError, which only ``start`` raises: see ``strategy.reports`` (``kept_previous``).
 
     Args:
         strategy: a strategy of this package, with Flower's Message-API arguments (``fraction_train``, ...).
@@ -191,11 +195,14 @@ class LegacyStrategy(Strategy):
         return loss, metrics
 
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
-        """Return the result of ``evaluate_fn``; None without one."""
+        """Return the result of ``evaluate_fn``, None without one; a loss that is not finite is a divergence."""
         if self._evaluate_fn is None:
             return None
         arrays = self.strategy.for_evaluate_fn(server_round, self._record(parameters))
-        return self._evaluate_fn(server_round, list(from_record(arrays).values()), {})
+        found = self._evaluate_fn(server_round, list(from_record(arrays).values()), {})
+        if found is not None and server_round:
+            self.strategy.note_divergence(losses_not_finite({"": {LOSS: float(found[0])}}))
+        return found
 
     def _record(self, parameters: Parameters) -> ArrayRecord:
         arrays = zip(self._names, parameters_to_ndarrays(parameters), strict=True)

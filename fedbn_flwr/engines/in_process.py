@@ -233,7 +233,7 @@ class InProcessGrid(ImmediateGrid):
         if set_reply_address(reply, message):
             logger.warning(
                 "A mod on node %d answered another message than the one it received. Flower's own engines lose such a "
-                "reply, and the server waits for it in vain.",
+                "reply, and the server waits for it until its timeout.",
                 node_id,
             )
         return reply

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError
 from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.output import RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
 from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, pick_device
@@ -26,6 +27,7 @@ from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
 from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import sgd, train
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
@@ -113,12 +115,22 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
         result, diverged = error.result, error
     finally:
         recorder.close()
+    diverged = diverged or _diverged_before(config, out, strategy, result)
     if not diverged and all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
         raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
     summary = recorder.finish(from_record(result.arrays), strategy, manager.resumed_after)
     if diverged:
         raise diverged
     return summary
+
+
+def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: Result) -> DivergedError | None:
+    """Return the error of a run whose last round diverged before it was resumed; None if there is none."""
+    lines = read_metrics(out / "metrics.jsonl")
+    if config.on_divergence != "stop" or not lines or DIVERGED_AT not in (line := lines[-1]):
+        return None
+    report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
+    return DivergedError(divergence(report, strategy.divergence_advice(line["round"])), line[DIVERGED_AT], result)
 
 
 def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:

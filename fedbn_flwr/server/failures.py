@@ -70,9 +70,10 @@ def account(reports: Sequence[RoundReport]) -> str:
 
 def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
     """Return the message for a run in which no round used a reply."""
-    reasons, counts = [why for report in reports for why in report.rejected.values()], account(reports)
-    first = f"First refused: {reasons[0]}. " if reasons else ""
-    return f"nothing was trained: no round had min-replies={min_replies} usable replies. {first}In all, {counts}."
+    reasons = [why for report in reports for why in report.rejected.values()]
+    first = f" First refused: {reasons[0]}." if reasons else ""
+    counts = f" In all, {account(reports)}." if reports else ""  # none: resumed with no rounds left
+    return f"nothing was trained: no round had min-replies={min_replies} usable replies.{first}{counts}"
 
 
 def _listed(names: Sequence[str]) -> str:

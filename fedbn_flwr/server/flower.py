@@ -7,7 +7,7 @@ replies. What differs between methods is in the hooks of ``server.method``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -54,6 +54,7 @@ RECALIBRATED = "recalibrated"  # the name in eval-on
 
 logger = logging.getLogger("flwr")
 
+Refused = Sequence[tuple[Node, Message, ReplyError]]
 OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
 
 
@@ -105,8 +106,8 @@ class Server(Method[P]):
 
         Raises:
             EngineError: not enough nodes connect within the timeout.
-            ConfigError: a setting does not fit this run, a config holds a key of this package, or all clients of a
-                round raised this error.
+            ConfigError: a setting does not fit this run, a config holds a key of this package, or all asked clients
+                raised this error before any client has worked.
             DivergedError: a loss is not finite; with ``on_divergence="continue"`` it is only logged.
             NothingTrainedError: no round had enough usable replies. This error and the one before hold the result.
         """
@@ -129,16 +130,17 @@ class Server(Method[P]):
         )
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         result.arrays = self._completed(arrays)
-        self._refuse_failed_run(result, resumed=after > 0)
+        self._refuse_failed_run(result)
         return result
 
-    def _refuse_failed_run(self, result: Result, resumed: bool) -> None:
+    def _refuse_failed_run(self, result: Result) -> None:
         """Raise DivergedError or NothingTrainedError, with the result, if the finished run is one."""
         reports = self.reports
         if reports and self.stops_after(reports[-1].server_round):
             raise self._diverged(result)
         # A resumed run may have trained before: its earlier rounds are not known here.
-        if reports and self.fraction_train > 0 and not resumed and all(report.kept_previous for report in reports):
+        trains = self.fraction_train > 0 and not self.run.after
+        if reports and trains and all(report.kept_previous for report in reports):
             raise NothingTrainedError(nothing_trained(self.params.min_replies, reports), result)
 
     def note_divergence(self, losses: Sequence[str], since: int | None = None) -> None:
@@ -186,6 +188,7 @@ class Server(Method[P]):
         if self._saved is None:
             return 0
         (after, saved), self._saved = self._saved, None
+        self.run.after = after
         self.nodes.expect_initialised(self.run.restore(saved))
         for name, value in saved.items():
             setattr(self, name, value)
@@ -343,7 +346,7 @@ class Server(Method[P]):
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
         if lacking and not usable:  # every further round would fail in the same way
             raise lacking[0]
-        self._raise_shared_error(refused)
+        self._raise_shared_error(refused, {label for earlier in self.reports for label in earlier.clients})
         if len(usable) < self.params.min_replies:
             report.kept_previous = True
             logger.warning(
@@ -414,7 +417,7 @@ class Server(Method[P]):
         good, refused = sort_out(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
         # A client that lost its own part needs the whole state again.
         self.nodes.initialised.difference_update(node.node_id for node, m, _ in refused if m.has_error())
-        self._raise_shared_error(refused)
+        self._raise_shared_test_error(refused)
         report.evaluations |= {node.label: numbers for node, _, numbers in good}
         self.note_divergence(losses_not_finite(report.evaluations))
         found = self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
@@ -480,7 +483,7 @@ class Server(Method[P]):
             return moments
 
         good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
-        self._raise_shared_error(refused)
+        self._raise_shared_test_error(refused)
         found = [moments for _, _, moments in good]
         self.run.reestimated = pooled(found, like, parts) if len(found) >= self.params.min_replies else {}
         if not self.run.reestimated:
@@ -491,9 +494,22 @@ class Server(Method[P]):
     def _present(self, grid: Grid, at_least: int) -> list[Node]:
         return self.nodes.present(grid, max(self.min_available_nodes, at_least))
 
-    def _raise_shared_error(self, refused: Sequence[tuple[Node, Message, ReplyError]]) -> None:
-        reasons = [str(message.error.reason) for _, message, _ in refused if message.has_error()]
-        raise_shared_config_error(reasons, self.dispatcher.num_asked)
+    def _raise_shared_error(self, refused: Refused, working: Collection[str]) -> None:
+        """Raise the ConfigError that all asked clients raised, unless a client is known to work.
+
+        Args:
+            refused: the refused replies.
+            working: the labels of clients that work.
+        """
+        if not working and not self.run.after:  # clients of a resumed run worked before
+            reasons = [str(message.error.reason) for _, message, _ in refused if message.has_error()]
+            raise_shared_config_error(reasons, self.dispatcher.num_asked)
+
+    def _raise_shared_test_error(self, refused: Refused) -> None:
+        """Do so after a test: clients work that were tested before, or that have trained and were not asked now."""
+        tested = {label for report in self.reports for label in report.evaluations}
+        trained = {label for report in self.reports for label in report.clients}
+        self._raise_shared_error(refused, tested | (trained - {node.label for node, _, _ in refused}))
 
     def _local_entries(self) -> tuple[str, ...]:
         return self.run.parts.select(self.local)

@@ -32,6 +32,7 @@ class RunState:
         continuity: the run as it is sent to clients with a state folder.
         num_rounds: R; None if Flower's loop does not say.
         own_loop: whether the loop over the rounds is ``server.rounds``.
+        after: the last round before this start; 0 if the run is not resumed.
         begun: whether the method's ``begin`` was called for this run.
         reports: the report of each round.
         arrays: the global model that training continues with; tests may complete it.
@@ -51,6 +52,7 @@ class RunState:
     continuity: Continuity | None = None
     num_rounds: int | None = None
     own_loop: bool = False
+    after: int = 0
     begun: bool = False
     reports: list[RoundReport] = field(default_factory=list)
     arrays: ArrayRecord = field(default_factory=ArrayRecord)

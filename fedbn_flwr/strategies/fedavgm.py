@@ -64,6 +64,7 @@ class FedAvgM(FedOpt[FedAvgMParams]):
     source = "Hsu 2019, arXiv:1909.06335"
     Params = FedAvgMParams
     checkpoint_keys = ("velocity",)
+    server_rate = "server_learning_rate"
 
     velocity: dict[str, Array]
 

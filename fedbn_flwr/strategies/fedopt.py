@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import TypeVar
@@ -68,10 +68,24 @@ class FedOpt(FedAvg[P]):
     """Algorithm 1: the server uses the clients' mean change as a gradient. A method implements ``step``.
 
     Parts that stay with the clients (``combined(FedAdam, FedBN)``) are not stepped.
+
+    Attributes:
+        server_rate: the parameter that is the server's learning rate, for the advice of a run that diverged; "" = none.
     """
 
     role = "server-step"
     needs_each_reply = False  # the mean change is enough
+    server_rate: ClassVar[str] = ""
+
+    def divergence_advice(self, server_round: int) -> str:
+        """Name the server's learning rate too."""
+        advice = super().divergence_advice(server_round)
+        if not self.server_rate:
+            return advice
+        rate, default = getattr(self.params, self.server_rate), type(self.params).model_fields[self.server_rate].default
+        given = f"{self.server_rate.replace('_', '-')}={rate:g}"
+        remedy = f"{given}. In small runs its default, {default:g}, helped." if rate > default else f"lower {given}."
+        return f"{advice} Or the server's steps are too large: {remedy}"
 
     def step(self, server_round: int, name: str, delta: Array) -> Array:
         """Return what to add to entry ``name``, given its Delta_t in float64."""
@@ -127,6 +141,7 @@ class FedAdagrad(FedOpt[A]):
     source = "Reddi 2021, arXiv:2003.00295"
     Params = FedAdagradParams
     checkpoint_keys = ("m", "v")
+    server_rate = "eta"
 
     beta_1 = 0.0
     m: dict[str, Array]

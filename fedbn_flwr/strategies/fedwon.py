@@ -96,7 +96,9 @@ class FedWon(FedAvg[FedWonParams]):
 
     def divergence_advice(self, server_round: int) -> str:
         """Name gradient clipping, which stands in for the normalisation."""
+        agc = self.params.agc
+        clipping = "" if 0 < agc <= 0.1 else "agc=0.1, or "
         return (
-            f"Likely cause: without normalisation the training steps are too large; agc={self.params.agc:g}. What "
-            "helped in small runs: agc=0.1, or a tenth of the learning-rate."
+            f"Likely cause: without normalisation the training steps are too large; agc={agc:g}. What helped in small "
+            f"runs: {clipping}a tenth of the learning-rate."
         )

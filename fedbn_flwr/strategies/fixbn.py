@@ -69,6 +69,7 @@ from fedbn_flwr.batchnorm.averaging import State, normalise
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
@@ -297,15 +298,17 @@ class Freezing(FedAvg[W]):
             )
 
     def divergence_advice(self, server_round: int) -> str:
-        """Return the likely cause after the freeze: statistics that are far from those of the batches."""
+        """Name, after the freeze, statistics that are far from those of the batches instead of too large steps."""
+        advice = super().divergence_advice(server_round)
         if not self.frozen(server_round):
-            return super().divergence_advice(server_round)
-        return (
+            return advice
+        cause = (
             f"Likely cause: the running statistics, frozen after round T*={self.frozen_after}, are far from those of "
             "the batches, so BN no longer keeps the activations small. What helped in small runs: a learning rate ten "
-            "times lower from there on (lr-decay-at=freeze), or from the start (learning-rate). A later T* alone put "
-            "the divergence off, but did not prevent it."
+            "times lower from there on (lr-decay-at=freeze, or a smaller lr-decay-factor where it is set), or from the "
+            "start (learning-rate). A later T* alone put the divergence off, but did not prevent it."
         )
+        return advice.replace(TOO_LARGE_STEPS, cause)  # what a combined method adds stays
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return the round after which BN was frozen; None if no round so far had frozen BN."""

@@ -68,6 +68,20 @@ def test_a_diverged_run_can_be_continued_on_purpose(diverge, tmp_path: Path) -> 
     assert (summary["diverged-at"], summary["rounds"], summary["resumed-after"]) == (1, 6, [1])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategy": "fedadam", "eta": 1e37}, {"learning-rate": 1e30}],
+    ids=["the model diverged", "no reply was usable"],
+)
+def test_a_run_that_diverged_in_its_last_round_fails_again_when_resumed(diverge, settings: dict[str, Any]) -> None:
+    settings = {**SMALL, "local-steps": 1, **settings, "num-server-rounds": 1}
+    error, summary, _ = diverge(**settings)
+    again, resumed, lines = diverge(**settings, resume=True)
+    assert str(again) == str(error)
+    assert (again.diverged_at, resumed["diverged-at"], len(lines)) == (1, 1, 1)
+    assert resumed["sha256"] == summary["sha256"]
+
+
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
 def test_personal_models_and_the_reference_diverge_too(diverge, strategy: str) -> None:
     error, summary, lines = diverge(**{**HUGE, "strategy": strategy, "num-server-rounds": 20})
@@ -99,6 +113,11 @@ def test_the_remedies_that_the_message_names_help(tmp_path: Path, remedy: Mappin
     [
         ({**FAR, "strategy": "fedtan2", "fedtan-rounds": 1}, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
         ({"strategy": "fedprox", "proximal-mu": 1e4}, {"proximal-mu": 1.0}, "above 2 / proximal-mu"),
+        (
+            {"strategy": "fedadam", "learning-rate": 0.1, "eta": 1e20},
+            {"eta": 0.1},
+            "eta=1e+20. In small runs its default",
+        ),
         ({"strategy": "fedwon", "norm": "wsconv", "model": "lenet", "agc": 0.0}, {"agc": 0.1}, "agc=0."),
         pytest.param(DEEP, {"norm": "batch"}, "also norm=batch", marks=pytest.mark.slow),
         pytest.param(DEEP, {"learning-rate": 0.01}, "a lower learning-rate", marks=pytest.mark.slow),

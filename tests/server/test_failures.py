@@ -15,9 +15,9 @@ from fedbn_flwr import client_app
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
-from fedbn_flwr.server.failures import account, losses_not_finite
+from fedbn_flwr.server.failures import account, losses_not_finite, nothing_trained
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
+from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
@@ -117,6 +117,16 @@ def test_a_foreign_loop_is_ended_too(run_legacy_loop, datasets, mlp) -> None:
         run_legacy_loop(FedAvg(), app, mlp().state_dict(), 3, 2)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_a_foreign_loops_evaluate_fn_counts_too(run_legacy_loop, datasets, mlp, share: float) -> None:
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    app = ClientApp(torch_clients(mlp, datasets, training), mods=[local_bn])
+    strategy = FedAvg(fraction_evaluate=share, min_evaluate_nodes=int(3 * share))
+    tested = lambda server_round, arrays, config: (1.0 if server_round == 1 else NAN, {})  # noqa: E731
+    with pytest.raises(DivergedError, match="in round 2: loss is nan"):
+        run_legacy_loop(strategy, app, mlp().state_dict(), 3, 3, evaluate_fn=tested)
+
+
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +184,35 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
     assert "Likely cause: the training steps are too large for the model." in str(early.error)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "named", "left_out"),
+    [
+        (FedWon(agc=0.1), "What helped in small runs: a tenth of the learning-rate.", "agc=0.1, or"),
+        (FedWon(agc=0.01), "agc=0.01. What helped in small runs: a tenth", "agc=0.1"),
+        (FedWon(agc=0.0), "agc=0. What helped in small runs: agc=0.1, or a tenth of the learning-rate.", "proximal"),
+        (
+            FedAdam(eta=100.0),
+            "the server's steps are too large: eta=100. In small runs its default, 0.1, helped.",
+            "T*",
+        ),
+        (FedAdam(), "the server's steps are too large: lower eta=0.1.", "default"),
+        (FedAvgM(server_learning_rate=9.0), "server-learning-rate=9. In small runs its default, 1, helped.", "eta="),
+        (FedProx(proximal_mu=2.0), "With proximal-mu=2 a learning-rate above 2 / proximal-mu", "eta="),
+        (FedProx(proximal_mu=0.0), "a lower learning-rate", "proximal-mu"),
+        (FedBS(), "a lower learning-rate", "proximal-mu"),
+        (combined(FixBN, FedAdam)(freeze_at=1, eta=9.0), "frozen after round T*=1", "lower learning-rate"),
+        (combined(FixBN, FedAdam)(freeze_at=1, eta=9.0), "its default, 0.1, helped.", "training steps"),
+        (combined(FixBN, FedProx)(freeze_at=1), "With proximal-mu=0.01", "training steps"),
+        (FixBN(freeze_at=1), "lr-decay-at=freeze, or a smaller lr-decay-factor where it is set", "training steps"),
+    ],
+)
+def test_the_advice_names_the_settings_that_count(strategy: FedAvg[Any], named: str, left_out: str) -> None:
+    strategy.frozen_after = 1  # type: ignore[attr-defined]
+    advice = strategy.divergence_advice(2)
+    assert named in advice
+    assert left_out not in advice
+
+
 def test_a_run_in_which_no_round_used_a_reply_fails(federate, datasets, mlp, same_bits) -> None:
     def fit(self, server_round, result):
         if self.partition_id < 2:
@@ -204,6 +243,11 @@ def test_the_account_of_many_reasons_is_short() -> None:
     assert text.startswith("12 clients asked, 10 replied, 10 refused or lost: 4 x ...xxx")
     assert text.endswith("; 1 x 4; 1 x 5; and 4 other reasons")
     assert len(text) < 500
+
+
+def test_a_run_without_reports_counts_no_clients() -> None:
+    """A resumed run with no rounds left knows nothing of the earlier ones."""
+    assert nothing_trained(2, []) == "nothing was trained: no round had min-replies=2 usable replies."
 
 
 # --- one ConfigError of all clients ----------------------------------------------------------------------------------
@@ -271,3 +315,29 @@ def test_other_errors_do_not_end_the_run(federate, datasets, mlp) -> None:
         federate(strategy, mlp, datasets, rounds=2, wrap=refusing("train", says), fails=fails)
         assert len(strategy.reports) == 2
         assert all(len(report.rejected) == (3 if says(0) else 2) for report in strategy.reports)
+
+
+@pytest.mark.parametrize("where", ["train", "evaluate"])
+def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(federate, datasets, mlp, where) -> None:
+    """With a share of the clients it can be the only one that is asked in a round."""
+    shares = {"fraction_train": 0.34, "fraction_evaluate": 0.34, "min_train_nodes": 1, "min_evaluate_nodes": 1}
+    strategy = FedAvg(**shares, seed=1)
+    federate(strategy, mlp, datasets, rounds=6, wrap=refusing(where, lambda partition: "bad" if partition == 2 else ""))
+    refused = [report.server_round for report in strategy.reports if report.rejected]
+    assert refused, "it was asked"
+    assert refused[0] > 1
+
+
+def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate, datasets, mlp) -> None:
+    def fit(self, server_round, result):
+        if server_round > 1:
+            raise ConfigError("no disk")
+        return result
+
+    first = FedAvg()
+    federate(first, mlp, datasets, client=client(fit))
+    assert [report.kept_previous for report in first.reports] == [False, True, True]
+    resumed = FedAvg()
+    resumed.load_state_dict(first.state_dict(), 1)
+    federate(resumed, mlp, datasets, client=client(fit))
+    assert [report.server_round for report in resumed.reports] == [2, 3]
