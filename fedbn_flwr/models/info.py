@@ -17,7 +17,7 @@ class ModelInfo:
     """A model: ``build(num_classes, channels, size)`` with BatchNorm, ``shape(channels, size)`` of its input, its task.
 
     The size is the height of the images; networks that do not need squares take any width. ``smallest`` is a size below
-    that of ``shape`` at which the network works, too, for those who ask for it; 0 = none.
+    that of ``shape`` at which the network also works; a config must ask for it (``image-size``). 0 = none.
     """
 
     summary: str

@@ -90,7 +90,7 @@ def model_info(name: str) -> ModelInfo:
 def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> tuple[int, int]:
     """Return the (channels, size) of the square images that the model takes, from those of the data set's images.
 
-    ``asked``: the size is a wish, and may be below the size that the model takes by default.
+    ``asked``: the config asks for this size (``image-size``); it may be below the size that the model takes by default.
 
     Raises:
         ConfigError: the model is unknown, or channels or size are below 1.

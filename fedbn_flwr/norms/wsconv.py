@@ -6,8 +6,8 @@ Instead of a filter W of N weights (N = in channels per group times positions), 
 
 gamma is a constant of the activation (1 / the standard deviation of its output for a standard normal input). gain is a
 learnable number per out channel and starts at 1. Every BatchNorm becomes ``nn.Identity``. A layer without a bias before
-a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a linear layer. Else linear layers do not
-change.
+a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a linear layer. Nothing else of a linear
+layer changes.
 
 Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692. 1e-6 is inside the root as in timm's
 ``ScaledStdConv2d``; with the same gamma both layers are equal.

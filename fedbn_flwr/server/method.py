@@ -155,7 +155,7 @@ class HookContext:
 
 
 class Need(NamedTuple):
-    """What a method or a setting is about: layers without which it has no effect.
+    """The layers that a method or a setting needs: without them it has no effect.
 
     Attributes:
         who: the method or the setting.
