@@ -94,7 +94,10 @@ def check(model: nn.Module, strategy: str, config: Config) -> None:
     assert frozen == [set(PARTS[1:3]) if strategy in FROZEN and i >= LAST else set() for i in range(ROUNDS)]
 
 
-@pytest.mark.parametrize("name", LISTED)
+LARGE = ("alexnet-bn", "torchvision:alexnet")  # 60 million parameters
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in LISTED])
 def test_inspect_lists_the_entries_that_every_strategy_sends(name: str, needs) -> None:
     plain = make_model(settings(name))
     for strategy in STRATEGIES:
