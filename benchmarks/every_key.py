@@ -34,7 +34,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet"},
     "fixbn": {"freeze-at": 2},
     "fedtan2": {"fedtan-rounds": 2},
-    "fedbs": {"num-server-rounds": 7},
+    "fedbs": {"num-server-rounds": 7, "fedbs-eps": 9.0},  # its second phase begins after round 5
 }
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
@@ -88,7 +88,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "local-part": ("silobn", {}),
     "client-hooks": ("fedprox", {}),
     "server-step": ("fedavgm", {}),
-    "proximal-mu": (0.5, {"fedbs-eps": 99.0, "fedbs-rounds": 1}),
+    "proximal-mu": (0.5, {}),
     "server-learning-rate": (0.5, {}),
     "server-momentum": (0.5, {}),
     "eta": (0.05, {}),
@@ -97,8 +97,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tau": (0.1, {}),
     "fedtan-rounds": (1, {}),
     "fedtan-exchanges": ("2L+1", {}),
-    "fedbs-eps": (99.0, {}),
-    "fedbs-rounds": (1, {"fedbs-eps": 99.0}),
+    "fedbs-eps": (0.0, {}),
+    "fedbs-rounds": (1, {}),
 }
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
