@@ -184,8 +184,7 @@ def _combinations_page() -> str:
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {why}." for why, number in reasons.items()), ""]
     lines += ["Methods that are not combined with others:", ""]
-    alone = [method for name, method in STRATEGIES.items() if not method.role and name != "fedavg"]
-    lines += [f"- `{method.name}`: {method.excludes(FedAvg)}." for method in alone]
+    lines += [f"- `{method.name}`: {method.alone}." for method in STRATEGIES.values() if method.alone]
     return "\n".join([*lines, ""])
 
 

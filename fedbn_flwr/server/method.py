@@ -197,6 +197,7 @@ class Method(FlowerFedAvg, Generic[P]):
         summary_line: the description in the tables.
         source: the paper.
         role: what the method adds to another one, and the config key for it; "" = it is not combined with others.
+        alone: why the method is not combined with others; "" if it has a role.
         local: the parts of the state that stay with the clients.
         freezes_bn: whether the method freezes BN during the run.
         needs_batchnorm: whether the method is useless without BatchNorm.
@@ -217,6 +218,7 @@ class Method(FlowerFedAvg, Generic[P]):
     summary_line: ClassVar[str]
     source: ClassVar[str]
     role: ClassVar[Role] = ""
+    alone: ClassVar[str] = ""
     local: ClassVar[frozenset[Part]] = frozenset()
     freezes_bn: ClassVar[bool] = False
     needs_batchnorm: ClassVar[bool] = False
@@ -280,7 +282,7 @@ class Method(FlowerFedAvg, Generic[P]):
     @classmethod
     @abstractmethod
     def needs(cls, params: P) -> list[Need]:
-        """Return what the method and its settings are about."""
+        """Return the layers that the method and its settings need."""
 
     @classmethod
     @abstractmethod

@@ -89,8 +89,9 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
 @functools.cache
 def _combined(*chosen: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """Return the class with these bases, the outermost first."""
-    pairs = [(a, b, a.excludes(b) or b.excludes(a)) for a, b in itertools.combinations(reversed(chosen), 2)]
-    if problems := [f"{a.name} and {b.name} cannot be combined: {why}" for a, b, why in pairs if why]:
+    pairs = itertools.combinations(reversed(chosen), 2)
+    reasons = [(a, b, a.alone or b.alone or a.excludes(b) or b.excludes(a)) for a, b in pairs]
+    if problems := [f"{a.name} and {b.name} cannot be combined: {why}" for a, b, why in reasons if why]:
         raise ConfigError("\n".join(problems))
     title = "And".join(method.__name__ for method in reversed(chosen))
     kinds = list(dict.fromkeys(method.Params for method in chosen))

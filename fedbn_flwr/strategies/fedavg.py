@@ -219,7 +219,7 @@ class FedAvg(Server[P]):
         """Check that the model fits; warn of settings that do not fit the number of rounds; start without momentum.
 
         Raises:
-            NormLayerError: the model lacks what the method is about; the error says why, and what to use.
+            NormLayerError: the model lacks layers that the method needs; the error names them, and what to use.
         """
         self.momentum = {}
         if found := self.misfits(self.params, self.run.parts, self.run.shapes):

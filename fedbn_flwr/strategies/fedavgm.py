@@ -15,7 +15,7 @@ starts at 0:
 
 $$v \leftarrow \beta v + \Delta w, \qquad w \leftarrow w - \gamma v$$
 
-$\beta$ is `server_momentum` (the paper's 0.9). $\gamma$ is `server_learning_rate` (the paper: 1).
+$\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
 
 ## What travels
 

@@ -50,7 +50,7 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.messages.protocol import TRAIN_LOSS
-from fedbn_flwr.server.method import Method, RunSettings, setting
+from fedbn_flwr.server.method import RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
 
@@ -79,6 +79,7 @@ class FedBS(FedProx[FedBSParams]):
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
     role = ""
+    alone = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
     Params = FedBSParams
     needs_each_reply = True  # the weights are the losses
     checkpoint_keys = ("switched_after", "agreed")
@@ -96,11 +97,6 @@ class FedBS(FedProx[FedBSParams]):
                 f"has {run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
             )
         return found
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse every other method."""
-        return "fedbs weighs the clients by their losses, and changes to fedprox by itself"
 
     def __init__(self, *args: Any, loss_key: str = TRAIN_LOSS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -45,9 +45,6 @@ None. Its first step is not the centralized one.
 
 from __future__ import annotations
 
-from typing import Any
-
-from fedbn_flwr.server.method import Method
 from fedbn_flwr.strategies.fedtan import FedTAN
 
 __all__ = ["FedDNA"]
@@ -60,9 +57,5 @@ class FedDNA(FedTAN):
     summary_line = "FedTAN's forward half only: global statistics, own gradients through them"
     source = "Duan 2021; arXiv:2301.02982, 6.1.3"
     role = ""
+    alone = "feddna is a baseline without a law; fedtan is combined with others"
     backward = "own"
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse every other method."""
-        return "feddna is a baseline without a law; fedtan is combined with others"

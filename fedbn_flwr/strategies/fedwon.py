@@ -46,10 +46,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.server.method import Method, Misfit, RunSettings, setting
+from fedbn_flwr.server.method import Misfit, RunSettings, setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 
 __all__ = ["FedWon", "FedWonParams"]
@@ -68,11 +67,7 @@ class FedWon(FedAvg[FedWonParams]):
     summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
     source = "Zhuang 2024, arXiv:2306.11879"
     Params = FedWonParams
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse every other method; its two parts are settings of all of them."""
-        return "fedwon is norm=wsconv and agc: set these two with the other strategy"
+    alone = "fedwon is norm=wsconv and agc: set these two with the other strategy"
 
     @classmethod
     def conflicts(cls, params: FedWonParams, run: RunSettings) -> list[str]:

@@ -31,10 +31,7 @@ A client ends where it would end without the others.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.method import Method
 from fedbn_flwr.strategies.fedavg import FedAvg
 
 __all__ = ["Standalone"]
@@ -46,9 +43,5 @@ class Standalone(FedAvg):
     name = "standalone"
     summary_line = "every client alone: nothing is shared"
     source = "reference of arXiv:2306.11879"
+    alone = "standalone shares nothing that another method could change"
     local = frozenset({Part.AFFINE, Part.STATISTICS, Part.COUNTERS, Part.REST})
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse every other method."""
-        return "standalone shares nothing that another method could change"
