@@ -20,11 +20,11 @@ from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.data.samples import Samples, Subset
-from fedbn_flwr.experiment.setup import on_device
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.memory_format import set_memory_format
 
 CLIENTS, STEPS, BATCH = 5, 5, 128
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
@@ -33,7 +33,7 @@ TRAINING = LocalTraining(learning_rate=LearningRate(0.1), local_steps=STEPS, bat
 
 def make_model() -> nn.Module:
     """Return ResNet-20 for CIFAR-10, as the package's own clients have it."""
-    return on_device(build_model("resnet20", num_classes=10, channels=3, size=32), torch.device("cpu"))
+    return set_memory_format(build_model("resnet20", num_classes=10, channels=3, size=32))
 
 
 @cache

@@ -100,7 +100,7 @@ def measure(make: Callable[..., Any], settings: Mapping[str, float], rounds: int
         outcome.accuracy = sum(result.accuracy for result in results) / len(results)
         return MetricRecord()
 
-    with InProcessGrid(client_app(client_fn), len(data), max_workers=1) as grid:
+    with InProcessGrid(client_app(client_fn), len(data)) as grid:
         make(fraction_evaluate=0.0, **settings).start(
             grid=grid, initial_arrays=to_record(model().state_dict()), num_rounds=rounds, evaluate_fn=look
         )

@@ -84,6 +84,12 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
     engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Worker processes of the engine in-process; 0: none. Default: the cores, if the work pays."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
@@ -99,14 +105,17 @@ def run(
             config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
         settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
+        if workers is not None and engine is not Engine.in_process:
+            raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
         preflight(settings, folder)
         options = "" if engine is Engine.in_process else f" --engine {engine.value}"
+        options += "" if workers is None else f" --workers {workers}"
         try:
             with (
                 _interrupt(lambda: after_interrupt(folder, options)),
                 _progress(settings.num_server_rounds, settings.title) as advance,
             ):
-                summary = launch(settings, folder, engine.value, advance)
+                summary = launch(settings, folder, engine.value, advance, workers)
         except DivergedError:
             _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
             raise

@@ -224,7 +224,7 @@ def run_step(federate: RunStrategy) -> RunStrategy:
         strategy: FedAvg, model: nn.Module, datasets: Sequence[Any], *, transport: str = "barrier", **options: Any
     ) -> Outcome:
         one_step = {"rounds": 1, "local_steps": 1, "batch_size": 0, "timeout": 30}
-        together = {"barrier": transport == "barrier", "grid_options": {"max_workers": len(datasets)}}
+        together = {"barrier": transport == "barrier", "grid_options": {"threads": len(datasets)}}
         return federate(strategy, lambda: copy.deepcopy(model), datasets, **{**one_step, **together, **options})
 
     return run

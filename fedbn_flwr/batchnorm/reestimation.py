@@ -7,7 +7,7 @@ M2 / (n - 1), the unbiased variance that torch's layers keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.training.loop import Batches, as_model_input, kept_modes, takes_one_example
-from fedbn_flwr.training.randomness import private_randomness
+from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example
+from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.randomness import seeded
 
 __all__ = ["Moments", "merge", "moments_of", "reestimate_statistics", "tracking_layers"]
 
@@ -84,30 +85,26 @@ def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, s
         new = moments_of(args[0] if args else kwargs["input"])
         sums[layer] = merge(sums[layer], new) if layer in sums else new
 
-    parameter = next(model.parameters())
     with kept_modes(model), torch.no_grad():
         model.train()
-        batches = _positions(model, data, batch_size, parameter)
-        with _watched(model, note), private_randomness(seed, parameter.device):
+        prepared = inputs_for(model)
+        batches = _positions(model, data, batch_size, prepared)
+        with _watched(model, note), seeded(seed):
             for positions in batches:
-                model(_inputs(data, positions, parameter))
+                model(prepared(data.batch(positions)[0]))
     found = model.named_modules(remove_duplicate=False)
     return {path: sums[module] for path, module in found if module in sums}
 
 
-def _positions(model: nn.Module, data: Batches, batch_size: int, like: Tensor) -> list[Tensor]:
+def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
     if not len(data):
         return []
     batches = list(torch.split(torch.arange(len(data)), batch_size or len(data)))
-    if len(batches[-1]) == 1 and not takes_one_example(model, _inputs(data, batches[-1], like)):
+    if len(batches[-1]) == 1 and not takes_one_example(model, prepared(data.batch(batches[-1])[0])):
         *batches, last = batches
         if batches:
             batches[-1] = torch.cat([batches[-1], last])
     return batches
-
-
-def _inputs(data: Batches, positions: Tensor, like: Tensor) -> Tensor:
-    return as_model_input(data.batch(positions)[0], like.device, like.dtype)
 
 
 @contextmanager

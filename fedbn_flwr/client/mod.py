@@ -38,14 +38,14 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     OUTBOX,
     PARTITION_ID,
-    STEP_GENERATORS,
     NodeProperties,
     TrainConfig,
     merged_config,
+    message_seed,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.server.recalibration import to_entries
-from fedbn_flwr.training.randomness import default_generators, set_default_generators
+from fedbn_flwr.training.randomness import seed_generators
 from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
 from fedbn_flwr.transport import Pending, RetryStep, StepDone
 
@@ -61,7 +61,8 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     model. The mod adds the entries that stay with the client before the call and removes them after it; it checks
     names, layer types and shapes. It keeps them in ``Context.state``, and also on disk if the node's or the run's
     config names a ``state-dir`` and the server sends its run (``strategy.continuity``). If the strategy needs no client
-    part, messages pass unchanged.
+    part, messages pass unchanged. The default generators of torch, NumPy and Python are seeded for each message
+    (``message_seed``), so what the app draws repeats.
 
     The mod also works on the messages of ``to_legacy``: ``ClientApp(client_fn, mods=[local_bn])``.
 
@@ -69,6 +70,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         StateError: an entry was neither sent nor kept here, the kept state belongs to another model or is not finite,
             or the app's reply is not the whole model.
     """
+    seed_generators(message_seed(message, context))
     if not message.content.array_records:
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
@@ -88,7 +90,6 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         return _exchange(message, key, {})
     if message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
         clear_log(context)
-        context.state.pop(STEP_GENERATORS, None)
         take_box(context, INBOX)
         _take_out(reply, key, config, store, context)
     return _sign(reply, context)
@@ -130,7 +131,7 @@ def _call(call_next: ClientAppCallable, message: Message, context: Context, key:
         try:
             return call_next(message, context)
         except RetryStep:
-            continue
+            seed_generators(message_seed(message, context))
 
 
 def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> tuple[ArrayRecord, LocalState]:
@@ -215,13 +216,9 @@ def _add_info(reply: Message, entries: Mapping[str, Any]) -> None:
 
 
 def _reopen(message: Message, context: Context) -> None:
-    """Restore the round's model in a message of FedTAN's exchange, and the state of the random generators."""
+    """Restore the round's model in a message of FedTAN's exchange."""
     first = next(iter(message.content.array_records))
     arrays, config = open_message(message)
-    if message.content.array_records[first]:
-        context.state[STEP_GENERATORS] = ConfigRecord(default_generators())  # type: ignore[arg-type]
-    else:
-        set_default_generators(context.state.config_records[STEP_GENERATORS])
     model, config = log_answer(context, arrays, config)
     for key, record in to_records(first, dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))).items():
         message.content[key] = record

@@ -14,12 +14,12 @@ import torch
 from flwr.app import ConfigRecord, Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
+from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError, StateError
@@ -46,6 +46,7 @@ from fedbn_flwr.messages.protocol import (
     MessageConfig,
     TrainConfig,
     merged_config,
+    message_seed,
 )
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
@@ -54,10 +55,12 @@ from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.loop import Batches, as_model_input, train
+from fedbn_flwr.training.loop import Batches, train
+from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
+from fedbn_flwr.training.randomness import seed_generators
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.training.wrappers import load_state, unwrap, wrapper_prefix
+from fedbn_flwr.training.wrappers import wrapper_prefix
 from fedbn_flwr.transport import Pending, StepDone
 
 __all__ = ["TorchClient", "client_app"]
@@ -70,7 +73,9 @@ class TorchClient(NumPyClient):
 
     Args:
         model: the model on its device; it is trained in place. It may be compiled or in DDP: sent and kept entries
-            have the names of the inner module, or the received names.
+            have the names of the inner module, or the received names. Or a function that builds it: then no message
+            waits for that, because a process builds it once and lends it to one client at a time. Pass the same
+            function object for every message.
         train_data: the client's training data; may be empty for a client that only evaluates.
         test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
         settings: steps, batch size, optimizer.
@@ -89,7 +94,7 @@ class TorchClient(NumPyClient):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | BuildModel,
         train_data: Batches,
         test_data: Batches | Mapping[str, Batches],
         settings: LocalTraining,
@@ -104,8 +109,9 @@ class TorchClient(NumPyClient):
         self.train_data = train_data
         self.test_data = test_data if isinstance(test_data, Mapping) else {"": test_data}
         self.settings = settings
-        self.plain = unwrap(model)
-        self.parts = split_state(self.plain)
+        if isinstance(model, nn.Module):
+            set_memory_format(model, settings.memory_format)
+        self._lend = lender(model)
         self.context = context
         if partition_id is None and context is not None and PARTITION_ID in context.node_config:
             partition_id = int(context.node_config[PARTITION_ID])
@@ -121,17 +127,19 @@ class TorchClient(NumPyClient):
             NormLayerError: the method synchronises BN layers, and this model's cannot be.
         """
         if config.get(SYNCHRONISES) and len(self.train_data):
-            self._try_synchronised_step()
+            with self._lend() as lent:
+                self._try_synchronised_step(lent)
         known: Config = {} if self.partition_id is None else {PARTITION_ID: self.partition_id}
         size = len(self.train_data)
         return {**known, NUM_EXAMPLES: size, BATCH_SIZE: self.settings.first_batch(size)}
 
-    def _try_synchronised_step(self) -> None:
+    def _try_synchronised_step(self, lent: LentModel) -> None:
+        if lent.tried:
+            return
         some = torch.arange(min(2, len(self.train_data)))
-        parameter = next(self.plain.parameters())
         try:
-            inputs = as_model_input(self.train_data.batch(some)[0], parameter.device, parameter.dtype)
-            try_synchronised_step(self.plain, inputs)
+            try_synchronised_step(lent.plain, inputs_for(lent.plain)(self.train_data.batch(some)[0]))
+            lent.tried = True
         except NormLayerError:
             raise
         except Exception as error:  # user code may raise anything; if training raises it too, the server hears of it
@@ -139,7 +147,8 @@ class TorchClient(NumPyClient):
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""
-        return list(self._state().values())
+        with self._lend() as lent:
+            return [array.copy() for array in to_state(lent.state).values()]
 
     def fit(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
         """Train for one round.
@@ -156,17 +165,26 @@ class TorchClient(NumPyClient):
             StateError: the arrays or the kept entries do not fit the model.
             DataError: there is nothing to train on.
         """
-        read, local = TrainConfig.read(config), self._local_entries(config)
-        store = self._store(config, read)
+        arrays, num_examples, metrics = self._round(parameters, config)
+        return [array.copy() for array in arrays], num_examples, metrics
+
+    def _round(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        """Do as ``fit``; the arrays share the model's memory, and the next message changes them."""
+        with self._lend() as lent:
+            return self._train(lent, parameters, config)
+
+    def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        read, local = TrainConfig.read(config), self._local_entries(lent, config)
+        store = self._store(lent, config, read)
         if read.by_messages:
             parameters, config = log_answer(self.context, parameters, config)
         hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replay(self.context, config)))
-        extras, prefix = self._load(parameters, config, store)
+        extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
         try:
             result = train(
-                self.model,
+                lent.model,
                 self.train_data,
                 self.settings,
                 learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
@@ -180,7 +198,7 @@ class TorchClient(NumPyClient):
         except StepDone:
             return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
         clear_log(self.context)
-        state = self._state()
+        state = to_state(lent.state)
         if local:
             store.keep({name: state[name] for name in local}, read.server_round)
         metrics: Config = {
@@ -200,7 +218,7 @@ class TorchClient(NumPyClient):
         returned = {prefix + name: array for name, array in state.items() if name not in set(local)}
         for record, entries in ((r, e) for hook in hooks.values() for r, e in hook.reply().items()):
             returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
-        if ARRAY_NAMES in config or len(returned) != len(self.parts.names):
+        if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
 
@@ -213,15 +231,16 @@ class TorchClient(NumPyClient):
             unnamed set).
         """
         read = EvaluateConfig.read(config)
-        self._load(parameters, config, self._store(config, read))
         metrics: Config = {}
         first: tuple[float, int] | None = None
-        for name in read.test_sets or self.test_data:
-            result = evaluate(self.model, self.test_data[name], task=self.task)
-            prefix = f"{name}-" if name else ""
-            metrics |= result.named(prefix)
-            metrics[prefix + NUM_EXAMPLES if name else EXAMPLES_TESTED] = result.num_examples
-            first = first or (result.loss, result.num_examples)
+        with self._lend() as lent:
+            self._load(lent, parameters, config, self._store(lent, config, read))
+            for name in read.test_sets or self.test_data:
+                result = evaluate(lent.model, self.test_data[name], task=self.task)
+                prefix = f"{name}-" if name else ""
+                metrics |= result.named(prefix)
+                metrics[prefix + NUM_EXAMPLES if name else EXAMPLES_TESTED] = result.num_examples
+                first = first or (result.loss, result.num_examples)
         loss, num_examples = first or (float("nan"), 0)
         return loss, num_examples, metrics
 
@@ -233,29 +252,27 @@ class TorchClient(NumPyClient):
             names in ``fedbn-flwr.array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
         read = MessageConfig.read(config)
-        _, prefix = self._load(parameters, config, self._store(config, read))
-        seed = self._stream(read.server_round, "statistics").initial_seed()
-        found = reestimate_statistics(self.plain, self.train_data, batch_size=self.settings.batch_size, seed=seed)
-        entries = to_state(to_entries(found, self.plain.state_dict()))
+        with self._lend() as lent:
+            _, prefix = self._load(lent, parameters, config, self._store(lent, config, read))
+            seed = self._stream(read.server_round, "statistics").initial_seed()
+            batch_size = self.settings.batch_size
+            found = reestimate_statistics(lent.plain, self.train_data, batch_size=batch_size, seed=seed)
+            entries = to_state(to_entries(found, lent.state))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
-
-    def _state(self) -> dict[str, Array]:
-        """Return a copy of the model's state, which later training does not change."""
-        return {name: array.copy() for name, array in to_state(self.plain.state_dict()).items()}
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
         key = -1 if self.partition_id is None else self.partition_id
         return torch_generator(self.seed, purpose, server_round, key)
 
-    def _store(self, config: Config, read: MessageConfig) -> LocalState:
+    def _store(self, lent: LentModel, config: Config, read: MessageConfig) -> LocalState:
         """Return the client's kept state, restored to the one that the server expects."""
         if MOD in config:
             raise StateError(
                 f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
                 "itself. Leave the mod out."
             )
-        store = LocalState(self.context, self.parts, self.plain.state_dict())
+        store = LocalState(self.context, lent.parts, lent.state)
         if self.state_dir is not None and read.continuity is not None:
             if self.partition_id is None:
                 raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
@@ -263,14 +280,14 @@ class TorchClient(NumPyClient):
         store.restore(read.local_sha256)
         return store
 
-    def _local_entries(self, config: Config) -> tuple[str, ...]:
+    def _local_entries(self, lent: LentModel, config: Config) -> tuple[str, ...]:
         """Return the entries that stay here under this model's own names; the server's may have a wrapper's prefix."""
         names = MessageConfig.read(config).local_entries
-        prefix = wrapper_prefix(names, self.parts.names)
+        prefix = wrapper_prefix(names, lent.parts.names)
         return tuple(name.removeprefix(prefix) for name in names)
 
     def _load(
-        self, parameters: list[Array], config: Config, store: LocalState
+        self, lent: LentModel, parameters: list[Array], config: Config, store: LocalState
     ) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
         """Load the received entries into the model, kept entries in place of received ones; check that none is missing.
 
@@ -278,20 +295,18 @@ class TorchClient(NumPyClient):
             The entries of further records (received as ``record/entry``), by record, and the wrapper's prefix in the
             received names.
         """
-        names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(self.parts.names)
+        own = lent.state
+        names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(own)
         if len(names) != len(parameters):
-            raise StateError(
-                f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(self.parts.names)}"
-            )
+            raise StateError(f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(own)}")
         received = dict(zip(names, parameters, strict=True))
-        own = self.plain.state_dict()
         extras: dict[str, dict[str, torch.Tensor]] = {}
         for name in [name for name in received if name not in own and "/" in name]:
             record, _, entry = name.partition("/")
             extras.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
         prefix = wrapper_prefix(received, own)
         received = {name.removeprefix(prefix): array for name, array in received.items()}
-        state = {**received, **store.load(self._local_entries(config))}
+        state = {**received, **store.load(self._local_entries(lent, config))}
         if missing := [name for name in own if name not in state]:
             raise StateError(
                 f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
@@ -299,7 +314,7 @@ class TorchClient(NumPyClient):
             )
         if extra := [name for name in state if name not in own]:
             raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
-        load_state(self.plain, {name: _fit(name, state[name], own[name]) for name in own})
+        lent.load({name: _fit(name, state[name], own[name]) for name in own})
         plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}
         return plain, prefix
 
@@ -329,13 +344,18 @@ def client_app(
             whole state dict can keep its part; a ``TorchClient`` needs no mod.
         train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the training messages alone.
     """
-    app = ClientApp(mods=list(mods))
+    app = ClientApp(mods=[seeded_for_message, *mods])
 
     @app.query(EXCHANGE_QUERY.partition(".")[2])
     @app.train(mods=list(train_mods))
     @NamedConfigErrors()
     def train_message(message: Message, context: Context) -> Message:
-        return reply_to_fit(message, *_client(client_fn, context).fit(*open_message(message)))
+        client = _client(client_fn, context)
+        # The reply has its own copy of the arrays, so a TorchClient need not make one before.
+        fit = client.fit
+        if isinstance(client, TorchClient) and getattr(fit, "__func__", None) is TorchClient.fit:
+            fit = client._round
+        return reply_to_fit(message, *fit(*open_message(message)))
 
     @app.query("statistics")
     @NamedConfigErrors()
@@ -366,6 +386,16 @@ def client_app(
         return reply
 
     return app
+
+
+def seeded_for_message(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Seed the default generators of torch, NumPy and Python for this message: a Flower mod.
+
+    The seed comes from the strategy's ``seed``, the round, the kind of message and the partition id, so what a user's
+    client draws repeats, and is the same in every engine.
+    """
+    seed_generators(message_seed(message, context))
+    return call_next(message, context)
 
 
 def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClient:

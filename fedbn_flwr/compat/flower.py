@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp.client_app import ClientAppException
 from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY, SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
@@ -27,6 +27,8 @@ __all__ = [
     "PARTITION_ID_KEY",
     "Run",
     "app_error",
+    "array_of",
+    "copied_context",
     "copied_message",
     "empty_run",
     "identify_process",
@@ -41,6 +43,7 @@ __all__ = [
     "set_message_id",
     "set_reply_address",
     "set_reply_source",
+    "stamped",
 ]
 
 _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
@@ -70,18 +73,45 @@ def is_network_grid(grid: Grid) -> bool:
 
 
 def copied_message(message: Message) -> Message:
-    """Return a message with the same metadata and a deep copy of the content."""
+    """Return a message with the same metadata, and with records of its own, which may be changed."""
     metadata = message.metadata
-    copied = Message(copy.deepcopy(message.content), metadata.dst_node_id, metadata.message_type)
+    copied = Message(_copied(message.content), metadata.dst_node_id, metadata.message_type)
     copied.metadata.__dict__.update(metadata.__dict__)
     return copied
 
 
-def set_message_id(message: Message, message_id: str, run_id: int | None = None) -> None:
-    """Set the message id, as Flower's own engines do, and the run id if one is given."""
+def copied_context(context: Context) -> Context:
+    """Return an equal context with records and configs of its own, which may be changed."""
+    own = {"state": _copied(context.state), "node_config": dict(context.node_config)}
+    return Context(**{**vars(context), **own, "run_config": dict(context.run_config)})
+
+
+def _copied(records: RecordDict) -> RecordDict:
+    """Return a copy of the records. Arrays are shared, since an array's bytes cannot be changed."""
+    copied = RecordDict()
+    for key, record in records.items():
+        copied[key] = ArrayRecord(dict(record)) if isinstance(record, ArrayRecord) else copy.deepcopy(record)
+    return copied
+
+
+def array_of(dtype: str, shape: tuple[int, ...], stype: str, data: bytes | memoryview) -> Array:
+    """Return an array over ``data``, which Flower's constructor takes as bytes only."""
+    array = Array.__new__(Array)
+    array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
+    return array
+
+
+def stamped(message: Message, message_id: str, run_id: int) -> Message:
+    """Return the message with these ids, as Flower's own engines set them, and with the same content."""
+    sent = copy.copy(message)
+    sent.__dict__["_metadata"] = metadata = copy.copy(message.metadata)
+    metadata.__dict__.update(_message_id=message_id, _run_id=run_id)
+    return sent
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Set the message id, as Flower's own engines do."""
     message.metadata.__dict__["_message_id"] = message_id
-    if run_id is not None:
-        message.metadata.__dict__["_run_id"] = run_id
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:

@@ -186,8 +186,9 @@ class Subset:
             IndexError: a position is outside the subset (on the CPU; on other devices torch reports it differently).
         """
         positions = positions.to(self._samples.inputs.device)
-        chosen = positions if self._indices is None else self._indices[positions]
-        images, targets = self._samples.inputs[chosen], self._samples.targets[chosen]
+        # index_select, because indexing with [] takes several times as long for a batch.
+        chosen = positions if self._indices is None else self._indices.index_select(0, positions)
+        images, targets = self._samples.inputs.index_select(0, chosen), self._samples.targets.index_select(0, chosen)
         if generator is not None and self._augment is not None:
             if targets.ndim == 3:
                 images, targets = self._augment.with_pixels(images, targets, generator)

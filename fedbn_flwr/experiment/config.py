@@ -25,6 +25,7 @@ from fedbn_flwr.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import Sampling, share_of
 
 __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split", "state_in_out"]
@@ -139,6 +140,12 @@ class Config(_MethodSettings):
     )
     device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda if available")
     amp: bool = _key("local training", False, "bfloat16 autocast in the forward passes of training")
+    memory_format: MemoryFormat = _key(
+        "local training",
+        "auto",
+        "of images and 4-d weights; auto = channels-last for models with 2-d convolutions (changes the last bits)",
+    )
+    compile: bool = _key("local training", False, "torch.compile the model of each client process (some 20 s, once)")
     torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)
 
     out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")

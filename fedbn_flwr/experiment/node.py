@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from flwr.app import Context
 
+from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import DATASETS, Augment, Subset, load_local_dataset
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.setup import image_shape, local_training, make_model, on_device, pick_device
+from fedbn_flwr.experiment.setup import image_shape, local_training, pick_device, training_model
 from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
 
 __all__ = ["client_fn"]
@@ -30,12 +31,11 @@ def client_fn(context: Context) -> TorchClient:
         ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``.
         DataError: the node's own data cannot be used.
     """
-    config = _config(tuple(context.run_config.items()))
+    config, build = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)
     train, tests = _node_data(config, context)
-    model = on_device(make_model(config), pick_device(config.device))
     return TorchClient(
-        model,
+        build,
         train,
         tests,
         local_training(config),
@@ -81,5 +81,7 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
 
 
 @functools.lru_cache(maxsize=4)  # called for every message
-def _config(items: tuple[tuple[str, Any], ...]) -> Config:
-    return Config.make(dict(items), complete=True)
+def _config(items: tuple[tuple[str, Any], ...]) -> tuple[Config, BuildModel]:
+    """Return the config, and the function that builds its model: a process builds one with the same function."""
+    config = Config.make(dict(items), complete=True)
+    return config, functools.partial(training_model, config)

@@ -15,10 +15,11 @@ from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.serve import centralized, serve
-from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.setup import check, make_model, pick_device
 from fedbn_flwr.experiment.simulation import simulate
+from fedbn_flwr.training.settings import share_of
 
-__all__ = ["ENGINES", "Engine", "preflight", "run"]
+__all__ = ["ENGINES", "Engine", "default_workers", "preflight", "run"]
 
 Engine = Literal["in-process", "simulation"]
 ENGINES: tuple[Engine, ...] = ("in-process", "simulation")
@@ -47,14 +48,42 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     return config, out
 
 
-def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRound | None = None) -> dict[str, Any]:
+def default_workers(config: Config) -> int:
+    """Return the worker processes that pay for a run: one for each core and client of a round, or none.
+
+    Clients on a GPU share it in one process. A small run is over before processes have started.
+    """
+    cores = (os.cpu_count() or 1) // config.torch_threads
+    clients = max(1, share_of(config.fraction_train, config.num_clients))
+    if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
+        return 0
+    examples = sum(map(len, partitioned_data(config, config.num_clients).train)) / config.num_clients
+    batch = min(config.batch_size or examples, examples)
+    steps = config.local_steps or config.local_epochs * examples / batch
+    parameters = sum(p.numel() for p in make_model(config).parameters())
+    work = config.num_server_rounds * clients * steps * batch * parameters
+    return min(cores, clients) if work > _WORTH_PROCESSES else 0
+
+
+_WORTH_PROCESSES = 1e8  # examples times parameters, a tenth of a second of the smallest models
+
+
+def run(
+    config: Config,
+    out: Path,
+    engine: Engine = "in-process",
+    on_round: OnRound | None = None,
+    workers: int | None = None,
+) -> dict[str, Any]:
     """Do one run and return its summary.
 
     Args:
         config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group under a split by group.
         out: the output folder, empty or missing; with ``resume`` also that of a run to resume.
-        engine: "in-process" runs the clients in threads of this process, "simulation" in Flower's Ray simulation.
+        engine: "in-process" runs the clients without Flower's runtime, "simulation" in Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.
+        workers: worker processes of the engine in-process, 0 = none beside this one; None = ``default_workers``. The
+            results have the same bits for any number.
 
     Raises:
         FedBNError: settings are bad, data is missing, the folder is in use, or the federation failed. After a
@@ -65,12 +94,11 @@ def run(config: Config, out: Path, engine: Engine = "in-process", on_round: OnRo
         return centralized(config, out, on_round)
     if engine == "simulation":
         return simulate(config, out, on_round)
-    workers = max(1, (os.cpu_count() or 1) // config.torch_threads)
     with InProcessGrid(
         client_app(client_fn),
         config.num_clients,
         run_config=config.to_mapping(),
-        max_workers=workers,
+        workers=default_workers(config) if workers is None else workers,
         torch_threads=config.torch_threads,
         seed=config.seed,
     ) as grid:

@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
-from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, pick_device
+from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, training_model
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TEST_SETS, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
@@ -29,6 +29,7 @@ from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trai
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import sgd, train
+from fedbn_flwr.training.wrappers import unwrap
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
 __all__ = ["centralized", "reference_config", "serve"]
@@ -86,7 +87,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     if begun and saved is None and read_metrics(out / "metrics.jsonl"):
         raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
     initial = to_record(saved.state if saved else model.state_dict())
-    on_device(model, pick_device(config.device))
+    on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
@@ -154,9 +155,10 @@ def reference_config(config: Config) -> Config:
 
 def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
     data = partitioned_data(config, count_clients(config))
-    model = on_device(make_model(config), pick_device(config.device))
+    model = training_model(config)
+    plain = unwrap(model)
     settings = local_training(config)
-    recorder = Recorder(RunFolder(out, config), config, model, data, None, on_round)
+    recorder = Recorder(RunFolder(out, config), config, plain, data, None, on_round)
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
     try:
@@ -185,7 +187,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
     finally:
         torch.set_num_threads(before)
         recorder.close()
-    summary = recorder.finish(to_state(model.state_dict()), None)
+    summary = recorder.finish(to_state(plain.state_dict()), None)
     if report.diverged and config.on_divergence == "stop":
         raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
     return summary

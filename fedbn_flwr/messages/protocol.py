@@ -18,6 +18,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `query.exchange` | message type: one exchange of a synchronised step | server | client | 0.1 |
 | `query.statistics` | message type: re-estimated statistics | server | client | 0.1 |
 | `server-round` | int | server | client | 0.1 |
+| `fedbn-flwr.seed` | int: seed of the run, for the clients' default generators | server | client | 0.1 |
 | `fedbn-flwr.hooks` | str, comma list: client hooks to apply | server | client | 0.1 |
 | `fedbn-flwr.local-entries` | str, JSON list: names of the entries that stay | server | client | 0.1 |
 | `fedbn-flwr.local-sha256` | str: SHA-256 of the kept state | server, client | client, server | 0.1 |
@@ -72,7 +73,6 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `begun` | int, in KEPT_ABOUT: the round that made the kept state anew, else 0 | client | client | 0.1 |
 | `attempt` | int, in STEP_ABOUT | client | client | 0.1 |
 | `frame` | str, JSON, in MODEL_SPEC | mod | mod | 0.1 |
-| `fedbn-flwr.step.generators` | ConfigRecord: the default generators | mod | mod | 0.1 |
 
 `server/momentum.py`:
 
@@ -131,9 +131,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 
 from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.seeds import derive_seed
 
 __all__ = [
     "SERIES_PATTERN",
@@ -181,6 +182,7 @@ STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistic
 
 # --- config of a message from the server ------------------------------------------------------------------------------
 SERVER_ROUND = Key("server-round", "int", "server", "client")
+SEED = Key("fedbn-flwr.seed", "int: seed of the run, for the clients' default generators", "server", "client")
 HOOKS = Key("fedbn-flwr.hooks", "str, comma list: client hooks to apply", "server", "client")
 LOCAL_ENTRIES = Key("fedbn-flwr.local-entries", "str, JSON list: names of the entries that stay", "server", "client")
 LOCAL_SHA256 = Key("fedbn-flwr.local-sha256", "str: SHA-256 of the kept state", "server, client", "client, server")
@@ -247,7 +249,6 @@ FINGERPRINT = Key("fingerprint", "str, in KEPT_ABOUT: fingerprint of the model",
 BEGUN = Key("begun", "int, in KEPT_ABOUT: the round that made the kept state anew, else 0", "client", "client")
 STEP_ATTEMPT = Key("attempt", "int, in STEP_ABOUT", "client", "client")
 SPEC_SHAPES = Key("frame", "str, JSON, in MODEL_SPEC", "mod", "mod")
-STEP_GENERATORS = Key("fedbn-flwr.step.generators", "ConfigRecord: the default generators", "mod", "mod")
 
 CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 """Keys of the client part among the metrics of a ``NumPyClient``; they are left out of averages."""
@@ -265,6 +266,18 @@ def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def merged_config(message: Message) -> dict[str, Any]:
     """Return the entries of all ConfigRecords of the message."""
     return {key: value for record in message.content.config_records.values() for key, value in record.items()}
+
+
+def message_seed(message: Message, context: Context) -> int:
+    """Return the seed of the default generators in a client's work on a message.
+
+    It depends on the strategy's seed, the round, the partition id and the kind of work, and not on the engine. The
+    exchanges of a synchronised step have the seed of the training that repeats the step.
+    """
+    config, kind = merged_config(message), message.metadata.message_type
+    own = context.node_config.get(PARTITION_ID, context.node_id)
+    purpose = MessageType.TRAIN if kind == EXCHANGE_QUERY else kind
+    return derive_seed(int(config.get(SEED, 0)), "client", purpose, int(config.get(SERVER_ROUND, 0)), str(own))
 
 
 def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
@@ -324,12 +337,14 @@ class MessageConfig:
         local_entries: names of the entries that stay with the client.
         local_sha256: hash of the state that the client must restore, "" for no state; None = the client decides.
         continuity: the run, for the client's state folder.
+        seed: the seed of the run, see ``message_seed``.
     """
 
     server_round: int = 1
     local_entries: tuple[str, ...] = ()
     local_sha256: str | None = None
     continuity: Continuity | None = None
+    seed: int = 0
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -343,11 +358,14 @@ class MessageConfig:
             "local_entries": tuple(json.loads(str(config.get(LOCAL_ENTRIES, "[]")))),
             "local_sha256": config.get(LOCAL_SHA256),
             "continuity": Continuity.read(config),
+            "seed": int(config.get(SEED, 0)),
         }
 
     def write(self) -> dict[str, Any]:
         """Return the entries of a message's config, without values that are not set."""
         entries: dict[str, Any] = {SERVER_ROUND: self.server_round}
+        if self.seed:
+            entries[SEED] = self.seed
         if self.continuity:
             entries |= self.continuity.write()
         if self.local_entries:

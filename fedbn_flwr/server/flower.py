@@ -516,7 +516,12 @@ class Server(Method[P]):
 
     def _common(self, server_round: int) -> MessageConfig:
         """Return the config entries of every message with the model."""
-        return MessageConfig(server_round=server_round, local_entries=self._local_entries(), continuity=self.continuity)
+        return MessageConfig(
+            server_round=server_round,
+            local_entries=self._local_entries(),
+            continuity=self.continuity,
+            seed=self.params.seed,
+        )
 
     def _address(
         self,

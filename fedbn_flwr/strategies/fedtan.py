@@ -102,7 +102,7 @@ from fedbn_flwr.server.synchronised_step import (
 )
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs, kept_modes
-from fedbn_flwr.training.randomness import private_randomness
+from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.wrappers import load_state
 from fedbn_flwr.transport import BarrierGrid, Member, Reducer, RetryStep, local_reducer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
@@ -162,13 +162,14 @@ class SynchroniseFirstStep(ClientHook):
         """Run the first step synchronised; repeat it from the same state and batch until it succeeds."""
         if step > 0:
             return compute()
-        before = {name: value.clone() for name, value in model.state_dict().items()}
+        before, generators = {name: value.clone() for name, value in model.state_dict().items()}, Generators.now()
         while True:
             try:
                 with self.around(step, model, batch_size):
                     return compute()
             except RetryStep:
                 load_state(model, before)
+                generators.restore()
 
     @contextmanager
     def around(self, step: int, model: nn.Module, batch_size: int) -> Iterator[None]:
@@ -235,7 +236,7 @@ def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = SynchroniseFirstStep(_Alone(len(inputs)), "2L+1", "global")
     try:
-        with private_randomness(0, inputs.device), kept_modes(model), step.around(0, model.train(), len(inputs)):
+        with seeded(0), kept_modes(model), step.around(0, model.train(), len(inputs)):
             model(inputs).sum().backward()
     finally:
         model.zero_grad(set_to_none=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.training.loop import Batches, ClientHook, TrainResult, sgd, train
+from fedbn_flwr.training.loop import Batches, ClientHook, TrainResult, train
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
+from fedbn_flwr.training.sgd import sgd
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 __all__ = [

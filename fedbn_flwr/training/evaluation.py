@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.training.loop import Batches, as_model_input, kept_modes
+from fedbn_flwr.training.loop import Batches, kept_modes
+from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
 
 __all__ = ["EvalResult", "evaluate"]
@@ -65,16 +66,16 @@ def evaluate(
     """
     if len(data) == 0:
         return EvalResult(float("nan"), float("nan"), 0)
-    parameter = next(model.parameters())
-    totals = torch.zeros(3, dtype=torch.float64, device=parameter.device)  # summed loss, correct, counted
+    device, prepared = next(model.parameters()).device, inputs_for(model)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted
     matrix: torch.Tensor | None = None
     statistics = _without_running_statistics(model) if batch_statistics else nullcontext()
     with kept_modes(model), torch.inference_mode(), statistics:
         model.eval()
         for positions in torch.split(torch.arange(len(data)), batch_size or task.test_batch):
             inputs, targets = data.batch(positions)
-            outputs = model(as_model_input(inputs, parameter.device, parameter.dtype))
-            targets = task.on_device(targets, parameter.device)
+            outputs = model(prepared(inputs))
+            targets = task.on_device(targets, device)
             task.check(outputs, targets)
             counted = task.counted(targets)
             totals += torch.stack(

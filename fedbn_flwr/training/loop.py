@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.training.randomness import private_randomness
+from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.sgd import sgd, sgd_step
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import unwrap
 
@@ -30,12 +32,12 @@ __all__ = [
     "LossAndOutputs",
     "Stream",
     "TrainResult",
-    "as_model_input",
     "kept_modes",
-    "sgd",
     "takes_one_example",
     "train",
 ]
+
+_KEPT_OUTPUTS = 2**18  # numbers, 1 MiB in float32
 
 LossAndOutputs = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
 Compute = Callable[[], LossAndOutputs]
@@ -93,8 +95,8 @@ class ClientHook:
     def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
         """Return ``compute()``, the forward and backward pass of a step; a hook may call it again to repeat the step.
 
-        Every call of ``compute`` uses the same batch and the same random numbers, but the hook must restore the model's
-        state first. An exception here ends the round's training.
+        Every call of ``compute`` uses the same batch, but the hook must restore the model's state and the default
+        generators first. An exception here ends the round's training.
         """
         return compute()
 
@@ -165,8 +167,7 @@ def train(
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
-    device = next(model.parameters()).device
-    dtype = next(model.parameters()).dtype
+    device, prepared = next(model.parameters()).device, inputs_for(model)
     model.train()
     bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
     for hook in hooks:
@@ -177,41 +178,36 @@ def train(
     for hook in hooks:
         hook.start(bare, optimizer)
     augment = stream("augment")
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums of loss, correct, counted; read only at the end
-    processed = steps = dropped = 0
+    totals = _Totals(task)
+    dropped = 0
     singletons_fit: bool | None = None
-    with private_randomness(stream("dropout").initial_seed(), device) as random:
+    with seeded(stream("dropout").initial_seed()):
         for step, positions in enumerate(settings.batches(len(data), stream("batches"))):
             inputs, targets = data.batch(positions, augment)
-            inputs, targets = as_model_input(inputs, device, dtype), task.on_device(targets, device)
+            inputs, targets = prepared(inputs), task.on_device(targets, device)
             if len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
                 singletons_fit = takes_one_example(model, inputs) if singletons_fit is None else singletons_fit
                 if not singletons_fit:
                     dropped += 1
                     continue
-            compute = _step(model, inputs, targets, optimizer, hooks, task, settings.amp, random)
+            compute = functools.partial(_compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
             for hook in hooks:
                 compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
             loss, outputs = compute()
             for hook in hooks:
                 hook.gradients(bare)
-            optimizer.step()
-            totals[0] += loss.double() * len(positions)
-            totals[1] += (outputs.argmax(1) == targets).sum()
-            totals[2] += task.counted(targets)
-            processed += len(positions)
-            steps += 1
+            sgd_step(optimizer)
+            totals.add(loss, outputs, targets)
     metrics = {key: value for hook in hooks for key, value in hook.end(bare).items()}
-    if not steps:
+    if not totals.steps:
         raise DataError(
             f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance. Use a "
             f"batch-size above 1 (it is {settings.batch_size}) or another norm."
         )
-    loss_sum, correct, counted = totals.tolist()
-    return TrainResult(loss_sum / processed, correct / max(counted, 1), processed, steps, dropped, metrics)
+    return totals.result(dropped, metrics)
 
 
-def _step(
+def _compute(
     model: nn.Module,
     inputs: Tensor,
     targets: Tensor,
@@ -219,41 +215,64 @@ def _step(
     hooks: Sequence[ClientHook],
     task: Task,
     amp: bool,
-    random: torch.Generator,
-) -> Compute:
-    """Return the function that does one forward and backward pass; every call starts from the same random state."""
-    state = random.get_state()
-
-    def compute() -> LossAndOutputs:
-        random.set_state(state)
-        with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
-            outputs = model(inputs)
-            task.check(outputs, targets)
-            loss = task.loss(outputs, targets)
-        total = loss
-        for hook in hooks:
-            if (penalty := hook.penalty(unwrap(model))) is not None:
-                total = total + penalty
-        optimizer.zero_grad(set_to_none=True)
-        total.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), outputs.detach()
-
-    return compute
+) -> LossAndOutputs:
+    """Do the forward and backward pass of a step."""
+    with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
+        outputs = model(inputs)
+        task.check(outputs, targets)
+        loss = task.loss(outputs, targets)
+    total = loss
+    for hook in hooks:
+        if (penalty := hook.penalty(unwrap(model))) is not None:
+            total = total + penalty
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    total.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), outputs.detach()
 
 
-def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:
-    """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    rate = settings.learning_rate.initial
-    return torch.optim.SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
+@dataclass
+class _Totals:
+    """Sums over the steps. Outputs are kept and counted together: for small models this saves a tenth of a step."""
 
+    task: Task
+    steps: int = 0
+    processed: int = 0
+    correct: int = 0
+    counted: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    room: int = 0
 
-def as_model_input(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a batch on the model's device and in its dtype; on CUDA channels-last, which makes convolutions faster."""
-    inputs = inputs.to(device, dtype if inputs.is_floating_point() else None, non_blocking=True)
-    if device.type == "cuda" and inputs.dim() == 4:
-        return inputs.contiguous(memory_format=torch.channels_last)
-    return inputs
+    def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B, ...)."""
+        self.steps += 1
+        self.processed += len(outputs)
+        self.losses.append(loss)
+        self.sizes.append(len(outputs))
+        self.kept.append((outputs, targets))
+        self.room += outputs.numel()
+        if self.room > _KEPT_OUTPUTS:
+            self._count()
+
+    def _count(self) -> None:
+        outputs, targets = (torch.cat(kept) for kept in zip(*self.kept, strict=True))
+        self.correct += int((outputs.argmax(1) == targets).sum())
+        self.counted += int(self.task.counted(targets))
+        self.kept, self.room = [], 0
+
+    def result(self, dropped: int, metrics: dict[str, float]) -> TrainResult:
+        """Return the result of the round."""
+        if self.kept:
+            self._count()
+        total = 0.0  # not sum(), which rounds differently from Python 3.12 on
+        for loss, size in zip(torch.stack(self.losses).tolist(), self.sizes, strict=True):
+            total += loss * size
+        return TrainResult(
+            total / self.processed, self.correct / max(self.counted, 1), self.processed, self.steps, dropped, metrics
+        )
 
 
 @contextmanager

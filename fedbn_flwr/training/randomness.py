@@ -1,171 +1,95 @@
-"""A private random stream for layers that draw random numbers in a forward pass (dropout, stochastic depth).
+"""The default random generators of torch, NumPy and Python, seeded for one client at a time.
 
-Torch's layers draw from the process's default generators. Clients in threads of one process share these generators, so
-a client's result would depend on which client draws first. Inside ``private_randomness(seed, device)`` every random
-function of this thread draws from a private generator, and the default generators do not change.
+A model's dropout, a user's augmentation and a user's shuffling draw from the default generators of the process. They
+repeat, and are the same in every engine, because the generators are seeded for each message, and because in one process
+only one client computes at a time: it takes its turn, and gives it back while it waits for other clients.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["default_generators", "private_randomness", "set_default_generators"]
-
-_NAMES: Mapping[Any, tuple[str, ...]] = {
-    F: (
-        "alpha_dropout",
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "feature_alpha_dropout",
-        "gumbel_softmax",
-        "fractional_max_pool2d",
-        "multi_head_attention_forward",
-        "rrelu",
-        "scaled_dot_product_attention",
-    ),
-    torch: (
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "bernoulli",
-        "binomial",
-        "dropout",
-        "dropout_",
-        "feature_alpha_dropout",
-        "feature_alpha_dropout_",
-        "feature_dropout",
-        "feature_dropout_",
-        "gru",
-        "lstm",
-        "multinomial",
-        "native_dropout",
-        "normal",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "randperm",
-        "rnn_relu",
-        "rnn_tanh",
-        "rrelu",
-        "rrelu_",
-    ),
-    Tensor: (
-        "bernoulli",
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal_",
-        "random_",
-        "uniform_",
-    ),
-}
-_RANDOM = frozenset(getattr(owner, name) for owner, names in _NAMES.items() for name in names)
+__all__ = ["Generators", "interrupted", "seed_generators", "seeded", "turn"]
 
 
-class _DrawFrom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
-    """Pass ``generator`` to every operator that draws random numbers."""
+class Generators(NamedTuple):
+    """The state of the default generators; on CUDA, of the current device."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = generator
+    torch: torch.Tensor
+    cuda: torch.Tensor | None
+    numpy: Any
+    python: Any
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **given)
-        if func is torch.ops.aten.native_dropout.default:
-            return self._dropout(*args, **given)
-        if any(argument.name == "generator" for argument in func._schema.arguments):
-            return func(*args, **{**given, "generator": given.get("generator") or self._generator})
-        packet, name = func.overloadpacket, func._overloadname
-        for overload in (f"{name}_generator", "generator"):
-            if overload in packet.overloads():
-                return getattr(packet, overload)(*args, **given, generator=self._generator)
-        return func(*args, **given)
+    @classmethod
+    def now(cls) -> Generators:
+        """Return the present state."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
-    def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-        """Return the result of CUDA's fused dropout operator, which takes no generator, and the mask."""
-        if train is False or p == 0:
-            return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        mask = torch.empty_like(x).bernoulli_(1 - p, generator=self._generator).bool()
-        return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+    def restore(self) -> None:
+        """Give the generators this state."""
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
 
 
-class _PrivateStream(TorchFunctionMode):
-    """Run the random functions under ``_DrawFrom``, and all others unchanged, at almost no cost."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self._draw_from = _DrawFrom(generator)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func not in _RANDOM:
-            return func(*args, **(kwargs or {}))
-        with self._draw_from:
-            return func(*args, **(kwargs or {}))
+def seed_generators(seed: int) -> None:
+    """Seed the default generators of torch (on CUDA, of the current device), NumPy and Python."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which takes longer than a step
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 @contextmanager
-def private_randomness(seed: int, device: torch.device) -> Iterator[torch.Generator]:
-    """Draw every random number of this thread's forward passes on ``device`` from a stream with this ``seed``.
-
-    The same seed gives the same numbers if clients run one by one, in threads or in processes. Functions that torch
-    does not tag as random still use the default generators.
-
-    Yields:
-        The stream's generator; the caller may read its state and set it back.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    with _PrivateStream(generator):
-        yield generator
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the default generators in the block, and restore them after it."""
+    before = Generators.now()
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
-def default_generators() -> dict[str, bytes | str]:
-    """Return the state of the process's default generators: torch's (CPU; CUDA if in use), NumPy's and Python's."""
-    state: dict[str, bytes | str] = {"torch": torch.get_rng_state().numpy().tobytes()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    state["numpy"] = json.dumps([kind, np.asarray(keys).tolist(), *rest])
-    state["python"] = json.dumps(random.getstate())
-    return state
+_TURN = threading.Lock()
+_OUTSIDE: ContextVar[Generators | None] = ContextVar("outside", default=None)
 
 
-def set_default_generators(state: Mapping[str, Any]) -> None:
-    """Restore the state of the default generators that ``default_generators`` returned."""
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-    if "cuda" in state:
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
-    kind, keys, *rest = json.loads(state["numpy"])
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
-    version, values, gauss = json.loads(state["python"])
-    random.setstate((version, tuple(values), gauss))
+@contextmanager
+def turn(seed: int) -> Iterator[None]:
+    """Wait until no other client of this process computes; then as ``seeded``."""
+    with _TURN:
+        token = _OUTSIDE.set(Generators.now())
+        try:
+            with seeded(seed):
+                yield
+        finally:
+            _OUTSIDE.reset(token)
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Let other clients of this process compute while this one waits; without effect outside a turn."""
+    if (outside := _OUTSIDE.get()) is None:
+        yield
+        return
+    own = Generators.now()
+    outside.restore()
+    _TURN.release()
+    try:
+        yield
+    finally:
+        _TURN.acquire()
+        own.restore()

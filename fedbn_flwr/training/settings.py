@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.memory_format import MemoryFormat
 
 __all__ = ["LearningRate", "LocalTraining", "Sampling", "share_of"]
 
@@ -68,6 +69,7 @@ class LocalTraining:
         sgd_momentum: momentum of SGD (not of BatchNorm); the optimizer is new in each round.
         weight_decay: L2 coefficient on every trainable parameter.
         amp: bfloat16 autocast in forward passes; parameters and statistics stay in their dtype.
+        memory_format: of 4-d weights and inputs, see ``training.memory_format``.
     """
 
     learning_rate: LearningRate
@@ -78,6 +80,7 @@ class LocalTraining:
     sgd_momentum: float = 0.0
     weight_decay: float = 0.0
     amp: bool = False
+    memory_format: MemoryFormat = "auto"
 
     def __post_init__(self) -> None:
         """Check the numbers."""

@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["load_state", "unwrap", "view_with_names", "wrapper_prefix"]
+__all__ = ["load_state", "loads_by_copy", "unwrap", "view_with_names", "wrapper_prefix"]
 
 _INSIDE = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
 
@@ -31,6 +32,21 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     whole = OrderedDict(state)
     whole._metadata = model.state_dict(keep_vars=True)._metadata  # type: ignore[attr-defined]
     model.load_state_dict(whole)
+
+
+def loads_by_copy(model: nn.Module) -> bool:
+    """Return whether copies of all entries do what ``load_state_dict`` does: no layer loads in a way of its own."""
+    own_ways = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return all(
+        type(module)._load_from_state_dict in _USUAL
+        and type(module).load_state_dict is nn.Module.load_state_dict
+        and not any(getattr(module, hooks) for hooks in own_ways)
+        for module in model.modules()
+    )
+
+
+# BatchNorm's own way is for states of old versions of torch.
+_USUAL = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -265,7 +265,7 @@ def test_a_changed_project_ends_in_the_bits_of_our_own_client(
     assert [report.rejected for report in theirs.strategy.reports] == [{}] * ROUNDS[project]
 
     data = [DATA[project](node) for node in range(len(SIZES))]
-    options = {"rounds": ROUNDS[project], "client": CLIENTS[project], "grid_options": {"max_workers": len(SIZES)}}
+    options = {"rounds": ROUNDS[project], "client": CLIENTS[project], "grid_options": {"threads": len(SIZES)}}
     make = METHODS[method] if (project, method) != (ADVANCED, "fixbn") else lambda: FixBN(freeze_at=2)
     ours = federate(make(), seeded(theirs.model), data, **options)
     same_bits(theirs.state, ours.state)

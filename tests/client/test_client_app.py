@@ -45,7 +45,7 @@ def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
     grids: list[InProcessGrid] = []
 
     def make(app: ClientApp, num_nodes: int = len(SIZES)) -> InProcessGrid:
-        grids.append(InProcessGrid(app, num_nodes, max_workers=1))
+        grids.append(InProcessGrid(app, num_nodes))
         return grids[-1]
 
     yield make
@@ -242,6 +242,6 @@ def test_an_error_restores_the_context(client_fn, mlp, open_grid, same_bits) -> 
         client.fit = fit  # type: ignore[method-assign]
         return client
 
-    grid._client_app = client_app(breaks)
+    grid._host._app = client_app(breaks)
     assert "power cut" in ask(grid, content, MessageType.TRAIN).error.reason
     same_bits(from_record(grid.context(0).state["fedbn-flwr.local"]), kept)

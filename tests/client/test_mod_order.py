@@ -34,7 +34,7 @@ def run_private(mlp) -> Callable[[FedAvg, ClientApp], FedAvg]:
 
     def run(strategy: FedAvg, app: ClientApp) -> FedAvg:
         private = DifferentialPrivacyClientSideFixedClipping(strategy, 0.0, 100.0, len(SIZES))
-        with InProcessGrid(app, len(SIZES), max_workers=1) as grid:
+        with InProcessGrid(app, len(SIZES)) as grid:
             private.start(grid, to_record(mlp().state_dict()), num_rounds=2, timeout=30)
         return strategy
 

@@ -127,7 +127,7 @@ def test_gradient_clipping_in_the_users_loop_equals_our_client(
 def test_a_synchronised_step_in_the_users_loop_equals_our_client(
     federate, run_app, user_app, datasets, mlp, same_bits, method, barrier: bool
 ) -> None:
-    ours = federate(method(), mlp, datasets, rounds=2, grid_options={"max_workers": 3})
+    ours = federate(method(), mlp, datasets, rounds=2, grid_options={"threads": 3})
     theirs = run_app(method(), user_app(hooked_loop, query=True), rounds=2, barrier=barrier)
     same_bits(theirs.state, ours.state)
     assert [report.rejected for report in theirs.strategy.reports] == [{}] * 2
@@ -160,6 +160,6 @@ def test_a_compiled_model_in_the_users_loop_gives_the_same_bits(run_app, user_ap
 
     plain = run_app(method(), user_app(hooked_loop, query=True), rounds=2, barrier=False)
     # torch's compiler parses Python, which in 3.11 is not safe in several threads ("AST constructor recursion depth").
-    compiled = run_app(method(), user_app(loop, query=True), rounds=2, barrier=False, grid_options={"max_workers": 1})
+    compiled = run_app(method(), user_app(loop, query=True), rounds=2, barrier=False, grid_options={"threads": 1})
     assert not any(report.rejected for report in compiled.strategy.reports)
     same_bits(compiled.state, plain.state)

@@ -33,7 +33,7 @@ def run_on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
         start: Any = None,
     ) -> Outcome:
         strategy.continuity = Continuity("experiment", run_id)
-        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES), "max_workers": 1}
+        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES), "threads": 1}
         app = user_app(loop, mods=(*mods, local_bn), query=True)
         return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
 

@@ -161,7 +161,7 @@ def test_arrays_that_do_not_fit_the_model_are_refused(client) -> None:
     swapped = [start[0].T, *start[1:]]
     with pytest.raises(StateError, match=r"^entry '0.weight' has shape \(5, 4\), the model has \(4, 5\)$"):
         client.fit(swapped, {})
-    names = [*client.parts.names, "9.weight"]
+    names = [*client.model.state_dict(), "9.weight"]
     with pytest.raises(StateError, match=r"^received 1 entries the model does not have \('9.weight', ...\)$"):
         client.fit([*start, start[0]], {"fedbn-flwr.array-names": json.dumps(names)})
 

@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import httpx
+import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -137,7 +138,7 @@ def test_is_network_grid(seam: ModuleType) -> None:
 def test_copied_message(seam: ModuleType, message: Message) -> None:
     todo = f"let copied_message in {SEAM} copy the metadata by what Metadata keeps them in now."
     with canary("metadata.__dict__ holds all that a message's metadata tells", todo):
-        seam.set_message_id(message, "first", 9)
+        seam.set_message_id(message, "first")
         told = metadata(message)
         copied = seam.copied_message(message)
         assert metadata(copied) == told
@@ -148,15 +149,43 @@ def test_copied_message(seam: ModuleType, message: Message) -> None:
         assert message.content["config"]["lr"] == 0.1
 
 
+def test_copied_context(seam: ModuleType, message: Message) -> None:
+    with canary("Context takes all its attributes by name", f"let copied_context in {SEAM} name them."):
+        context = Context(1, 2, {"a": 1}, RecordDict(dict(message.content)), {"b": 2})
+        copied = seam.copied_context(context)
+        assert copied == context
+        copied.state["config"]["lr"] = 0.2
+        copied.node_config["a"] = copied.run_config["b"] = 5
+        assert context == Context(1, 2, {"a": 1}, message.content, {"b": 2})
+        assert message.content["config"]["lr"] == 0.1
+
+
+def test_array_of(seam: ModuleType) -> None:
+    todo = f"let array_of in {SEAM} set what Array keeps now."
+    with canary("an Array is its dtype, shape, stype and data, and reads any buffer", todo):
+        like = Array(np.arange(6.0).reshape(2, 3))
+        array = seam.array_of(like.dtype, like.shape, like.stype, memoryview(like.data))
+        assert array == like
+        assert (array.numpy() == like.numpy()).all()
+
+
 def test_set_message_id(seam: ModuleType, message: Message) -> None:
     todo = f"let set_message_id in {SEAM} write where Flower's own InMemoryGrid.push_messages writes now."
-    with canary('metadata.__dict__["_message_id"] and ["_run_id"] are a message\'s ids', todo):
+    with canary('metadata.__dict__["_message_id"] is a message\'s id', todo):
         told = metadata(message)
         seam.set_message_id(message, "an-id")
         assert metadata(message) == {**told, "message_id": "an-id"}
-        seam.set_message_id(message, "another", 9)
-        assert metadata(message) == {**told, "message_id": "another", "run_id": 9}
-        assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "another"
+        assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "an-id"
+
+
+def test_stamped(seam: ModuleType, message: Message) -> None:
+    todo = f"let stamped in {SEAM} copy a message by what it keeps its metadata in now."
+    with canary('message.__dict__["_metadata"] holds a message\'s metadata', todo):
+        told = metadata(message)
+        sent = seam.stamped(message, "another", 9)
+        assert metadata(sent) == {**told, "message_id": "another", "run_id": 9}
+        assert metadata(message) == told, "the message of the caller"
+        assert sent.content is message.content
 
 
 def test_set_reply_source(seam: ModuleType, message: Message) -> None:

@@ -344,7 +344,7 @@ def run_workflow(datasets, mlp) -> RunWorkflow:
         workflow = DefaultWorkflow(SecAggPlusWorkflow(timeout=20, **options) if secure else None)
         noted = lambda _, arrays, config: history.append(dict(zip(start, arrays, strict=True)))  # noqa: E731
         legacy = to_legacy(strategy, to_record(start), num_rounds=2, evaluate_fn=noted, timeout=60)
-        with InProcessGrid(app, len(datasets), max_workers=1) as grid:
+        with InProcessGrid(app, len(datasets)) as grid:
             context = Context(grid.run.run_id, 0, {}, RecordDict(), {})
             workflow(grid, LegacyContext(context, ServerConfig(num_rounds=2), legacy))
         return Workflow(history, strategy)

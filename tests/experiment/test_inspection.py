@@ -57,7 +57,7 @@ def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
     method.fraction_evaluate = 0.0
     app = client_app(torch_clients(lambda: make_model(config), [data] * clients, local_training(config)))
     start, rounds = make_model(config).state_dict(), config.num_server_rounds
-    together = {"barrier": True, "grid_options": {"max_workers": clients}}
+    together = {"barrier": True, "grid_options": {"threads": clients}}
     run_strategy(method, app, start, clients, rounds=rounds, **together)
     assert all(report.participants == list(range(clients)) for report in method.reports)
     return [report.train for report in method.reports]

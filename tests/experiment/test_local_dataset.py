@@ -43,7 +43,7 @@ def served(tmp_path: Path) -> Serve:
 
     def do(config: Config, nodes: Sequence[dict[str, Any]], name: str = "out") -> Any:
         app = client_app(client_fn)
-        with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes, max_workers=1) as grid:
+        with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
             return serve(grid, config, tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
 
     return do

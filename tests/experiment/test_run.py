@@ -53,7 +53,7 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
             summary = run(config, folder / name)
         else:  # two threads, on any machine
             config, out = preflight(config, folder / name)
-            with InProcessGrid(client_app, 3, run_config=config.to_mapping(), max_workers=2) as grid:
+            with InProcessGrid(client_app, 3, run_config=config.to_mapping(), threads=2) as grid:
                 summary = serve(grid, config, out)
         made[name] = summary, folder / name
     return made
@@ -136,7 +136,7 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(name: str, runs, tmp
     if name == CENTRALIZED:
         again = centralized(config, tmp_path / "again")
     else:
-        with InProcessGrid(client_app, 3, run_config=config.to_mapping(), max_workers=1, seed=9) as grid:
+        with InProcessGrid(client_app, 3, run_config=config.to_mapping(), seed=9) as grid:
             again = serve(grid, config, tmp_path / "again")
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]

@@ -94,7 +94,7 @@ def by_messages(run_strategy) -> Callable[..., dict[str, Array]]:
     """``by_messages(strategy, app, start, barrier=True)``: run over the Message API; the last state."""
 
     def run(strategy: FedAvg, app: ClientApp, start: nn.Module, barrier: bool = True, **options: Any) -> Any:
-        options |= {"rounds": ROUNDS, "barrier": barrier, "grid_options": {"max_workers": len(SIZES)}}
+        options |= {"rounds": ROUNDS, "barrier": barrier, "grid_options": {"threads": len(SIZES)}}
         outcome = run_strategy(strategy, app, start.state_dict(), len(SIZES), **options)
         return outcome.state
 
@@ -154,7 +154,7 @@ def test_a_numpy_client_with_the_mod_equals_our_client(
 def test_a_step_of_a_numpy_client_is_synchronised(
     by_messages, federate, client_fn, datasets, mlp, same_bits, method: Any, barrier: bool
 ) -> None:
-    ours = federate(method(), mlp, datasets, grid_options={"max_workers": len(SIZES)})
+    ours = federate(method(), mlp, datasets, grid_options={"threads": len(SIZES)})
     strategy = method()
     same_bits(by_messages(strategy, client_app(client_fn(), mods=[local_bn]), mlp(), barrier), ours.state)
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS

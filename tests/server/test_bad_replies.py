@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.strategies import FedAvg, FedBN
+from fedbn_flwr.training.randomness import interrupted
 from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
 
 SIZES = (6, 13, 9)
@@ -214,14 +215,19 @@ def spoiling_app(whole: ClientApp, spoil: Spoil) -> ClientApp:
 
 def test_a_client_that_does_not_answer_in_time_is_rejected(federate, datasets, mlp, same_bits, without_bad) -> None:
     expected, over = without_bad(1).state, threading.Event()  # first: a process's first step takes seconds
+
+    def hang(content: RecordDict) -> None:
+        with interrupted():
+            over.wait(60)
+
     run = federate(
         FedAvg(),
         mlp,
         datasets,
         rounds=1,
         timeout=3.0,
-        wrap=functools.partial(spoiling, lambda content: over.wait(60)),
-        grid_options={"max_workers": 3},
+        wrap=functools.partial(spoiling, hang),
+        grid_options={"threads": 3},
     )
     over.set()
     assert run.strategy.reports[0].participants == [0, 2]

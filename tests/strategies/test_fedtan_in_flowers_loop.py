@@ -14,7 +14,7 @@ def test_flowers_own_start_gives_the_same_bits(method, federate, points, mlp, sa
         start = FlowerFedAvg.start
 
     own = {"fedtan_rounds": 1} if method is FedTAN2 else {}
-    options = {"rounds": 2, "local_steps": 2, "barrier": True, "grid_options": {"max_workers": 2}}
+    options = {"rounds": 2, "local_steps": 2, "barrier": True, "grid_options": {"threads": 2}}
     ours, theirs = (
         federate(kind(**own), mlp, [points(8), points(12, 1)], **options) for kind in (method, InFlowersLoop)
     )

@@ -151,7 +151,7 @@ def run_strategy(
         fails: the error with which the run ends; its result is that of the outcome.
         evaluate_fn: the metrics of the server's test after a round.
     """
-    inner = grids.enter_context(InProcessGrid(app, num_nodes, **{"max_workers": 1, **(grid_options or {})}))
+    inner = grids.enter_context(InProcessGrid(app, num_nodes, **(grid_options or {})))
     kind = RecordingBarrierGrid if barrier else RecordingGrid
     grid = kind(inner, lambda: (hide or {}).get(len(strategy.reports), ()), backwards)
     history: list[dict[str, Array]] = []
@@ -230,6 +230,6 @@ def run_legacy_loop(
 
     legacy.aggregate_evaluate = watch
     components = ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=rounds))
-    grid = grids.enter_context(InProcessGrid(app, num_nodes, max_workers=1))
+    grid = grids.enter_context(InProcessGrid(app, num_nodes))
     ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
     return LegacyOutcome(history, evaluations, strategy, grid)

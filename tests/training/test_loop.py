@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining, TrainResult, sgd, train
-from fedbn_flwr.training.loop import as_model_input
+from fedbn_flwr.training.memory_format import inputs_for
 
 
 def stream(purpose: str) -> torch.Generator:
@@ -262,6 +262,6 @@ def test_amp_runs_and_keeps_dtypes(points, mlp) -> None:
 
 
 def test_inputs_take_the_models_dtype_but_integers_stay(points) -> None:
-    cpu = torch.device("cpu")
-    assert as_model_input(torch.zeros(2), cpu, torch.float64).dtype == torch.float64
-    assert as_model_input(torch.zeros(2, dtype=torch.int64), cpu, torch.float64).dtype == torch.int64
+    prepared = inputs_for(nn.Linear(2, 2).double())
+    assert prepared(torch.zeros(2)).dtype == torch.float64
+    assert prepared(torch.zeros(2, dtype=torch.int64)).dtype == torch.int64

@@ -92,7 +92,7 @@ def test_a_layer_named_module_is_not_a_wrapper() -> None:
 def test_a_wrapped_model_on_the_client_changes_no_bit(federate, points, mlp, same_bits, kind: str, make: Any) -> None:
     datasets = [points(n, i) for i, n in enumerate((6, 8))]
     wrap, _ = WRAPPERS[kind]
-    options = {"rounds": 2, "grid_options": {"max_workers": 1}}
+    options = {"rounds": 2, "grid_options": {"threads": 1}}
     plain = federate(make(), mlp, datasets, **options)
 
     class Wrapping(TorchClient):
@@ -117,7 +117,7 @@ def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) ->
         return TorchClient(mlp(), data, data, settings, context=context, seed=7)
 
     strategy = make()
-    with InProcessGrid(client_app(client_fn), 2, max_workers=1) as grid:
+    with InProcessGrid(client_app(client_fn), 2) as grid:
         start = to_record(Replicated(mlp()).state_dict())
         state = from_record(strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays)
     assert [report.rejected for report in strategy.reports] == [{}, {}]
@@ -207,7 +207,7 @@ def theirs_is_ours(same_bits) -> Any:
         start, states = to_record(model().state_dict()), []
         for made in (app, client_app(client_fn)):
             strategy = METHODS[method](fraction_evaluate=0.0)
-            with InProcessGrid(made, 2, max_workers=2) as grid:
+            with InProcessGrid(made, 2, threads=2) as grid:
                 states.append(from_record(strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays))
             assert [report.rejected for report in strategy.reports] == [{}, {}]
         same_bits(*states)

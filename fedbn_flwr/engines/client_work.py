@@ -1,0 +1,115 @@
+"""A client's work on one message, and the host that does it in the command's own process."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
+from fedbn_flwr.errors import NamedConfigErrors
+from fedbn_flwr.messages.protocol import message_seed
+from fedbn_flwr.training.randomness import turn
+from fedbn_flwr.transport import Barrier, Reducer, use_reducers
+
+__all__ = ["Done", "Job", "Member", "OwnProcess", "work"]
+
+logger = logging.getLogger("flwr")
+
+Done = Callable[[Message, Context | None], None]
+"""``done(reply, context)``: the reply, and the changed context; None = the client failed, and its context stays."""
+
+
+class Member(NamedTuple):
+    """A client that takes part in a synchronised step."""
+
+    barrier_id: str
+    barrier: Barrier
+    node_id: int
+
+    def reducer(self) -> Reducer:
+        """Return the client's reducer at the barrier."""
+        return self.barrier.reducer(self.node_id)
+
+
+@dataclass
+class Job:
+    """A message to a client, the client's context, and the call that takes the reply."""
+
+    message: Message
+    context: Context
+    member: Member | None
+    done: Done
+
+
+def work(
+    app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
+) -> tuple[Message, Context | None]:
+    """Return the app's reply and the context that it changed; after an exception the error reply and None.
+
+    The default generators are seeded for the message, and no other client of this process computes meanwhile.
+
+    Args:
+        app: the node's app.
+        message: the message; the app may change it.
+        context: the context; the app may change it.
+        reducers: the client's reducer by the id of its barrier.
+    """
+    try:
+        with turn(message_seed(message, context)), use_reducers(reducers.__getitem__), NamedConfigErrors():
+            return app(message, context), context
+    except Exception as error:
+        logger.debug(traceback.format_exc())
+        return app_error(message, error), None
+
+
+class OwnProcess:
+    """Runs clients in threads of this process; one of them computes at a time.
+
+    Args:
+        app: the app of every node.
+        torch_threads: CPU threads of torch.
+        threads: clients that may be begun at the same time, outside synchronised steps.
+    """
+
+    def __init__(self, app: ClientApp, torch_threads: int, threads: int = 1) -> None:
+        self._app = app
+        self._torch_threads = torch_threads
+        self._threads = self._pool(threads)
+        # Clients that wait for each other at a barrier are all begun, so each barrier has its threads.
+        self._of_barrier: dict[str, ThreadPoolExecutor] = {}
+
+    def submit(self, job: Job) -> None:
+        """Begin a job as soon as a thread is free."""
+        threads = self._of_barrier[job.member.barrier_id] if job.member else self._threads
+        threads.submit(self._work, job)
+
+    def open_barrier(self, barrier_id: str, num_members: int) -> None:
+        """Prepare for the members of a synchronised step."""
+        self._of_barrier[barrier_id] = self._pool(num_members)
+
+    def close_barrier(self, barrier_id: str) -> None:
+        """End the threads of the step when they are done."""
+        self._of_barrier.pop(barrier_id).shutdown(wait=False)
+
+    def close(self) -> None:
+        """Wait for the clients that have begun; drop the other jobs."""
+        for threads in [self._threads, *self._of_barrier.values()]:
+            threads.shutdown(cancel_futures=True)
+
+    def _pool(self, threads: int) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(
+            threads, thread_name_prefix="client", initializer=torch.set_num_threads, initargs=(self._torch_threads,)
+        )
+
+    def _work(self, job: Job) -> None:
+        # The app may change its records, and an error takes back what it changed in the context.
+        reducers = {job.member.barrier_id: job.member.reducer()} if job.member else {}
+        job.done(*work(self._app, copied_message(job.message), copied_context(job.context), reducers))

@@ -1,0 +1,206 @@
+"""The link between a command and its worker processes: pickled values, large arrays beside them in shared memory.
+
+The shared memory is a file in memory without a name: the system frees it with the last array that uses it, also after a
+process was killed.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import torch
+from flwr.app import Array as FlowerArray
+
+from fedbn_flwr.compat.flower import array_of
+
+__all__ = ["Broadcasts", "Link", "Packed"]
+
+_LARGE = 2**10  # bytes; smaller arrays are in the pickle
+_ALIGNED = 64  # bytes: where each array begins in shared memory
+_REMEMBERED = 4  # broadcasts; a round has two: the whole model for new clients, and what the others share
+_MAX_BUFFERS = 512  # of one system call
+_keys = itertools.count(1)
+
+
+@dataclass
+class Packed:
+    """A pickled value, and the bytes of its large arrays.
+
+    Attributes:
+        body: the pickle.
+        buffers: the bytes of large arrays, which are not copied.
+        key: number of a broadcast, whose bytes a process receives once; 0 = none.
+        file: descriptor of the shared memory with the bytes of a broadcast.
+    """
+
+    body: bytes
+    buffers: list[memoryview]
+    key: int = 0
+    file: int = -1
+
+    @classmethod
+    def of(cls, value: Any) -> Packed:
+        """Return the value, packed."""
+        buffers: list[memoryview] = []
+
+        def in_band(buffer: pickle.PickleBuffer) -> bool:
+            if len(raw := buffer.raw()) < _LARGE:
+                return True
+            buffers.append(raw)
+            return False
+
+        body = io.BytesIO()
+        _Pickler(body, protocol=5, buffer_callback=in_band).dump(value)
+        return cls(body.getvalue(), buffers)
+
+    def write(self) -> int:
+        """Write the buffers to new shared memory and return its descriptor."""
+        file = _memory()
+        left = [part for buffer in self.buffers for part in (buffer, _PADDING[: -len(buffer) % _ALIGNED])]
+        while left:
+            written = os.writev(file, left[:_MAX_BUFFERS])
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+        return file
+
+
+_PADDING = memoryview(bytes(_ALIGNED))
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is FlowerArray:
+            return array_of, (value.dtype, value.shape, value.stype, pickle.PickleBuffer(value.data))
+        return NotImplemented
+
+
+class Broadcasts:
+    """The latest messages, whose arrays go to many clients: each is written to shared memory once."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[tuple[int, ...], Packed] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def pack(self, value: Any) -> Packed:
+        """Return the value, packed as a broadcast."""
+        packed = Packed.of(value)
+        if not packed.buffers:
+            return packed
+        same = tuple(id(buffer.obj) for buffer in packed.buffers)  # the remembered buffers keep these objects alive
+        with self._lock:
+            if same not in self._files:
+                packed.key, packed.file = next(_keys), packed.write()
+                self._files[same] = packed
+                if len(self._files) > _REMEMBERED:
+                    os.close(self._files.popitem(last=False)[1].file)
+            known = self._files[same]
+            return Packed(packed.body, packed.buffers, known.key, os.dup(known.file))
+
+    def close(self) -> None:
+        """Forget the messages."""
+        while self._files:
+            os.close(self._files.popitem()[1].file)
+
+
+@dataclass
+class Link:
+    """One end of a pipe. Any thread may send; one thread receives."""
+
+    pipe: Connection
+    pid: int = 0  # of the process at the other end
+    _sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    _received: OrderedDict[int, memoryview] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, head: Any, *values: Packed) -> None:
+        """Send a small value and packed ones; broadcasts whose bytes the other end has go without.
+
+        Raises:
+            OSError: the other end is closed.
+        """
+        with self._lock:
+            files = []
+            about = []
+            for packed in values:
+                new = bool(packed.buffers) and packed.key not in self._sent
+                if new:
+                    files.append(packed.file if packed.key else packed.write())
+                elif packed.key:
+                    os.close(packed.file)
+                if packed.key:
+                    _remember(self._sent, packed.key, None)
+                about.append((packed.body, [len(buffer) for buffer in packed.buffers], packed.key, new))
+            try:
+                self.pipe.send_bytes(pickle.dumps((head, about), protocol=5))
+                for file in files:
+                    send_handle(self.pipe, file, self.pid)
+            finally:
+                for file in files:
+                    os.close(file)
+
+    def receive(self) -> tuple[Any, list[Any]]:
+        """Return the next small value and the unpacked ones; their large arrays lie in the shared memory.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        head, about = pickle.loads(self.pipe.recv_bytes())
+        values = []
+        for body, sizes, key, new in about:
+            memory = memoryview(b"")
+            if new:
+                memory = _mapped(recv_handle(self.pipe))
+            elif sizes:
+                memory = self._received[key]
+            if key:
+                _remember(self._received, key, memory)
+            values.append(pickle.loads(body, buffers=_slices(memory, sizes)))
+        return head, values
+
+    def close(self) -> None:
+        """Close this end."""
+        self.pipe.close()
+
+
+def _remember(known: OrderedDict[int, Any], key: int, value: Any) -> None:
+    """Remember a broadcast; both ends do this in the same order, so they forget the same ones."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
+
+
+def _slices(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    starts = itertools.accumulate((size + -size % _ALIGNED for size in sizes), initial=0)
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+def _memory() -> int:
+    """Return the descriptor of a new file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fedbn-flwr")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _mapped(file: int) -> memoryview:
+    """Return the file's bytes, read-only, and close the descriptor: thousands of replies need no open file."""
+    try:
+        size = os.fstat(file).st_size
+        mapped = torch.from_file(f"/dev/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+    finally:
+        os.close(file)
+    return mapped.numpy().data.toreadonly()

@@ -1,0 +1,299 @@
+"""Clients in worker processes: a host of ``InProcessGrid`` for several cores.
+
+Each process works on one client after the other. In a synchronised step all its members are begun, and one of them
+computes while the others wait for the answer of the barrier, which is in the command's process. A process that dies is
+named; its clients count as failed, and a new process takes its place. No process outlives the command.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
+from typing import Any
+
+import cloudpickle
+import torch
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error, identify_process
+from fedbn_flwr.engines.client_work import Job, work
+from fedbn_flwr.engines.link import Broadcasts, Link, Packed
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.transport import Reducer
+
+__all__ = ["WorkerProcesses"]
+
+logger = logging.getLogger("flwr")
+
+WORK, DONE, CALL, ANSWER = "work", "done", "call", "answer"
+_SECONDS_TO_END = 5.0
+
+
+class WorkerProcesses:
+    """Runs clients in ``count`` processes.
+
+    Where it is safe the processes are forks of this one: they start at once, share its data, and a script's closures
+    need not be pickled. On CUDA, with several torch threads and on systems other than Linux they are new processes,
+    which get the app by cloudpickle.
+
+    Args:
+        app: the app of every node.
+        torch_threads: CPU threads of torch in each process.
+        count: number of processes.
+        run_id: the run, for Flower's messages.
+
+    Raises:
+        EngineError: the app cannot be sent to a new process.
+    """
+
+    def __init__(self, app: ClientApp, torch_threads: int, count: int, run_id: int) -> None:
+        fork = sys.platform == "linux" and torch_threads == 1 and not torch.cuda.is_available()
+        context = multiprocessing.get_context("fork" if fork else "spawn")
+        self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
+        self._settings = (torch_threads, run_id)
+        try:
+            self._app: ClientApp | bytes = app if fork else cloudpickle.dumps(app)
+        except Exception as error:  # pickling runs user code
+            raise EngineError(f"the ClientApp cannot be sent to a process: {type(error).__name__}: {error}") from error
+        self._lock = threading.Lock()
+        self._closed = False
+        self._broadcasts = Broadcasts()
+        self._jobs: deque[Job] = deque()
+        self._barriers: dict[str, ThreadPoolExecutor] = {}
+        self._workers: list[_Worker] = []
+        self._turns = itertools.cycle(range(count))
+        for _ in range(count):
+            self._workers.append(self._start())
+        # At the end of the command, before multiprocessing waits for its processes.
+        self._end = Finalize(self, _end_all, args=(self._workers,), exitpriority=10)
+
+    def submit(self, job: Job) -> None:
+        """Begin a job as soon as a process is free; a member of a synchronised step at once."""
+        with self._lock:
+            if job.member:
+                self._workers[next(self._turns)].begin(job, self._broadcasts)
+            elif free := next((worker for worker in self._workers if not worker.jobs), None):
+                free.begin(job, self._broadcasts)
+            else:
+                self._jobs.append(job)
+
+    def open_barrier(self, barrier_id: str, num_members: int) -> None:
+        """Prepare for the members of a synchronised step: for each one thread here, which waits at the barrier."""
+        self._barriers[barrier_id] = ThreadPoolExecutor(num_members, thread_name_prefix="member")
+
+    def close_barrier(self, barrier_id: str) -> None:
+        """End the threads of the step when they are done."""
+        self._barriers.pop(barrier_id).shutdown(wait=False)
+
+    def close(self) -> None:
+        """End the processes; the jobs that they work on are lost."""
+        with self._lock:
+            self._closed = True
+            self._jobs.clear()
+        self._end()
+        for threads in self._barriers.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._broadcasts.close()
+
+    def _start(self) -> _Worker:
+        own, others = multiprocessing.Pipe()
+        inherited = [own, *(worker.link.pipe for worker in self._workers)]  # a fork has these, too, and closes them
+        args = (others, inherited if isinstance(self._app, ClientApp) else [], self._app, *self._settings)
+        process = self._process(target=_serve, args=args, name="fedbn-flwr worker")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see ``_serve``
+            process.start()
+        others.close()
+        worker = _Worker(process, Link(own, process.pid or 0))
+        threading.Thread(target=self._attend, args=(worker,), name="worker", daemon=True).start()
+        return worker
+
+    def _attend(self, worker: _Worker) -> None:
+        """Take what a process sends, until it ends."""
+        while True:
+            try:
+                (kind, number), values = worker.link.receive()
+            except (EOFError, OSError):
+                self._replace(worker)
+                return
+            if kind == CALL:
+                job = worker.jobs[number]
+                if job.member and (threads := self._barriers.get(job.member.barrier_id)):
+                    threads.submit(worker.answer, number, job, *values[0])
+                continue
+            with self._lock:
+                job = worker.jobs.pop(number)
+                if not worker.jobs and self._jobs:
+                    worker.begin(self._jobs.popleft(), self._broadcasts)
+            job.done(*values[0])
+
+    def _replace(self, worker: _Worker) -> None:
+        """Start another process in place of one that died, and let its clients fail."""
+        worker.process.join(_SECONDS_TO_END)
+        with self._lock:
+            if self._closed:
+                return
+            lost = list(worker.jobs.values())
+            why = f"worker process {worker.process.pid} {_how(worker.process.exitcode)}"
+            if lost:
+                partitions = ", ".join(str(job.context.node_config.get(PARTITION_ID_KEY)) for job in lost)
+                logger.error("%s; its clients count as failed (partition %s), and the run goes on.", why, partitions)
+            index = self._workers.index(worker)
+            self._workers[index] = fresh = self._start()
+            if self._jobs:
+                fresh.begin(self._jobs.popleft(), self._broadcasts)
+        for job in lost:
+            job.done(app_error(job.message, EngineError(why)), None)
+
+
+@dataclass
+class _Worker:
+    """A process, the link to it, and the jobs that it works on by number."""
+
+    process: BaseProcess
+    link: Link
+    jobs: dict[int, Job] = field(default_factory=dict)
+    reducers: dict[int, Reducer] = field(default_factory=dict)
+
+    def begin(self, job: Job, broadcasts: Broadcasts) -> None:
+        number = next(_numbers)
+        self.jobs[number] = job
+        head = (WORK, number, job.member.barrier_id if job.member else None)
+        try:
+            self.link.send(head, broadcasts.pack(job.message), Packed.of(job.context))
+        except OSError:
+            return  # the process has died; the thread that attends to it fails the job
+
+    def answer(self, number: int, job: Job, method: str, args: tuple[Any, ...]) -> None:
+        """Do a member's call of its reducer, and send the result, or the exception."""
+        if number not in self.reducers and job.member:
+            self.reducers[number] = job.member.reducer()
+        try:
+            result, error = getattr(self.reducers[number], method)(*args), None
+        except Exception as raised:
+            result, error = None, raised
+        try:
+            self.link.send((ANSWER, number, None), Packed.of((result, error)))
+        except OSError:
+            return
+
+
+_numbers = itertools.count()
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    """End the processes: idle ones by the end of their link, busy ones by a signal."""
+    for worker in workers:
+        if worker.jobs:
+            worker.process.terminate()
+        worker.link.close()
+    for worker in workers:
+        worker.process.join(_SECONDS_TO_END)
+        if worker.process.exitcode is None:
+            worker.process.kill()
+            worker.process.join()
+
+
+def _how(code: int | None) -> str:
+    """Return how a process ended."""
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name
+    return f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+# --- in a worker process ----------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
+    """Work on the messages that come over the pipe, until it ends."""
+    for other in inherited:
+        other.close()  # or this process would not see that the command has ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends this process
+    threading.Thread(target=_end_with_the_command, daemon=True).start()
+    torch.set_num_threads(torch_threads)
+    identify_process(run_id)
+    client_app: ClientApp = pickle.loads(app) if isinstance(app, bytes) else app
+    link, members = Link(pipe), _Members(torch_threads)
+    while True:
+        try:
+            (kind, number, barrier_id), values = link.receive()
+        except (EOFError, OSError):
+            return
+        if kind == ANSWER:
+            members.answers[number].put(values[0])
+        elif barrier_id is None:
+            _reply(link, number, client_app, *values, {})
+        else:
+            members.begin(link, number, client_app, *values, barrier_id)
+
+
+def _reply(link: Link, number: int, *job: Any) -> None:
+    reply, context = work(*job)
+    link.send((DONE, number), Packed.of((reply, context)))
+
+
+class _Members:
+    """The members of a synchronised step in this process, each in its own thread; one of them computes at a time."""
+
+    def __init__(self, torch_threads: int) -> None:
+        self.answers: dict[int, SimpleQueue[tuple[Any, Exception | None]]] = {}
+        set_threads = functools.partial(torch.set_num_threads, torch_threads)
+        self._threads = ThreadPoolExecutor(_MOST_MEMBERS, "member", initializer=set_threads)
+
+    def begin(self, link: Link, number: int, *job: Any) -> None:
+        *client, barrier_id = job
+        self.answers[number] = SimpleQueue()
+        reducer = _RemoteReducer(functools.partial(self._call, link, number))
+        self._threads.submit(_reply, link, number, *client, {barrier_id: reducer})
+
+    def _call(self, link: Link, number: int, method: str, *args: Any) -> Any:
+        link.send((CALL, number), Packed.of((method, args)))
+        result, error = self.answers[number].get()
+        if error is not None:
+            raise error
+        return result
+
+
+_MOST_MEMBERS = 4096
+
+
+class _RemoteReducer:
+    """A member's reducer at a barrier in the command's process."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def begin(self) -> int:
+        return int(self._call("begin"))
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        answer: Tensor = self._call("reduce", tag, tensor.cpu())
+        return answer
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def _end_with_the_command() -> None:
+    """End this process as soon as the command has ended, also in the middle of a client's work."""
+    if (command := multiprocessing.parent_process()) is not None:
+        wait([command.sentinel])
+        os._exit(1)

@@ -1,0 +1,50 @@
+"""Plain SGD: the optimizer of local training, and its step in a few calls for all parameters at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedbn_flwr.training.settings import LocalTraining
+
+__all__ = ["sgd", "sgd_step"]
+
+
+def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:
+    """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rate = settings.learning_rate.initial
+    return torch.optim.SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
+
+
+@torch.no_grad()
+def sgd_step(optimizer: torch.optim.SGD) -> None:
+    """Do ``optimizer.step()`` with the same bits, in a fraction of its time for small models.
+
+    It has no dampening and no Nesterov momentum: ``sgd`` sets neither.
+    """
+    for group in optimizer.param_groups:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        gradients: Any = [p.grad for p in parameters]
+        if not parameters:
+            continue
+        if group["weight_decay"]:
+            gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+        if group["momentum"]:
+            states = [optimizer.state[p] for p in parameters]
+            known = [(s["momentum_buffer"], g) for s, g in zip(states, gradients, strict=True) if _begun(s)]
+            if known:
+                buffers, added = map(list, zip(*known, strict=True))
+                torch._foreach_mul_(buffers, group["momentum"])
+                torch._foreach_add_(buffers, added)
+            for state, gradient in zip(states, gradients, strict=True):
+                if not _begun(state):
+                    state["momentum_buffer"] = gradient.clone()
+            gradients = [state["momentum_buffer"] for state in states]
+        torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+
+
+def _begun(state: dict[str, Any]) -> bool:
+    return state.get("momentum_buffer") is not None
