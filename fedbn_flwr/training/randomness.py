@@ -53,12 +53,12 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the default generators in the block, and restore them after it."""
+def seeded(seed: int) -> Iterator[Generators]:
+    """Seed the default generators in the block, and restore the state before it, which is the block's value."""
     before = Generators.now()
     seed_generators(seed)
     try:
-        yield
+        yield before
     finally:
         before.restore()
 
@@ -70,11 +70,10 @@ _OUTSIDE: ContextVar[Generators | None] = ContextVar("outside", default=None)
 @contextmanager
 def turn(seed: int) -> Iterator[None]:
     """Wait until no other client of this process computes; then as ``seeded``."""
-    with _TURN:
-        token = _OUTSIDE.set(Generators.now())
+    with _TURN, seeded(seed) as outside:
+        token = _OUTSIDE.set(outside)
         try:
-            with seeded(seed):
-                yield
+            yield
         finally:
             _OUTSIDE.reset(token)
 

@@ -1,0 +1,263 @@
+"""Worker processes: the same bits, no orphans, and a process that dies costs its clients' replies only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.engines import InProcessGrid, client_work
+from fedbn_flwr.engines.link import Broadcasts, Link, Packed
+from fedbn_flwr.engines.workers import WorkerProcesses
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, Scaffold
+
+SIZES = (6, 13, 9, 21, 8)
+
+
+def app_of(handler) -> ClientApp:
+    app = ClientApp()
+    app.train()(handler)
+    return app
+
+
+def to(grid: InProcessGrid, *partitions: int, content: RecordDict | None = None) -> list[Message]:
+    nodes = grid.get_node_ids()
+    return [Message(content or RecordDict(), nodes[i], MessageType.TRAIN) for i in partitions]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def pids(grid: InProcessGrid) -> list[int]:
+    return [worker.process.pid for worker in grid._host._workers]
+
+
+def test_links_carry_arrays_of_every_kind_and_remember_broadcasts() -> None:
+    """Both ends in one process: what is sent arrives; a broadcast's bytes travel once, and old ones are forgotten."""
+    import multiprocessing
+
+    a, b = multiprocessing.Pipe()
+    sender, receiver = Link(a, os.getpid()), Link(b)
+    broadcasts = Broadcasts()
+    draw = np.random.default_rng(0)
+    states = [
+        {"large": draw.random((300, 5)), "small": np.arange(3), "scalar": np.array(7), "empty": np.zeros((0, 2))}
+        for _ in range(6)
+    ]
+    records = [RecordDict({"arrays": to_record(state)}) for state in states]
+    for index in (0, 0, 1, 2, 3, 4, 5, 0, 5):
+        sender.send(("round", index), broadcasts.pack(records[index]), Packed.of({"index": index}))
+        head, (record, other) = receiver.receive()
+        assert head == ("round", index)
+        assert other == {"index": index}
+        got = from_record(record["arrays"])
+        assert list(got) == list(states[index])
+        for name, array in states[index].items():
+            assert got[name].dtype == array.dtype
+            assert np.array_equal(got[name], array)
+    assert len(sender._sent) == len(receiver._received) == 4
+    assert list(sender._sent) == list(receiver._received)
+    broadcasts.close()
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
+
+
+def test_a_broadcast_is_written_once(monkeypatch) -> None:
+    written = []
+    whole = Packed.write
+    monkeypatch.setattr(Packed, "write", lambda packed: written.append(len(packed.buffers)) or whole(packed))
+    arrays = to_record({"w": np.ones(1000), "v": np.ones(2000)})
+
+    def answer(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"n": MetricRecord({"n": len(message.content["arrays"])})}), reply_to=message)
+
+    with InProcessGrid(app_of(answer), 20, workers=2) as grid:
+        replies = grid.send_and_receive(to(grid, *range(20), content=RecordDict({"arrays": arrays})))
+    assert [reply.content["n"]["n"] for reply in replies] == [2] * 20
+    assert written == [2], "twenty clients, one write"
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedTAN, lambda: FixBN(freeze_at=1, momentum_scope="local"), Scaffold])
+def test_workers_give_the_bits_of_one_process(federate, points, mlp, same_bits, method) -> None:
+    """Uneven clients, dropout; what clients keep, synchronised steps and variates go through shared memory."""
+    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+    momentum = {"sgd_momentum": 0.9} if method is not Scaffold and method not in (FedAvg, FedTAN) else {}
+    runs = [
+        federate(
+            method(),
+            lambda: mlp(dropout=0.4),
+            datasets,
+            rounds=2,
+            barrier=True,
+            grid_options={"workers": n},
+            **momentum,
+        )
+        for n in (0, 1, 3)
+    ]
+    for run in runs[1:]:
+        same_bits(run.state, runs[0].state)
+        assert run.strategy.reports[-1].clients == runs[0].strategy.reports[-1].clients
+        for partition in range(len(SIZES)):
+            assert run.grid.inner.context(partition).state == runs[0].grid.inner.context(partition).state
+
+
+def test_users_draws_repeat_in_every_host() -> None:
+    """From the default generators of torch, NumPy and Python, which are as before outside."""
+    import random
+
+    def draw(message: Message, context: Context) -> Message:
+        drawn = [torch.rand(()).item(), float(np.random.rand()), random.random()]
+        return Message(RecordDict({"drawn": MetricRecord({"drawn": drawn})}), reply_to=message)
+
+    found = []
+    for workers in (0, 2):
+        state = torch.get_rng_state()
+        with InProcessGrid(app_of(draw), 3, workers=workers) as grid:
+            replies = grid.send_and_receive(to(grid, 0, 1, 2))
+        found.append([reply.content["drawn"]["drawn"] for reply in replies])
+        assert torch.equal(torch.get_rng_state(), state)
+    assert found[0] == found[1]
+    assert len({value for drawn in found[0] for value in drawn}) == 9
+
+
+def test_a_worker_that_is_killed_is_named_and_the_others_go_on(caplog) -> None:
+    def work(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 1 and "fatal" in message.content:
+            os.kill(os.getpid(), signal.SIGKILL)
+        context.state["seen"] = MetricRecord({"seen": 1})
+        return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
+
+    with InProcessGrid(app_of(work), 6, workers=2) as grid:
+        before = pids(grid)
+        with caplog.at_level(logging.ERROR, "flwr"):
+            replies = grid.send_and_receive(to(grid, *range(6), content=RecordDict({"fatal": MetricRecord()})))
+        assert [reply.has_error() for reply in replies] == [False, True, False, False, False, False]
+        (died,) = set(before) - set(pids(grid))
+        assert f"worker process {died} was ended by SIGKILL (out of memory?)" in replies[1].error.reason
+        assert "its clients count as failed (partition 1), and the run goes on" in caplog.text
+        again = grid.send_and_receive(to(grid, *range(6)))
+        assert not any(reply.has_error() for reply in again)
+        assert {reply.content["pid"]["pid"] for reply in again} <= set(pids(grid))
+        after = pids(grid)
+    assert not any(alive(pid) for pid in [*before, *after])
+
+
+def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(federate, points, mlp, same_bits) -> None:
+    """The others repeat the step without them, as if they had not been asked."""
+    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+    once = threading.Event()
+
+    def dying(client_fn):
+        from fedbn_flwr import client_app
+
+        def fatal(context: Context):
+            client = client_fn(context)
+            fit = client.fit
+
+            def dies(parameters, config):
+                if context.node_config["partition-id"] == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return fit(parameters, config)
+
+            client.fit = dies
+            return client
+
+        return client_app(fatal)
+
+    assert not once.is_set()
+    run = federate(FedTAN(), mlp, datasets, rounds=1, barrier=True, wrap=dying, grid_options={"workers": 5}, timeout=30)
+    alone = federate(
+        FedTAN(), mlp, datasets, rounds=1, barrier=True, hide={1: [1]}, grid_options={"workers": 2}, timeout=30
+    )
+    assert run.strategy.reports[0].participants == [0, 2, 3, 4]
+    same_bits(run.state, alone.state)
+
+
+def test_an_app_that_cannot_travel_runs_in_the_commands_process(monkeypatch, caplog) -> None:
+    """Only forked processes have what cannot be pickled."""
+    monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
+    lock = threading.Lock()
+
+    def work(message: Message, context: Context) -> Message:
+        with lock:
+            return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
+
+    with caplog.at_level(logging.WARNING, "flwr"), InProcessGrid(app_of(work), 2, workers=2) as grid:
+        replies = grid.send_and_receive(to(grid, 0, 1))
+    assert {reply.content["pid"]["pid"] for reply in replies} == {os.getpid()}
+    assert "workers=2, and the ClientApp cannot be sent to a process: TypeError" in caplog.text
+    assert "clients run in the command's own process" in caplog.text
+
+
+def test_new_processes_get_the_app_by_cloudpickle(monkeypatch, tmp_path) -> None:
+    """As on macOS or with CUDA: closures travel."""
+    monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
+    number = 41
+
+    def work(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"n": MetricRecord({"n": number + 1, "pid": os.getpid()})}), reply_to=message)
+
+    with InProcessGrid(app_of(work), 2, workers=1) as grid:
+        replies = grid.send_and_receive(to(grid, 0, 1), timeout=60)
+        (worker,) = pids(grid)
+    assert [dict(reply.content["n"]) for reply in replies] == [{"n": 42, "pid": worker}] * 2
+    assert not alive(worker)
+
+
+SCRIPT = """
+import os, sys, time
+from flwr.app import Message, RecordDict, MessageType
+from flwr.clientapp import ClientApp
+from fedbn_flwr import InProcessGrid
+app = ClientApp()
+@app.train()
+def work(message, context):
+    time.sleep(600)
+    return Message(RecordDict(), reply_to=message)
+grid = InProcessGrid(app, 4, workers=2)
+ids = grid.push_messages([Message(RecordDict(), node, MessageType.TRAIN) for node in grid.get_node_ids()])
+print(*[worker.process.pid for worker in grid._host._workers], flush=True)
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "sys.exit(3)", "os._exit(3)"], ids=["killed", "exit", "crash"])
+def test_no_process_outlives_the_command(tmp_path, end: str) -> None:
+    """Also busy ones, and where the grid was never closed."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).replace("END", end))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as command:
+        workers = [int(pid) for pid in command.stdout.readline().split()]
+        assert len(workers) == 2
+        if "600" in end:
+            assert all(alive(pid) for pid in workers)
+            command.kill()
+        command.wait(30)
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_a_host_does_the_work_of_the_other() -> None:
+    calls = {name for name in vars(client_work.OwnProcess) if not name.startswith("_")}
+    assert calls == {name for name in vars(WorkerProcesses) if not name.startswith("_")}
