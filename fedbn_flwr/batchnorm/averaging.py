@@ -5,7 +5,8 @@ Sums are accumulated in float64 in the order given. Callers sort by partition id
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,8 @@ __all__ = ["Array", "State", "Variance", "average", "check_finite", "check_state
 Array = NDArray[Any]
 State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
+
+_BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache while the clients' values are added
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
@@ -35,11 +38,53 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
     """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in the order given."""
-    wide = np.complex128 if np.issubdtype(arrays[0].dtype, np.complexfloating) else np.float64
-    total: Array = np.zeros(arrays[0].shape, dtype=wide)
-    for weight, array in zip(p, arrays, strict=True):
-        total += weight * array.astype(wide)
+    total: Array = np.empty(arrays[0].shape, _wide(arrays[0]))
+    _add_up([[array] for array in arrays], p, [total])
     return total
+
+
+def _wide(array: Array) -> type[np.complex128 | np.float64]:
+    return np.complex128 if array.dtype.kind == "c" else np.float64
+
+
+def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[Array]) -> None:
+    """Write sum_i p_i rows[i][k] into sums[k]; these are contiguous, and all real or all complex.
+
+    The sum goes block by block: a block holds many small entries, or a part of a large one. Multiplication and addition
+    are two operations: a fused one, as torch's, rounds once instead of twice, on some machines only.
+    """
+    sizes = [array.size for array in sums]
+    flat = [[array.reshape(-1) for array in row] for row in rows]
+    flat_sums = [array.reshape(-1) for array in sums]
+    buffers = np.empty((2, min(_BLOCK, sum(sizes))), _wide(sums[0]) if sums else np.float64)
+    for block in _blocks(sizes):
+        total, term = buffers[:, : sum(part.stop - part.start for _, part in block)]
+        total[:] = 0
+        for weight, arrays in zip(p, flat, strict=True):
+            np.concatenate([arrays[k][part] for k, part in block], out=term)
+            term *= weight
+            total += term
+        start = 0
+        for k, part in block:
+            flat_sums[k][part] = total[start : (start := start + part.stop - part.start)]
+
+
+def _blocks(sizes: Sequence[int]) -> Iterator[list[tuple[int, slice]]]:
+    """Yield blocks of at most ``_BLOCK`` elements of arrays of these sizes: number and slice of each array's piece."""
+    block: list[tuple[int, slice]] = []
+    room = _BLOCK
+    for k, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            block.append((k, slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield block
+                block, room = [], _BLOCK
+    if block:
+        yield block
 
 
 def average(
@@ -58,22 +103,25 @@ def average(
         For floating entries sum_i p_i x_i, accumulated in float64 and returned in their dtype. Integer and boolean
         entries (mostly counters) are not averaged: the result is their maximum, in their dtype.
     """
-    p = normalise(weights)
+    p, first = normalise(weights), states[0]
+    pairs = list(parts.moments()) if variance == "pooled" else []
+    pairs = [pair for pair in pairs if all(name in first and first[name].dtype.kind in "fc" for name in pair)]
+    exact = {name for pair in pairs for name in pair}
     result: dict[str, Array] = {}
-    wide: dict[str, Array] = {}
-    for name in states[0]:
-        arrays = [state[name] for state in states]
-        if np.issubdtype(arrays[0].dtype, np.inexact):
-            wide[name] = weighted_sum(arrays, p)
-            result[name] = wide[name].astype(arrays[0].dtype)
+    for name, array in first.items():
+        if array.dtype.kind in "fc":
+            result[name] = np.empty(array.shape, _wide(array) if name in exact else array.dtype)
         else:
-            result[name] = np.asarray(np.maximum.reduce(arrays))
-    if variance == "pooled":
-        for mean_name, var_name in parts.moments():
-            if mean_name in wide and var_name in wide:
-                means = [state[mean_name].astype(np.float64) for state in states]
-                spread = weighted_sum([(mean - wide[mean_name]) ** 2 for mean in means], p)
-                result[var_name] = (wide[var_name] + spread).astype(states[0][var_name].dtype)
+            result[name] = np.asarray(np.maximum.reduce([state[name] for state in states]))
+    for kind in "fc":
+        names = [name for name, array in first.items() if array.dtype.kind == kind]
+        _add_up([[state[name] for name in names] for state in states], p, [result[name] for name in names])
+    wide = {name: result[name] for name in exact}
+    for mean_name, var_name in pairs:
+        means = [state[mean_name].astype(np.float64) for state in states]
+        spread = weighted_sum([(mean - wide[mean_name]) ** 2 for mean in means], p)
+        result[mean_name] = wide[mean_name].astype(first[mean_name].dtype)
+        result[var_name] = (wide[var_name] + spread).astype(first[var_name].dtype)
     return result
 
 
@@ -112,9 +160,15 @@ def _check_entry(name: str, array: Array, expected: Array, is_variance: bool) ->
         return [f"entry '{name}' has shape {array.shape}, expected {expected.shape}"]
     if array.dtype != expected.dtype:
         return [f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"]
-    if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
+    if array.dtype.kind in "fc" and not _is_finite(array):
         bad = array[~np.isfinite(array)].flat[0]
         return [f"entry '{name}' holds {bad}"]
     if is_variance and array.size and float(array.min()) < 0:
         return [f"entry '{name}' holds a negative variance, {float(array.min())}"]
     return []
+
+
+def _is_finite(array: Array) -> bool:
+    """Return whether all values are finite; the sum of squares needs no memory, but it can overflow."""
+    with np.errstate(all="ignore"):
+        return math.isfinite(np.vdot(array, array).real) or bool(np.isfinite(array).all())

@@ -20,7 +20,7 @@ from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.numpy_client import to_records
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, PARTITION_ID
-from fedbn_flwr.messages.records import decode, to_record
+from fedbn_flwr.messages.records import to_record, view
 
 __all__ = ["with_names"]
 
@@ -107,7 +107,7 @@ def _answered(reply: Message, result: str) -> bool:
 
 
 def _decoded(record: ArrayRecord) -> list[Array]:
-    return [decode(array) for array in record.values() if array.data]  # an empty list travels as one empty array
+    return [view(array) for array in record.values() if array.data]  # an empty list travels as one empty array
 
 
 def _numbered(reply: Message, key: str, result: str) -> None:
@@ -116,7 +116,7 @@ def _numbered(reply: Message, key: str, result: str) -> None:
     if key in records:
         entries = {n if k == key else f"{k}/{n}": array for k in list(records) for n, array in records.pop(k).items()}
         metrics[ARRAY_NAMES] = json.dumps(list(entries))
-        reply.content[f"{result}.parameters"] = to_record({name: decode(array) for name, array in entries.items()})
+        reply.content[f"{result}.parameters"] = to_record({name: view(array) for name, array in entries.items()})
     counted = reply.content.metric_records[f"{result}.num_examples"]
     info: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
     reported = {name: counted.pop(name) for name in list(counted) if name != "num_examples"}

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, LOSS, METRICS, NUM_EXAMPLES, merged_config
-from fedbn_flwr.messages.records import decode, to_record
+from fedbn_flwr.messages.records import decode, encode, to_record, view
 
 __all__ = [
     "Config",
@@ -32,9 +32,13 @@ __all__ = [
 Config = dict[str, Any]
 
 
-def open_message(message: Message) -> tuple[list[Array], Config]:
-    """Return arrays and config of a message for a NumPyClient; the first ArrayRecord is the model's."""
-    arrays = [decode(array) for record in message.content.array_records.values() for array in record.values()]
+def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Config]:
+    """Return arrays and config of a message for a NumPyClient; the first ArrayRecord is the model's.
+
+    ``copy=False`` gives read-only views of the message, for a client that only reads them.
+    """
+    read = decode if copy else view
+    arrays = [read(array) for record in message.content.array_records.values() for array in record.values()]
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
 
@@ -96,7 +100,7 @@ def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
     records: dict[str, dict[str, FlowerArray]] = {key: {} for key in keys}
     for name, array in arrays.items():
         key = next((k for k in others if name.startswith(f"{k}/")), first)
-        records[key][name.removeprefix(f"{key}/") if key in others else name] = FlowerArray(np.asarray(array))
+        records[key][name.removeprefix(f"{key}/") if key in others else name] = encode(np.asarray(array))
     return RecordDict({key: ArrayRecord(record) for key, record in records.items()})
 
 

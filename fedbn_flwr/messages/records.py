@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from io import BytesIO
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
+from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import StateError
 
 __all__ = [
     "decode",
+    "encode",
     "from_record",
     "num_bytes",
+    "select",
     "state_sha256",
     "tensors",
     "to_record",
     "to_state",
+    "view",
+    "views",
 ]
 
-# Version 1.0 of NumPy's file format, an array in C order; the header ends in a line feed.
+# Version 1.0 of NumPy's file format; the header ends in a line feed.
 _NPY = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype>[<>|][a-z]\d+)', 'fortran_order': False, "
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<dtype>[<>|][a-z]\d+)', 'fortran_order': (?P<fortran>False|True), "
     rb"'shape': \((?P<shape>[\d, ]*)\), \} *\n",
     re.DOTALL,
 )
+_LONGEST_HEADER = 1024  # of those that are read here and remembered; NumPy reads longer ones
 
 
 def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
@@ -38,23 +48,60 @@ def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
     Raises:
         StateError: an entry's dtype has no NumPy counterpart (bfloat16, float8), by name.
     """
-    arrays: dict[str, Array] = {}
-    for name, tensor in state_dict.items():
-        try:
-            arrays[name] = tensor.detach().cpu().contiguous().numpy()
-        except TypeError as error:
-            raise StateError(
-                f"entry '{name}' is {tensor.dtype}, which Flower's records cannot carry. Keep the model's state in "
-                "float32 (mixed precision goes through autocast, amp=true)."
-            ) from error
-    return arrays
+    return {name: _to_numpy(name, tensor.detach().contiguous()) for name, tensor in state_dict.items()}
+
+
+def _to_numpy(name: str, tensor: torch.Tensor) -> Array:
+    try:
+        return tensor.detach().cpu().numpy()
+    except TypeError as error:
+        raise StateError(
+            f"entry '{name}' is {tensor.dtype}, which Flower's records cannot carry. Keep the model's state in "
+            "float32 (mixed precision goes through autocast, amp=true)."
+        ) from error
 
 
 def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
-    """Return an ArrayRecord with the entries of a state dict (tensors) or of a state (arrays), in the same order."""
-    if any(isinstance(value, torch.Tensor) for value in state.values()):
-        state = to_state(state)  # type: ignore[arg-type]
-    return ArrayRecord({name: FlowerArray(np.asarray(array)) for name, array in state.items()})
+    """Return an ArrayRecord with the entries of a state dict (tensors) or of a state (arrays), in the same order.
+
+    Raises:
+        StateError: a tensor's dtype has no NumPy counterpart (bfloat16, float8), by name.
+    """
+    record = ArrayRecord()  # filled entry by entry: its constructor makes each Array once more
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            record[name] = encode(_to_numpy(name, value), order="C")
+        else:
+            record[name] = encode(np.asarray(value))
+    return record
+
+
+def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
+    """Return the array as Flower array, as ``flwr.app.Array(array)`` does, with one copy of the array's bytes.
+
+    ``order="C"`` writes C order also for an array in Fortran order, which is written as it is otherwise.
+    """
+    if array.dtype.kind not in "biufc":
+        return FlowerArray(array)
+    fortran = order == "K" and array.flags.fnc
+    dtype, header = _header(array.dtype, array.shape, fortran)
+    source = array.T if fortran else array
+    if source.flags.c_contiguous:
+        data = b"".join((header, source.data))
+    else:
+        buffer = BytesIO(bytes(len(header) + array.nbytes))
+        buffer.write(header)
+        np.ndarray(array.shape, array.dtype, buffer.getbuffer(), len(header))[...] = array
+        data = buffer.getvalue()
+    return FlowerArray(dtype, array.shape, "numpy.ndarray", data)
+
+
+@functools.lru_cache(maxsize=4096)
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool) -> tuple[str, bytes]:
+    """Return the dtype's name and the header of NumPy's file format."""
+    out = BytesIO()
+    write_array_header_1_0(out, {"descr": dtype.str, "fortran_order": fortran, "shape": shape})
+    return str(dtype), out.getvalue()
 
 
 def from_record(record: ArrayRecord) -> dict[str, Array]:
@@ -62,35 +109,88 @@ def from_record(record: ArrayRecord) -> dict[str, Array]:
     return {name: decode(array) for name, array in record.items()}
 
 
+def views(record: ArrayRecord) -> dict[str, Array]:
+    """Return a read-only view of each of the record's arrays, by name; see ``view``."""
+    return {name: view(array) for name, array in record.items()}
+
+
 def decode(array: FlowerArray) -> Array:
-    """Return a fresh copy of a Flower array as NumPy array, as ``array.numpy()`` does, but thread-safe.
+    """Return a fresh copy of a Flower array as NumPy array in C order; see ``view``."""
+    return view(array).copy()
+
+
+def view(array: FlowerArray) -> Array:
+    """Return a Flower array as read-only NumPy array that shares its memory; thread-safe.
+
+    ``array.data`` may be any buffer of bytes, such as a memoryview over shared memory. What is not a plain array in
+    version 1.0 of NumPy's format is read by NumPy, in memory of its own.
 
     NumPy reads the header of its format with ``ast``, which in threads of Python 3.11.7 sometimes raises
     "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
     """
-    if (header := _NPY.match(array.data)) is None:
-        return array.numpy()  # another version, Fortran order or no array: NumPy reads it or raises
-    shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
-    flat = np.frombuffer(array.data, dtype=header["dtype"].decode(), offset=header.end())
-    return flat.reshape(shape).copy()
+    data = array.data
+    end = 10 + int.from_bytes(data[8:10], "little")
+    if layout := _layout(bytes(data[: min(end, _LONGEST_HEADER)])):
+        dtype, shape, order = layout
+        found = np.frombuffer(data, dtype, offset=end).reshape(shape, order=order)
+    else:
+        found = array.numpy()  # or it raises
+    found.flags.writeable = False
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]] | None:
+    """Return dtype, shape and order that a header of NumPy's file format names; None for another header."""
+    if (found := _NPY.fullmatch(header)) is None:
+        return None
+    shape = tuple(int(size) for size in found["shape"].split(b",") if size.strip())
+    return np.dtype(found["dtype"].decode()), shape, "F" if found["fortran"] == b"True" else "C"
+
+
+def select(record: ArrayRecord, names: Collection[str]) -> ArrayRecord:
+    """Return a record with the entries of these names, in the record's order; it shares their arrays."""
+    chosen = ArrayRecord()  # the constructor would make each Array once more, and takes no buffer but bytes
+    for name, array in record.items():
+        if name in names:
+            chosen[name] = array
+    return chosen
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:
-    """Return the arrays as tensors by name, sharing their memory."""
-    return {name: torch.from_numpy(np.asarray(array)) for name, array in state.items()}
+    """Return the arrays as tensors by name, sharing their memory. Do not write to tensors of read-only arrays."""
+    return {name: torch.from_numpy(_writable(np.asarray(array))) for name, array in state.items()}
+
+
+class _Alias:
+    """The memory of a read-only array, offered as writable; torch has no read-only tensors and would warn."""
+
+    def __init__(self, array: Array) -> None:
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        self._array = array  # keeps the memory
+
+
+def _writable(array: Array) -> Array:
+    return array if array.flags.writeable else np.asarray(_Alias(array))
 
 
 def num_bytes(record: ArrayRecord) -> tuple[int, int]:
     """Return the bytes of floating entries and of all others (int64 counters), without headers."""
     floats = others = 0
     for array in record.values():
-        dtype = np.dtype(array.dtype)
-        size = int(np.prod(array.shape, dtype=np.int64)) * dtype.itemsize
-        if np.issubdtype(dtype, np.inexact):
+        itemsize, is_float = _item(array.dtype)
+        size = math.prod(array.shape) * itemsize
+        if is_float:
             floats += size
         else:
             others += size
     return floats, others
+
+
+@functools.lru_cache(maxsize=64)
+def _item(dtype: str) -> tuple[int, bool]:
+    found = np.dtype(dtype)
+    return found.itemsize, np.issubdtype(found, np.inexact)
 
 
 def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
@@ -103,7 +203,7 @@ def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
     digest = hashlib.sha256()
     for name, array in state.items():
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     for partition, own in sorted((local or {}).items(), key=lambda item: int(item[0])):
         digest.update(f"local {partition} {own}\n".encode())
     return digest.hexdigest()

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.messages.protocol import LOCAL_SHA256
-from fedbn_flwr.messages.records import num_bytes
+from fedbn_flwr.messages.records import num_bytes, select
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport, Traffic
@@ -69,8 +69,7 @@ class Dispatcher:
         ``arrays`` is the whole state, ``local`` names its entries that stay with the clients, ``extras`` holds further
         records.
         """
-        own = set(local)
-        shared = ArrayRecord({name: array for name, array in arrays.items() if name not in own}) if own else arrays
+        shared = select(arrays, arrays.keys() - set(local)) if local else arrays
         self._asked, self.num_asked, self._sent_at = list(nodes), len(nodes), time.monotonic()
         traffic.exchanges += bool(nodes)
         models = {n.node_id: shared if n.node_id in self._nodes.initialised else arrays for n in nodes}

@@ -33,7 +33,7 @@ from fedbn_flwr.messages.protocol import (
     TrainConfig,
     refuse_own_keys,
 )
-from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
 from fedbn_flwr.server.method import Method, P
@@ -271,7 +271,7 @@ class Server(Method[P]):
         self.run.know(arrays)
         if not self.run.begun:
             self._begin()
-        self.run.before, self.run.reestimated, self.run.metrics = from_record(arrays), {}, {}
+        self.run.before, self.run.reestimated, self.run.metrics = views(arrays), {}, {}
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
         messages = self._training_messages(server_round, arrays, config, grid)
         self.run.report.asked = len(messages)
@@ -467,7 +467,7 @@ class Server(Method[P]):
 
     def _reestimate(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
         """Re-estimate the statistics of ``arrays`` from all clients with data; none below ``min_replies``."""
-        report, like, parts = self.run.report, from_record(arrays), self.run.parts
+        report, like, parts = self.run.report, views(arrays), self.run.parts
         # Re-estimation that the method needs counts as training traffic, else as evaluation traffic.
         traffic = report.train if self.recalibrates else report.evaluate
         nodes = [node for node in self._present(grid, 1) if node.num_examples != 0]

@@ -83,7 +83,7 @@ def from_entries(state: State, like: State, parts: Parts) -> dict[str, Moments]:
             raise ReplyError(f"layer '{layer.path}': {shapes} sent; int64 (), {expected}, {expected} needed")
         if count < 1 or (m2 < 0).any():
             raise ReplyError(f"layer '{layer.path}': count is {count}, the smallest M2 {m2.min()}")
-        wide = (torch.from_numpy(np.asarray(array, dtype=np.float64)) for array in (mean, m2))
+        wide = (torch.from_numpy(np.array(array, dtype=np.float64)) for array in (mean, m2))
         found[layer.path] = Moments(int(count), *wide)
     if left:
         raise ReplyError(f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer")

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from flwr.app import Message
@@ -15,7 +16,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import ClientPartError, ReplyError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
-from fedbn_flwr.messages.records import from_record, num_bytes
+from fedbn_flwr.messages.records import num_bytes, views
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport
@@ -35,9 +36,9 @@ class Reply:
     Attributes:
         node: the sender.
         num_examples: |D_i|, for the weight.
-        state: the shared entries.
+        state: the shared entries; read-only views of the message.
         metrics: metrics of the client's training.
-        extras: further records, by name.
+        extras: further records, by name; read-only as well.
         sizes: bytes of each record.
     """
 
@@ -81,14 +82,18 @@ class Terms:
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key)
         self._refuse_missing_part(state, message)
-        part_of = self.parts.part_of
-        check_state(state, {n: a for n, a in self.before.items() if part_of[n] not in self.local}, self.parts)
+        check_state(state, self._expected, self.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
         return Reply(node, count, state, metrics, extras, sizes)
+
+    @cached_property
+    def _expected(self) -> State:
+        part_of = self.parts.part_of
+        return {name: array for name, array in self.before.items() if part_of[name] not in self.local}
 
     def _refuse_missing_part(self, state: State, message: Message) -> None:
         """Refuse a reply from an app without the method's client part; the error names what is missing."""
@@ -144,13 +149,13 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
 
 
 def read_arrays(message: Message, arrays_key: str) -> tuple[State, dict[str, State], list[Size]]:
-    """Return the model's entries, further records by name, and the bytes of all records.
+    """Return the model's entries, further records by name, and the bytes of all records; arrays are read-only views.
 
     Raises:
         ReplyError: the model's record is missing, or an array cannot be read.
     """
     try:
-        states: dict[str, State] = {key: from_record(r) for key, r in message.content.array_records.items()}
+        states: dict[str, State] = {key: views(r) for key, r in message.content.array_records.items()}
         state = states.pop(arrays_key)
         return state, states, [num_bytes(record) for record in message.content.array_records.values()]
     except KeyError as error:

@@ -74,7 +74,8 @@ class LatestBN:
         """Keep the parts of the client with this sorting key (``Node.order``), if it shared any."""
         if shared:
             silent, partition_id, node_id = order
-            self._latest[silent, node_id if silent else partition_id] = shared, num_examples
+            kept = {name: array.copy() for name, array in shared.items()}  # else the whole message stays in memory
+            self._latest[silent, node_id if silent else partition_id] = kept, num_examples
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
         """Return the p-weighted average over all clients that have shared parts; empty before the first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.batchnorm.averaging import State, average, check_state, normalise
+from fedbn_flwr.batchnorm import averaging
+from fedbn_flwr.batchnorm.averaging import State, average, check_state, normalise, weighted_sum
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ReplyError
 
@@ -101,6 +103,40 @@ def test_inputs_are_not_changed(same_bits) -> None:
         same_bits(state, copy)
 
 
+def mixed(seed: int, sizes: list[int]) -> dict[str, np.ndarray]:
+    """Entries of several shapes and all kinds of floats, some in Fortran order, with zeros of both signs."""
+    draw, state = np.random.default_rng(seed), {}
+    for i, (size, dtype) in enumerate((s, d) for s in sizes for d in ("f2", "f4", ">f4", "f8", "c8", "c16")):
+        values = draw.normal(size=(size, 2)) * draw.integers(0, 2, (size, 2)) * -1.0
+        state[f"{i}"] = np.asarray(values.T if i % 3 else values).astype(dtype)
+    return {
+        **state,
+        "scalar": np.asarray(draw.normal(), "f4"),
+        "nothing": np.zeros((0, 3), "f4"),
+        "c": np.asarray(seed),
+    }
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, None])
+@pytest.mark.parametrize("num_clients", [1, 9, 33])
+def test_sums_have_the_bits_of_one_client_after_the_other(monkeypatch, block: int | None, num_clients: int) -> None:
+    """Each product is rounded, then each sum, from zero: no fused operation, no sums in pairs, whatever the block."""
+    monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
+    states = [mixed(seed, [1, 2, 20]) for seed in range(num_clients)]
+    weights = [1.0 + i % 5 for i in range(num_clients)]
+    p, got = normalise(weights), average(states, weights, split_state(states[0]))
+    assert list(got) == list(states[0])
+    for name, first in states[0].items():
+        if first.dtype.kind == "i":
+            continue
+        total = np.zeros(first.shape, np.complex128 if first.dtype.kind == "c" else np.float64)
+        for share, state in zip(p, states, strict=True):
+            total += share * state[name].astype(total.dtype)
+        assert weighted_sum([state[name] for state in states], p).tobytes() == total.tobytes(), name
+        assert (got[name].dtype, got[name].shape) == (first.dtype, first.shape)
+        assert got[name].tobytes() == total.astype(first.dtype).tobytes(), name
+
+
 counts_of = st.lists(st.integers(1, 500), min_size=2, max_size=6)
 
 
@@ -183,6 +219,22 @@ def test_check_state_names_the_entry_and_the_problem() -> None:
     assert problem({"bn.running_var": np.asarray([1.0, -0.25, 0.0])}) == (
         "entry 'bn.running_var' holds a negative variance, -0.25"
     )
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "c16"])
+def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(dtype: str) -> None:
+    """Their squares are not."""
+    large = np.full(1000, np.finfo(dtype).max, dtype)
+    parts = split_state({"x": None})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_state({"x": large}, {"x": large}, parts)
+        for index in (0, 500, 999):
+            for value in (np.nan, np.inf, -np.inf):
+                bad = large.copy()
+                bad[index] = value
+                with pytest.raises(ReplyError, match="entry 'x' holds "):
+                    check_state({"x": bad}, {"x": large}, parts)
 
 
 def test_check_state_lists_the_first_two_of_many() -> None:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import mmap
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +17,19 @@ import torchvision.models as tv
 from flwr.app import Array, ArrayRecord
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record, to_state
+from fedbn_flwr.messages.records import (
+    decode,
+    encode,
+    from_record,
+    num_bytes,
+    select,
+    state_sha256,
+    tensors,
+    to_record,
+    to_state,
+    view,
+    views,
+)
 
 STATE = {
     "z": torch.tensor([[1.5, float("nan")], [-0.0, float("inf")]]),
@@ -81,3 +101,120 @@ def test_reading_gives_fresh_memory() -> None:
 def test_bytes_of_floats_and_of_other_entries_are_counted_apart() -> None:
     assert num_bytes(to_record(STATE)) == (4 * 4 + 8 + 0 + 2 * 2, 8 + 2 + 4 * 8)
     assert num_bytes(ArrayRecord()) == (0, 0)
+
+
+GRID = np.arange(24.0).reshape(2, 3, 4)
+SHAPES: dict[str, Callable[[np.dtype[Any]], np.ndarray]] = {
+    "contiguous": lambda dtype: GRID.astype(dtype),
+    "0-dim": lambda dtype: np.asarray(3).astype(dtype),
+    "empty": lambda dtype: np.zeros((2, 0, 3), dtype),
+    "one of each": lambda dtype: np.ones((1, 1), dtype),
+    "Fortran": lambda dtype: np.asfortranarray(GRID.astype(dtype)),
+    "transposed": lambda dtype: GRID.astype(dtype).transpose(1, 0, 2),
+    "strided": lambda dtype: GRID.astype(dtype)[:, ::-1, ::2],
+    "broadcast": lambda dtype: np.broadcast_to(np.ones(3, dtype), (2, 3)),
+    "many dimensions": lambda dtype: np.zeros((1,) * 60, dtype),
+}
+DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "<u8", "<f2", "<f4", "<f8", ">f4", ">i8", "<c8", "<c16", "g", "<U3", "M8[s]"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_array_is_written_as_numpy_writes_it_and_read_without_a_copy(shape: str) -> None:
+    for dtype in DTYPES:
+        array, out = SHAPES[shape](np.dtype(dtype)), io.BytesIO()
+        np.save(out, array)
+        written, flowers = encode(array), Array(array)
+        assert written.data == out.getvalue() == flowers.data, dtype
+        assert (written.dtype, written.shape, written.stype) == (flowers.dtype, flowers.shape, flowers.stype)
+        read, copy = view(written), decode(written)
+        for found in (read, copy):
+            assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes()), dtype
+        assert not read.flags.writeable
+        assert copy.flags.writeable
+        assert copy.flags.c_contiguous
+        assert not np.shares_memory(copy, read)
+        if array.size and dtype not in ("<U3", "M8[s]"):  # NumPy reads these
+            assert np.shares_memory(read, np.frombuffer(written.data, np.uint8)), dtype
+
+
+def in_bytearray(data: bytes) -> memoryview:
+    return memoryview(bytearray(b"before" + data + b"after"))[6:-5]
+
+
+def in_mapped_memory(data: bytes) -> memoryview:
+    memory = mmap.mmap(-1, len(data) + 64)
+    memory[64:] = data
+    return memoryview(memory)[64:]
+
+
+@pytest.mark.parametrize("place", [bytearray, memoryview, in_bytearray, in_mapped_memory, np.frombuffer])
+def test_the_bytes_may_lie_in_any_buffer(place: Callable[..., Any]) -> None:
+    record = to_record(STATE)
+    for array in record.values():
+        array.data = place(array.data, np.uint8) if place is np.frombuffer else place(array.data)
+    for found in (views(record), from_record(record), views(select(record, list(STATE)))):
+        for name, tensor in STATE.items():
+            assert found[name].dtype == tensor.numpy().dtype
+            assert found[name].tobytes() == tensor.numpy().tobytes(), name
+    read = view(record["z"])
+    assert np.shares_memory(read, np.frombuffer(record["z"].data, np.uint8))
+    with pytest.raises(ValueError, match="read-only"):
+        read[0, 0] = 1
+    assert num_bytes(record) == num_bytes(to_record(STATE))
+
+
+def test_a_selection_shares_the_arrays_in_the_records_order() -> None:
+    record = to_record(STATE)
+    chosen = select(record, {"a", "half", "z"})
+    assert list(chosen) == ["z", "half", "a"]
+    assert all(chosen[name] is record[name] for name in chosen)
+
+
+def test_tensors_share_the_memory_of_read_only_arrays_without_a_warning() -> None:
+    record = to_record({**STATE, "turned": np.asfortranarray(GRID)})
+    read = views(record)
+    torch.set_warn_always(True)  # torch gives this warning once in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = tensors(read)
+    finally:
+        torch.set_warn_always(False)
+    for name, array in read.items():
+        assert found[name].numpy().tobytes() == array.tobytes()
+        assert found[name].data_ptr() == array.ctypes.data or not array.size, name
+    kept = found["z"]
+    del record, read, found
+    assert torch.equal(kept.nan_to_num(), STATE["z"].nan_to_num()), "the tensor keeps the memory"
+
+
+def peak(work: Callable[[], Any]) -> int:
+    """Bytes that the work held at most, its result among them."""
+    tracemalloc.start()
+    try:
+        result = work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        del result
+        tracemalloc.stop()
+
+
+def test_an_entry_is_copied_once_when_written_and_never_when_read_or_hashed() -> None:
+    image = torch.ones(4, 64, 32, 32)
+    size = image.numpy().nbytes
+    for tensor in (image, image.contiguous(memory_format=torch.channels_last), image.transpose(0, 1)):
+        assert peak(lambda tensor=tensor: to_record({"x": tensor})) < 1.01 * size
+        assert peak(lambda tensor=tensor: to_record({"x": tensor.numpy()})) < 1.01 * size
+    record = to_record({"x": image})
+    assert peak(lambda: tensors(views(record))) < 0.01 * size
+    assert peak(lambda: from_record(record)) < 1.01 * size
+    assert peak(lambda: state_sha256(views(record))) < 0.01 * size
+
+
+def test_the_hash_of_a_state_is_that_of_its_names_dtypes_shapes_and_bytes() -> None:
+    state = {**to_state(STATE), "turned": GRID.T, "swapped": GRID.astype(">f4")}
+    text = hashlib.sha256()
+    for name, array in state.items():
+        text.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes())
+    text.update(b"local 2 ab\nlocal 10 cd\n")
+    assert state_sha256(state, {"10": "cd", "2": "ab"}) == text.hexdigest()

@@ -1,0 +1,78 @@
+"""How the server reads replies: in place, and with the memory of a few models for any number of replies."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+from flwr.app import Message, MessageType, MetricRecord, RecordDict
+
+from fedbn_flwr.batchnorm.averaging import Array, average
+from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.compat.flower import identify_process
+from fedbn_flwr.messages.records import encode, to_record
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.replies import Terms, read_arrays
+from fedbn_flwr.server.shared_bn import LatestBN
+
+STATE: dict[str, Array] = {
+    **{f"{i}.weight": np.ones((256, 512), np.float32) for i in range(3)},
+    "bn.running_mean": np.zeros(512, np.float32),
+    "bn.running_var": np.ones(512, np.float32),
+    "bn.num_batches_tracked": np.asarray(3),
+}
+SIZE = sum(array.nbytes for array in STATE.values())
+TERMS = Terms(
+    strategy="fedavg",
+    parts=split_state(STATE),
+    local=frozenset({Part.COUNTERS}),
+    before=STATE,
+    hooks=frozenset(),
+    arrays_key="arrays",
+    count_key="num-examples",
+)
+
+
+def reply(value: float) -> Message:
+    identify_process(1)
+    state = {name: (array * value).astype(array.dtype) for name, array in STATE.items() if array.ndim}
+    content = RecordDict({"arrays": to_record(state), "more": to_record(state)})
+    content["metrics"] = MetricRecord({"num-examples": 2})
+    return Message(content, 1, MessageType.TRAIN)
+
+
+def test_a_reply_is_a_read_only_view_of_its_message() -> None:
+    message = reply(2.0)
+    read = TERMS.read(Node(1), message)
+    for key, state in (("arrays", read.state), ("more", read.extras["more"])):
+        for name, array in state.items():
+            assert np.shares_memory(array, np.frombuffer(message.content[key][name].data, np.uint8))
+            assert not array.flags.writeable
+
+
+def test_reading_checking_averaging_and_writing_takes_less_than_three_models_for_any_number_of_replies() -> None:
+    messages = [reply(1.0 + i) for i in range(12)]
+    tracemalloc.start()
+    try:
+        replies = [TERMS.read(Node(i), message) for i, message in enumerate(messages)]
+        mean = average([read.state for read in replies], [read.num_examples for read in replies], TERMS.parts)
+        averaging = tracemalloc.get_traced_memory()[1]
+        record = to_record(mean)
+        everything = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    blocks = 2 * 2**18 * 8
+    assert averaging < 1.1 * SIZE + blocks
+    assert everything < 2.1 * SIZE + blocks
+    assert record["0.weight"].data == encode(STATE["0.weight"] * np.float32(6.5)).data
+
+
+def test_parts_that_the_server_keeps_do_not_hold_on_to_the_message() -> None:
+    """They stay until the client's next reply; the message may lie in memory shared with a client's process."""
+    message, latest = reply(2.0), LatestBN()
+    state, _, _ = read_arrays(message, "arrays")
+    latest.take((False, 0, 7), state, 2.0)
+    ((_, _, kept, _),) = latest.tree
+    for name, array in state.items():
+        assert np.array_equal(kept[name], array)
+        assert not np.shares_memory(kept[name], array)
