@@ -351,11 +351,11 @@ def client_app(
     @NamedConfigErrors()
     def train_message(message: Message, context: Context) -> Message:
         client = _client(client_fn, context)
-        # The reply has its own copy of the arrays, so a TorchClient need not make one before.
-        fit = client.fit
+        # A TorchClient only reads the arrays of the message, and the reply has a copy of the model's.
+        fit, copy = client.fit, True
         if isinstance(client, TorchClient) and getattr(fit, "__func__", None) is TorchClient.fit:
-            fit = client._round
-        return reply_to_fit(message, *fit(*open_message(message)))
+            fit, copy = client._round, False
+        return reply_to_fit(message, *fit(*open_message(message, copy)))
 
     @app.query("statistics")
     @NamedConfigErrors()

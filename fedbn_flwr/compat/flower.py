@@ -25,9 +25,9 @@ from flwr.superlink.grid import HttpGrid, InMemoryGrid
 __all__ = [
     "NUM_PARTITIONS_KEY",
     "PARTITION_ID_KEY",
+    "BufferArray",
     "Run",
     "app_error",
-    "array_of",
     "copied_context",
     "copied_message",
     "empty_run",
@@ -90,15 +90,42 @@ def _copied(records: RecordDict) -> RecordDict:
     """Return a copy of the records. Arrays are shared, since an array's bytes cannot be changed."""
     copied = RecordDict()
     for key, record in records.items():
-        copied[key] = ArrayRecord(dict(record)) if isinstance(record, ArrayRecord) else copy.deepcopy(record)
+        if isinstance(record, ArrayRecord):
+            copied[key] = same = ArrayRecord()  # its constructor would make each Array once more
+            for name, array in record.items():
+                same[name] = array
+        else:
+            copied[key] = copy.deepcopy(record)
     return copied
 
 
-def array_of(dtype: str, shape: tuple[int, ...], stype: str, data: bytes | memoryview) -> Array:
-    """Return an array over ``data``, which Flower's constructor takes as bytes only."""
-    array = Array.__new__(Array)
-    array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
-    return array
+class BufferArray(Array):
+    """An ``Array`` over any buffer of bytes; ``data``, which Flower keeps as bytes, is a copy of them."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], stype: str, buffer: bytes | memoryview) -> None:
+        self.__dict__.update(dtype=dtype, shape=shape, stype=stype, buffer=buffer)
+
+    buffer: bytes | memoryview
+
+    @property
+    def data(self) -> bytes:
+        """The bytes."""
+        return bytes(self.buffer)
+
+    @data.setter
+    def data(self, value: bytes) -> None:
+        self.buffer = value
+
+    def __eq__(self, other: object) -> bool:
+        """Compare as Array does, also with a plain one."""
+        mine = (self.dtype, self.shape, self.stype, self.data)
+        return isinstance(other, Array) and mine == (other.dtype, other.shape, other.stype, other.data)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[Array], tuple[str, tuple[int, ...], str, bytes]]:
+        """Pickle and copy it as a plain Array."""
+        return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
 def stamped(message: Message, message_id: str, run_id: int) -> Message:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from flwr.app import Array as FlowerArray
 
-from fedbn_flwr.compat.flower import array_of
+from fedbn_flwr.compat.flower import BufferArray
 
 __all__ = ["Broadcasts", "Link", "Packed"]
 
@@ -82,8 +82,9 @@ _PADDING = memoryview(bytes(_ALIGNED))
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is FlowerArray:
-            return array_of, (value.dtype, value.shape, value.stype, pickle.PickleBuffer(value.data))
+        if isinstance(value, FlowerArray):
+            data = value.buffer if isinstance(value, BufferArray) else value.data
+            return BufferArray, (value.dtype, value.shape, value.stype, pickle.PickleBuffer(data))
         return NotImplemented
 
 

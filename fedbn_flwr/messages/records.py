@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord
 from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.compat.flower import BufferArray
 from fedbn_flwr.errors import StateError
 
 __all__ = [
@@ -122,13 +123,13 @@ def decode(array: FlowerArray) -> Array:
 def view(array: FlowerArray) -> Array:
     """Return a Flower array as read-only NumPy array that shares its memory; thread-safe.
 
-    ``array.data`` may be any buffer of bytes, such as a memoryview over shared memory. What is not a plain array in
+    A ``BufferArray`` may lie in any buffer of bytes, such as shared memory. What is not a plain array in
     version 1.0 of NumPy's format is read by NumPy, in memory of its own.
 
     NumPy reads the header of its format with ``ast``, which in threads of Python 3.11.7 sometimes raises
     "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
     """
-    data = array.data
+    data = array.buffer if isinstance(array, BufferArray) else array.data
     end = 10 + int.from_bytes(data[8:10], "little")
     if layout := _layout(bytes(data[: min(end, _LONGEST_HEADER)])):
         dtype, shape, order = layout

@@ -7,9 +7,11 @@ One test for each function there, by its name. Where the package itself can no l
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
 import logging
+import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -160,13 +162,21 @@ def test_copied_context(seam: ModuleType, message: Message) -> None:
         assert message.content["config"]["lr"] == 0.1
 
 
-def test_array_of(seam: ModuleType) -> None:
-    todo = f"let array_of in {SEAM} set what Array keeps now."
-    with canary("an Array is its dtype, shape, stype and data, and reads any buffer", todo):
+def test_buffer_array(seam: ModuleType) -> None:
+    todo = f"let BufferArray in {SEAM} keep what Array keeps now."
+    with canary("an Array is its dtype, shape, stype and data, which records and pickles copy", todo):
         like = Array(np.arange(6.0).reshape(2, 3))
-        array = seam.array_of(like.dtype, like.shape, like.stype, memoryview(like.data))
+        array = seam.BufferArray(like.dtype, like.shape, like.stype, memoryview(like.data))
+        assert isinstance(array, Array)
         assert array == like
+        assert like == array
+        assert array != Array(np.arange(7.0))
         assert (array.numpy() == like.numpy()).all()
+        assert ArrayRecord({"w": array}) == ArrayRecord({"w": like})
+        assert pickle.loads(pickle.dumps(array)) == copy.deepcopy(array) == like
+        assert type(copy.deepcopy(array)) is Array
+        array.data = Array(np.zeros(6).reshape(2, 3)).data
+        assert not array.numpy().any()
 
 
 def test_set_message_id(seam: ModuleType, message: Message) -> None:

@@ -1,0 +1,104 @@
+"""A process builds a model once, and lends it to one client at a time."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from flwr.app import Context
+from torch import nn
+from torchvision.models import mnasnet0_5, resnet18
+
+from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr.client import lent_models
+from fedbn_flwr.client.lent_models import LentModel, lender
+from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+SIZES = (6, 13, 9, 21)
+
+
+class Builds:
+    """A function that builds a model, and counts its calls."""
+
+    def __init__(self, make) -> None:
+        self.make, self.count = make, 0
+
+    def __call__(self) -> nn.Module:
+        self.count += 1
+        return self.make()
+
+
+def app(build, datasets, **changes):
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4)
+
+    def client_fn(context: Context) -> TorchClient:
+        own = datasets[context.node_config["partition-id"]]
+        return TorchClient(build, own, own, settings, context=context, **changes)
+
+    return client_app(client_fn)
+
+
+@pytest.mark.parametrize("method", [FedBN, lambda: FixBN(freeze_at=1), FedAvg])
+def test_one_model_serves_all_messages_with_the_same_bits(points, mlp, same_bits, method) -> None:
+    """Also when hooks have frozen layers of it, and when clients keep a part."""
+    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+    build = Builds(functools.partial(mlp, dropout=0.4))
+    found = []
+    for model in (build, None):
+        made = app(model, datasets) if model else app(lambda: mlp(dropout=0.4), datasets)
+        with InProcessGrid(made, 4) as grid:
+            start = to_record(mlp(dropout=0.4).state_dict())
+            found.append(method().start(grid=grid, initial_arrays=start, num_rounds=3).arrays)
+    assert build.count == 1, "queries, trainings and evaluations of four clients"
+    same_bits(*[{n: a.numpy() for n, a in arrays.items()} for arrays in found])
+
+
+def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
+    build = Builds(mlp)
+    with InProcessGrid(app(build, [points(n, i) for i, n in enumerate(SIZES)]), 4) as grid:
+        FedTAN().start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=3)
+    assert build.count == 4
+
+
+def test_a_query_takes_no_model(points, mlp) -> None:
+    def build() -> nn.Module:
+        raise AssertionError("built for a query")
+
+    made = app(build, [points(n, i) for i, n in enumerate(SIZES)])
+    with InProcessGrid(made, 4) as grid, pytest.raises(NothingTrainedError, match="built for a query"):
+        FedAvg().start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=1)
+
+
+def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
+    lend = lender(build := Builds(mlp))
+    with pytest.raises(KeyError), lend() as lent:
+        lent.plain.eval().state_dict()["no such entry"]
+    with lend() as lent:
+        assert lent.plain.training
+    with lend() as again:
+        assert again is lent
+    assert build.count == 2
+
+
+def test_a_model_goes_with_the_function_that_builds_it() -> None:
+    gc.collect()
+    before = len(lent_models._FREE)
+    with lender(Builds(lambda: nn.Linear(2, 2)))():
+        pass
+    gc.collect()
+    assert len(lent_models._FREE) == before
+
+
+@pytest.mark.parametrize(("make", "by_copy"), [(resnet18, True), (mnasnet0_5, False)])
+def test_states_are_loaded_as_load_state_dict_does(make, by_copy: bool) -> None:
+    """Torchvision's MNASNet loads in a way of its own."""
+    lent, other = LentModel.of(make(num_classes=3)), make(num_classes=3)
+    assert lent.by_copy == by_copy
+    lent.load(other.state_dict())
+    for name, value in other.state_dict().items():
+        assert torch.equal(lent.plain.state_dict()[name], value), name

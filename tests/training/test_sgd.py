@@ -1,0 +1,61 @@
+"""The step of plain SGD has the bits of torch's optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
+
+from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.sgd import sgd, sgd_step
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 5e-4])
+def test_steps_have_the_bits_of_torchs_optimizer(momentum: float, decay: float) -> None:
+    """Rates change, a parameter gets its first gradient late, another never, buffers are there before: all the same."""
+    settings = LocalTraining(learning_rate=LearningRate(0.1), sgd_momentum=momentum, weight_decay=decay)
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5), nn.Linear(5, 2))
+    theirs = copy.deepcopy(ours)
+    optimizers = [sgd(model, settings) for model in (ours, theirs)]
+    if momentum:
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.state[model[3].weight]["momentum_buffer"] = torch.ones(5, 144)
+    for step in range(5):
+        inputs = torch.randn(6, 3, 8, 8)
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            model.zero_grad()
+            features = model[:4](inputs)
+            (model[4](features) if step > 1 else features).square().mean().backward()
+            model[1].bias.grad = None
+        sgd_step(optimizers[0])
+        optimizers[1].step()
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        buffers = [o.state.get(p, {}).get("momentum_buffer") for o, p in zip(optimizers, (a, b), strict=True)]
+        assert (buffers[0] is None) == (buffers[1] is None)
+        assert buffers[0] is None or torch.equal(*buffers)
+
+
+def test_a_step_of_a_large_model_takes_as_many_calls_as_of_a_small_one(monkeypatch) -> None:
+    calls = []
+    for name in ("_foreach_add", "_foreach_add_", "_foreach_mul_"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, real=real, **kwargs: calls.append(1) or real(*args, **kwargs))
+    settings = LocalTraining(learning_rate=LearningRate(0.1), sgd_momentum=0.9, weight_decay=1e-4)
+    counts = []
+    for model in (nn.Linear(2, 2), resnet18(num_classes=2)):
+        optimizer = sgd(model, settings)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        calls.clear()
+        sgd_step(optimizer)
+        counts.append(len(calls))
+    assert counts == [4, 4]
