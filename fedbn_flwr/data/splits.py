@@ -81,8 +81,8 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
         small = {int(client): int(first[client]) for client in np.flatnonzero(first < request.min_size)}
         raise DataError(
             f"partition 'dirichlet' with partition-alpha={request.alpha} and num-clients={request.num_clients}: in "
-            f"each of {_DIRICHLET_SEEDS * _DRAWS_PER_SEED} draws some client had fewer than {request.min_size} examples "
-            f"(in one: {listed(small)}). Use a larger partition-alpha or fewer clients."
+            f"each of {_DIRICHLET_SEEDS * _DRAWS_PER_SEED} draws some client had fewer than {request.min_size} "
+            f"examples (in one: {listed(small)}). Use a larger partition-alpha or fewer clients."
         )
     by_class = [[pool[a:b] for a, b in itertools.pairwise(ends)] for pool, ends in zip(pools, cuts, strict=True)]
     return [np.concatenate(parts) for parts in zip(*by_class, strict=True)]
