@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -17,6 +18,7 @@ from fedbn_flwr.compat.flower import (
     set_reply_source,
 )
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.messages.protocol import NodeProperties
 
 __all__ = ["ImmediateGrid", "PollingGrid", "in_simulation", "over_network", "polling", "pull", "push"]
 
@@ -28,6 +30,13 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
 
 class ImmediateGrid(Grid):
     """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
+
+    def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> Mapping[int, NodeProperties]:
+        """Return what these nodes would answer to the strategies' query with this config, without a message to each.
+
+        Nodes that are not in the result must be asked.
+        """
+        return {}
 
 
 def polling(grid: Grid) -> ImmediateGrid:
