@@ -44,6 +44,7 @@ from fedbn_flwr.messages.protocol import (
     UNUSABLE,
     EvaluateConfig,
     MessageConfig,
+    NodeProperties,
     TrainConfig,
     merged_config,
     message_seed,
@@ -63,7 +64,7 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import wrapper_prefix
 from fedbn_flwr.transport import Pending, StepDone
 
-__all__ = ["TorchClient", "client_app"]
+__all__ = ["SizedApp", "TorchClient", "client_app"]
 
 logger = logging.getLogger("flwr")
 
@@ -328,8 +329,31 @@ def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
     return tensors({name: array})[name].to(like.dtype)
 
 
+class SizedApp(ClientApp):
+    """A ClientApp that knows the number of training examples of its nodes.
+
+    Args:
+        num_examples: returns it for a node's context, without making the client.
+        mods: as in Flower's ``ClientApp(mods=[...])``.
+    """
+
+    def __init__(self, num_examples: Callable[[Context], int], mods: Sequence[Mod] = ()) -> None:
+        super().__init__(mods=list(mods))
+        self.num_examples = num_examples
+
+    def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
+        """See ``transport.polling_grid.TellsProperties``."""
+        if config:
+            raise NotImplementedError("the client must try what the method needs")
+        return NodeProperties(int(context.node_config[PARTITION_ID]), self.num_examples(context))
+
+
 def client_app(
-    client_fn: Callable[[Context], Any], mods: Sequence[Mod] = (), train_mods: Sequence[Mod] = ()
+    client_fn: Callable[[Context], Any],
+    mods: Sequence[Mod] = (),
+    train_mods: Sequence[Mod] = (),
+    *,
+    num_examples: Callable[[Context], int] | None = None,
 ) -> ClientApp:
     """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
 
@@ -343,8 +367,12 @@ def client_app(
         mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
             whole state dict can keep its part; a ``TorchClient`` needs no mod.
         train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the training messages alone.
+        num_examples: returns the number of a node's training examples, as its client would report it. ``InProcessGrid``
+            then sends no query, which takes a message and a client for each node.
+            Not used with ``mods``, or by methods that synchronise the clients' steps.
     """
-    app = ClientApp(mods=[seeded_for_message, *mods])
+    every = [seeded_for_message, *mods]
+    app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
 
     @app.query(EXCHANGE_QUERY.partition(".")[2])
     @app.train(mods=list(train_mods))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords, log_strategy_start_info
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid, InMemoryGrid
 
 __all__ = [
     "NUM_PARTITIONS_KEY",
@@ -64,12 +64,22 @@ def identify_process(run_id: int) -> None:
 
 def is_simulation_grid(grid: Grid) -> bool:
     """Return whether the grid is that of Flower's simulation."""
-    return isinstance(grid, InMemoryGrid)
+    return _is_instance(grid, "InMemoryGrid")
 
 
 def is_network_grid(grid: Grid) -> bool:
     """Return whether the grid's nodes are separate processes, which may come and go."""
-    return isinstance(grid, HttpGrid)
+    return _is_instance(grid, "HttpGrid")
+
+
+def _is_instance(grid: Grid, class_name: str) -> bool:
+    """Return whether the grid is an instance of this class of Flower's.
+
+    The module is not imported here, because SQLAlchemy and FastAPI come with it (0.7 s): as long as nobody has imported
+    it, there is no such grid.
+    """
+    module = sys.modules.get("flwr.superlink.grid")
+    return module is not None and isinstance(grid, getattr(module, class_name))
 
 
 def copied_message(message: Message) -> Message:

@@ -48,7 +48,8 @@ def partition_test_set(
         train_labels, test_labels = train_labels + num_cells * train_groups, test_labels + num_cells * test_groups
         num_cells = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
     counts = partition_counts(train_partition, train_labels, num_cells)
-    test_partition: list[list[Indices]] = [[] for _ in train_partition]
+    given, owners = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # test examples, and the client of each
+    clients = np.arange(len(train_partition))
     for label in range(num_cells):
         examples = np.flatnonzero(test_labels == label).astype(np.int64)
         held, total = counts[:, label], int(counts[:, label].sum())
@@ -57,12 +58,15 @@ def partition_test_set(
         # All numbers are integers: quotas and remainders are exact, and every machine sees the same ties.
         sizes, remainders = np.divmod(held * len(examples), total)
         sizes[np.argsort(-remainders, kind="stable")[: len(examples) - int(sizes.sum())]] += 1
-        shuffled = numpy_generator(seed, "deal-test", label).permutation(examples)
-        for client, part in enumerate(np.split(shuffled, np.cumsum(sizes)[:-1])):
-            test_partition[client].append(part)
-    return [np.sort(np.concatenate([np.empty(0, np.int64), *parts])) for parts in test_partition]
+        given.append(numpy_generator(seed, "deal-test", label).permutation(examples))
+        owners.append(np.repeat(clients, sizes))
+    all_given, all_owners = np.concatenate(given), np.concatenate(owners)
+    by_client = all_given[np.lexsort((all_given, all_owners))]
+    return np.split(by_client, np.cumsum(np.bincount(all_owners, minlength=len(clients)))[:-1])
 
 
 def partition_counts(partition: Sequence[Indices], labels: Indices, num_classes: int) -> Indices:
     """Return the number of examples of each class on each client, int64 (clients, classes)."""
-    return np.stack([np.bincount(labels[part], minlength=num_classes) for part in partition]).astype(np.int64)
+    owners = np.repeat(np.arange(len(partition)), [len(part) for part in partition])
+    cells = owners * num_classes + labels[np.concatenate(partition)]
+    return np.bincount(cells, minlength=len(partition) * num_classes).reshape(len(partition), -1).astype(np.int64)

@@ -1,7 +1,6 @@
 """Readers of public image data sets, from torchvision's files and downloads to byte tensors.
 
-The readers import torchvision and scikit-learn themselves: these take longer to import than torch, and most processes
-read only one data set.
+The readers import torchvision and SciPy themselves: these take long to import, and most processes read one data set.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import zlib
 from collections.abc import Callable
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from tarfile import TarError
 from typing import Any, NamedTuple
@@ -48,13 +48,18 @@ _DIGITS_TEST_SHARE = 0.2
 
 
 def read_digits(folder: Path, shape: Shape) -> Loaded:
-    """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set; no file is read."""
-    del folder, shape  # the data are embedded; all readers have the same signature
-    from sklearn.datasets import load_digits
+    """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set.
 
-    bunch = load_digits()
-    inputs = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
-    labels = bunch.target.astype(np.int64)
+    The file is the one that ``sklearn.datasets.load_digits`` reads; it is found without importing scikit-learn.
+    """
+    del folder, shape  # the data are embedded; all readers have the same signature
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise DataError("scikit-learn, whose files hold the digits, is not installed")
+    with gzip.open(Path(spec.origin).parent / "datasets/data/digits.csv.gz", "rt") as file:
+        rows = np.loadtxt(file, delimiter=",", dtype=np.int64)  # 64 pixels from 0 to 16, and the digit
+    pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].copy()
+    inputs = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8))
     in_test = np.zeros(len(labels), dtype=bool)
     for label in range(10):
         members = np.flatnonzero(labels == label)

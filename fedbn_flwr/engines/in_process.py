@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 from uuid import UUID
@@ -34,9 +35,10 @@ from fedbn_flwr.compat.flower import (
 from fedbn_flwr.engines.client_work import Job, Member, OwnProcess
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.seeds import numpy_generator
 from fedbn_flwr.transport import Barrier
-from fedbn_flwr.transport.polling_grid import ImmediateGrid
+from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
 
 __all__ = ["InProcessGrid"]
 
@@ -83,6 +85,7 @@ class InProcessGrid(ImmediateGrid):
         self._draw = numpy_generator(seed, "node-ids")
         self._run = empty_run(int(self._draw.integers(1, 2**62)))
         identify_process(self._run.run_id)
+        self._client_app = client_app
         self._run_config = dict(run_config or {})
         self._node_configs = node_configs
         self._node_ids: list[int] = self._draw.integers(1, 2**62, num_nodes).tolist()
@@ -134,6 +137,15 @@ class InProcessGrid(ImmediateGrid):
     def get_node_ids(self) -> list[int]:
         """Return the node ids, by partition id."""
         return list(self._node_ids)
+
+    def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> dict[int, NodeProperties]:
+        """See ``ImmediateGrid.node_properties``; only an app of ``client_app(num_examples=...)`` tells them."""
+        app, found = self._client_app, dict[int, NodeProperties]()
+        if isinstance(app, TellsProperties):
+            for node_id in node_ids:
+                with suppress(Exception):  # the reply to a message says what is wrong
+                    found[node_id] = app.node_properties(config, self._new_context(node_id))
+        return found
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """See ``transport.BarrierGrid``; a client gets it from ``transport.local_reducer(barrier_id)``."""

@@ -214,7 +214,7 @@ class CheckpointManager:
             logger.warning(
                 "client(s) %s keep their part in memory only: this run cannot be resumed. Set state-dir, in the "
                 "run's config or in each node's.",
-                ", ".join(self._strategy.run.volatile),
+                ", ".join(sorted(self._strategy.run.volatile)),
             )
 
     def _update_continuity(self) -> None:

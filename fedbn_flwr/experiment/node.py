@@ -15,11 +15,11 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import DATASETS, Augment, Subset, load_local_dataset
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.setup import image_shape, local_training, pick_device, training_model
 from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
 
-__all__ = ["client_fn"]
+__all__ = ["client_fn", "num_examples"]
 
 
 def client_fn(context: Context) -> TorchClient:
@@ -44,6 +44,20 @@ def client_fn(context: Context) -> TorchClient:
         task=DATASETS[config.dataset].task,
         state_dir=_state_dir(config, context),
     )
+
+
+def num_examples(context: Context) -> int:
+    """Return the number of a node's training examples; the node has a partition of the run's data."""
+    node = context.node_config
+    if DATA_PATH in node:
+        raise ConfigError("only the node itself can count its own data")
+    split = _split(tuple(context.run_config.items()), int(node[NUM_PARTITIONS]))
+    return len(split.train[int(node[PARTITION_ID])])
+
+
+@functools.lru_cache(maxsize=4)  # called for every node
+def _split(items: tuple[tuple[str, Any], ...], num_clients: int) -> PartitionedData:
+    return partitioned_data(_config(items)[0], num_clients)
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:

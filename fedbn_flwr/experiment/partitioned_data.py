@@ -46,7 +46,12 @@ class PartitionedData:
         return {name: Subset(data.test, own, mean=data.mean, std=data.std) for name, own in found.items() if len(own)}
 
     def domain_of(self, partition_id: int) -> str | None:
-        """Return the domain of a client's test data; None if they come from several domains or none."""
+        """Return the domain of a client's test data; None if they come from several domains or none.
+
+        None, too, for an unknown client.
+        """
+        if partition_id >= len(self.test):
+            return None
         groups = self.test_view(partition_id).groups
         own = [] if groups is None else torch.unique(groups).tolist()
         return self.dataset.group_names[own[0]] if len(own) == 1 else None

@@ -72,7 +72,7 @@ class Recorder:
         self._strategy, self._on_round = strategy, on_round
         self._test, self._task = (data.test_view() if data else None), DATASETS[config.dataset].task
         self._domains = data.domain_views() if data else {}
-        self._domain_of = {str(client): data.domain_of(client) for client in range(len(data.test))} if data else {}
+        self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
         untrained = [name for name in config.evaluations() if name.startswith("global")]
         if strategy and untrained and strategy.local:
             logger.warning(
@@ -258,12 +258,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _personal_domains(
-    report: RoundReport, domain_of: Mapping[str, str | None], score: str
+    report: RoundReport, domain_of: Callable[[int], str | None], score: str
 ) -> dict[str, dict[str, float]]:
     """Return the plain mean, over the clients of each domain, of their score on their own test data."""
     values: dict[str, list[float]] = {}
     for client, metrics in report.evaluations.items():
-        if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of.get(client)):
+        if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of(int(client))):
             values.setdefault(domain, []).append(metrics[f"own-{score}"])
     means = {domain: _mean(numbers) for domain, numbers in values.items()}
     return {f"personal-own-{score}": means} if means else {}

@@ -10,7 +10,7 @@ from fedbn_flwr.client.torch_client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
-from fedbn_flwr.experiment.node import client_fn
+from fedbn_flwr.experiment.node import client_fn, num_examples
 from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
@@ -95,7 +95,7 @@ def run(
     if engine == "simulation":
         return simulate(config, out, on_round)
     with InProcessGrid(
-        client_app(client_fn),
+        client_app(client_fn, num_examples=num_examples),
         config.num_clients,
         run_config=config.to_mapping(),
         workers=default_workers(config) if workers is None else workers,

@@ -7,7 +7,7 @@ replies. What differs between methods is in the hooks of ``server.method``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -312,12 +312,15 @@ class Server(Method[P]):
         Raises:
             ClientPartError: it would do so on all nodes.
         """
-        blocked = [node for node in nodes if node.behind_mod] if self.local else []
-        for node in blocked:
-            self.run.report.reject(node.node_id, why := f"{node}: {node.refusal} {MOD_ORDER}.")
-        if blocked and len(blocked) == len(nodes):
+        if not self.local:
+            return nodes
+        for node in nodes:
+            if node.behind_mod:
+                self.run.report.reject(node.node_id, why := f"{node}: {node.refusal} {MOD_ORDER}.")
+        able = [node for node in nodes if not node.behind_mod]
+        if nodes and not able:
             raise ClientPartError(why)
-        return [node for node in nodes if node not in blocked]
+        return able
 
     def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages and return the replies that came in time."""
@@ -346,7 +349,7 @@ class Server(Method[P]):
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
         if lacking and not usable:  # every further round would fail in the same way
             raise lacking[0]
-        self._raise_shared_error(refused, {label for earlier in self.reports for label in earlier.clients})
+        self._raise_shared_error(refused, any(earlier.clients for earlier in self.reports))
         if len(usable) < self.params.min_replies:
             report.kept_previous = True
             logger.warning(
@@ -494,22 +497,21 @@ class Server(Method[P]):
     def _present(self, grid: Grid, at_least: int) -> list[Node]:
         return self.nodes.present(grid, max(self.min_available_nodes, at_least))
 
-    def _raise_shared_error(self, refused: Refused, working: Collection[str]) -> None:
+    def _raise_shared_error(self, refused: Refused, any_works: bool) -> None:
         """Raise the ConfigError that all asked clients raised, unless a client is known to work.
 
         Args:
             refused: the refused replies.
-            working: the labels of clients that work.
+            any_works: whether a client is known to work.
         """
-        if not working and not self.run.after:  # clients of a resumed run worked before
+        if not any_works and not self.run.after:  # clients of a resumed run worked before
             reasons = [str(message.error.reason) for _, message, _ in refused if message.has_error()]
             raise_shared_config_error(reasons, self.dispatcher.num_asked)
 
     def _raise_shared_test_error(self, refused: Refused) -> None:
         """Do so after a test: clients work that were tested before, or that have trained and were not asked now."""
-        tested = {label for report in self.reports for label in report.evaluations}
-        trained = {label for report in self.reports for label in report.clients}
-        self._raise_shared_error(refused, tested | (trained - {node.label for node, _, _ in refused}))
+        failed = {node.label for node, _, _ in refused}
+        self._raise_shared_error(refused, any(r.evaluations or r.clients.keys() - failed for r in self.reports))
 
     def _local_entries(self) -> tuple[str, ...]:
         return self.run.parts.select(self.local)

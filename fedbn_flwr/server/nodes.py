@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -20,13 +20,14 @@ from fedbn_flwr.errors import ConfigError, EngineError, raise_shared_config_erro
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.seeds import numpy_generator
 from fedbn_flwr.server.refusals import MOD_ORDER
+from fedbn_flwr.transport.polling_grid import ImmediateGrid
 
 __all__ = ["Node", "NodeRegistry"]
 
 logger = logging.getLogger("flwr")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """A node of the run; None for what its app did not say.
 
@@ -78,12 +79,13 @@ class NodeRegistry:
 
     def __init__(self, seed: int, timeout: float, told: Mapping[str, Any] | None = None) -> None:
         self._seed = seed
-        self._told = {"config": ConfigRecord(dict(told))} if told else {}
+        self._told = dict(told or {})
         self._timeout = timeout
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
         self.silent: dict[int, str] = {}
         self._expected: set[str] = set()
+        self._sorted: tuple[list[int], list[Node]] = [], []  # the connected nodes of the last call, as ids and in order
 
     @property
     def initialised_labels(self) -> list[str]:
@@ -102,14 +104,18 @@ class NodeRegistry:
             ConfigError: all nodes raised this error, or two claim the same partition.
         """
         node_ids = self._wait(grid, at_least)
+        if node_ids == self._sorted[0]:
+            return self._sorted[1]
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
         self.silent = {}
         if new:
             self._nodes.update(self._distinct(self._ask(grid, new), set(node_ids)))
             self.initialised |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
             self._expected -= {self.node(i).label for i in self.initialised}
-        known = (self._nodes[node_id] for node_id in node_ids if node_id in self._nodes)
-        return sorted(known, key=lambda node: node.order)
+        known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
+        nodes = sorted(known, key=lambda node: node.order)
+        self._sorted = (node_ids if len(known) == len(node_ids) else []), nodes  # a node left out is asked again
+        return nodes
 
     def sample(self, nodes: list[Node], count: int, purpose: str, server_round: int) -> list[Node]:
         """Return ``count`` of the nodes in the same order, drawn without replacement with the round's own stream."""
@@ -125,10 +131,11 @@ class NodeRegistry:
     def identify_sender(self, reply: Message) -> Node:
         """Return the sender of a reply; a node that did not answer the query may name its partition in the reply."""
         node = self.node(reply.metadata.src_node_id)
-        own = ReplyInfo.read(reply).partition_id
-        taken = {known.partition_id for known in self._nodes.values()}
-        if node.partition_id is None and own is not None and own not in taken:
+        if node.partition_id is not None or (own := ReplyInfo.read(reply).partition_id) is None:
+            return node
+        if all(known.partition_id != own for known in self._nodes.values()):
             node = self._nodes[node.node_id] = replace(node, partition_id=own)
+            self._sorted = [], []
         return node
 
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
@@ -169,22 +176,26 @@ class NodeRegistry:
         return distinct
 
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
-        messages = [Message(RecordDict(dict(self._told)), node_id, MessageType.QUERY) for node_id in node_ids]
-        found: dict[int, Node] = {}
+        answered = grid.node_properties(self._told, node_ids) if isinstance(grid, ImmediateGrid) else {}
+        found = {node_id: _node(node_id, properties) for node_id, properties in answered.items()}
+        content = RecordDict({"config": ConfigRecord(self._told)} if self._told else {})
+        asked = set(node_ids) - found.keys()
+        messages = [Message(content, node_id, MessageType.QUERY) for node_id in node_ids if node_id in asked]
         reasons: list[str] = []
-        for reply in grid.send_and_receive(messages, timeout=self._timeout):
+        for reply in grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
             node_id = reply.metadata.src_node_id
             if reply.has_content():
-                found[node_id] = Node(node_id, *astuple(NodeProperties.read(reply)))
-                if found[node_id].unusable:
-                    logger.warning("%s takes no part: %s", found[node_id], found[node_id].unusable)
+                found[node_id] = _node(node_id, NodeProperties.read(reply))
             elif is_mod_refusal(reply):
                 found[node_id] = Node(node_id, refusal=str(reply.error.reason), behind_mod=True)
             elif is_app_error(reply):  # the app has no answer to a query
                 found[node_id] = Node(node_id)
                 reasons.append(str(reply.error.reason))
-            elif node_id in node_ids:  # the SuperLink answers for a lost node
+            elif node_id in asked:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
+        for node in found.values():
+            if node.unusable:
+                logger.warning("%s takes no part: %s", node, node.unusable)
         if not self._nodes:
             raise_shared_config_error(reasons, len(node_ids))
         for node_id in node_ids:
@@ -210,3 +221,7 @@ class NodeRegistry:
                 len(found),
             )
         return found
+
+
+def _node(node_id: int, said: NodeProperties) -> Node:
+    return Node(node_id, said.partition_id, said.num_examples, said.batch_size, said.unusable, said.refusal)

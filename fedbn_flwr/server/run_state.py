@@ -63,7 +63,7 @@ class RunState:
     reestimated: dict[str, Any] = field(default_factory=dict)
     latest_bn: LatestBN = field(default_factory=LatestBN)
     local_hashes: dict[str, str] = field(default_factory=dict)
-    volatile: list[str] = field(default_factory=list)
+    volatile: set[str] = field(default_factory=set)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -116,14 +116,16 @@ class RunState:
                 node,
             )
         self.local_hashes[node.label] = info.local_sha256
-        others = [label for label in self.volatile if label != node.label]
-        self.volatile = sorted(others if info.durable else [*others, node.label])
+        if info.durable:
+            self.volatile.discard(node.label)
+        else:
+            self.volatile.add(node.label)
 
     def checkpoint(self, initialised: Sequence[str]) -> dict[str, Any]:
         """Return the run's entries of a checkpoint, given the labels of the initialised nodes."""
         return {
             "local_hashes": self.local_hashes,
-            "volatile": self.volatile,
+            "volatile": sorted(self.volatile),
             "started": list(initialised),
             "gathered": self.reestimated,
             "shared_bn": self.latest_bn.tree,
@@ -131,7 +133,7 @@ class RunState:
 
     def restore(self, saved: dict[str, Any]) -> list[str]:
         """Restore and remove the entries of ``checkpoint`` in ``saved``; return the labels of the initialised nodes."""
-        self.local_hashes, self.volatile = saved.pop("local_hashes"), saved.pop("volatile")
+        self.local_hashes, self.volatile = saved.pop("local_hashes"), set(saved.pop("volatile"))
         self.reestimated, self.latest_bn = saved.pop("gathered"), LatestBN(saved.pop("shared_bn"))
         labels: list[str] = saved.pop("started")
         return labels

@@ -12,11 +12,17 @@ from fedbn_flwr.training.settings import LocalTraining
 __all__ = ["sgd", "sgd_step"]
 
 
+class _SGD(torch.optim.SGD):
+    """torch's SGD; to make one does not import ``torch._dynamo``, which takes longer than a short run."""
+
+    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
+
+
 def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:
     """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rate = settings.learning_rate.initial
-    return torch.optim.SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
+    return _SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
 
 
 @torch.no_grad()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import (
@@ -17,8 +18,10 @@ from fedbn_flwr.compat.flower import (
     set_reply_source,
 )
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.messages.protocol import NodeProperties
 
-__all__ = ["ImmediateGrid", "PollingGrid", "in_simulation", "over_network", "polling", "pull", "push"]
+__all__ = ["ImmediateGrid", "PollingGrid", "TellsProperties", "in_simulation", "over_network", "polling", "pull"]
+__all__ += ["push"]
 
 logger = logging.getLogger("flwr")
 
@@ -26,8 +29,27 @@ logger = logging.getLogger("flwr")
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
 
 
+@runtime_checkable
+class TellsProperties(Protocol):
+    """An app that can tell a node's properties without a message."""
+
+    def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
+        """Return what the node with this context would answer to the strategies' query with this config.
+
+        Raises:
+            Exception: only the answer to a message can tell.
+        """
+
+
 class ImmediateGrid(Grid):
     """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
+
+    def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> Mapping[int, NodeProperties]:
+        """Return what these nodes would answer to the strategies' query with this config, without a message to each.
+
+        Nodes that are not in the result must be asked.
+        """
+        return {}
 
 
 def polling(grid: Grid) -> ImmediateGrid:

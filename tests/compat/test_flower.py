@@ -319,7 +319,7 @@ def superlink(*statuses: int) -> Iterator[str]:
 
 
 def connected(seam: ModuleType, address: str) -> Any:
-    grid = seam.HttpGrid(address, insecure=True, token="token")
+    grid = importlib.import_module("flwr.superlink.grid").HttpGrid(address, insecure=True, token="token")
     seam.retry_http_500(grid)
     seam.retry_http_500(grid)  # a second time changes nothing
     grid._retry_invoker.wait_function = lambda seconds: None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +12,8 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.data.partitioning import PARTITIONS, make_partition, partition_counts, partition_test_set
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.seeds import derive_seed, numpy_generator
 
-ROOT = Path(__file__).parents[2]
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 # Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k (rows: clients, columns: labels 1-10).
@@ -105,26 +102,6 @@ def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> N
     assert_valid(first, np.arange(400))
 
 
-def test_splits_print_nothing_and_write_no_file(tmp_path: Path) -> None:
-    code = (
-        "import numpy as np; from fedbn_flwr.data.partitioning import make_partition; labels = np.arange(500) % 10;"
-        "print(*(len(make_partition(name, labels, 20, seed=0, alpha=0.3)) for name in ('iid', 'dirichlet')))"
-    )
-    home = tmp_path / "home"
-    (home / "mpl").mkdir(parents=True)
-    environment = os.environ | {"HOME": str(home), "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(home / "mpl")}
-    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:flwr_datasets", "-c", code],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == "20 20\n"
-    assert "min_partition_size" not in done.stderr
-    assert "%|" not in done.stderr
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and "mpl" not in path.parts]
-    assert written == []
-
-
 def test_iid_sizes_differ_by_one_and_neighbours_are_mixed() -> None:
     labels = np.sort(labels_of([101] * 10))
     partition = make_partition("iid", labels, 7, seed=0)
@@ -134,20 +111,41 @@ def test_iid_sizes_differ_by_one_and_neighbours_are_mixed() -> None:
     assert (partition_counts(partition, labels, 10) > 0).all()
 
 
-def test_dirichlet_is_flwr_datasets_partitioner() -> None:
-    """The class proportions are those that DirichletPartitioner itself gives for the same labels and seed."""
+def of_flwr_datasets(partitioner: Any, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> list[list[int]]:
+    """The parts of one of flwr-datasets' partitioners, on a table of the examples in this order."""
     import datasets
+
+    partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels[order]})
+    return [sorted(partitioner.load_partition(client)["index"]) for client in range(partitioner.num_partitions)]
+
+
+def test_iid_is_flwr_datasets_partitioner() -> None:
+    from flwr_datasets.partitioner import IidPartitioner
+
+    labels = labels_of([20] * 10)
+    order = numpy_generator(5, "partition", "iid").permutation(200)
+    expected = of_flwr_datasets(IidPartitioner(7), order, labels)
+    assert [part.tolist() for part in make_partition("iid", labels, 7, seed=5)] == expected
+
+
+@pytest.mark.parametrize(("min_size", "attempt"), [(0, 0), (15, 0), (20, 1)])
+@pytest.mark.filterwarnings("ignore:The specified min_partition_size")
+def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> None:
+    """With its redraws, and one of these seeds after another where it gives up."""
     from flwr_datasets.partitioner import DirichletPartitioner
 
-    from fedbn_flwr.seeds import derive_seed
+    labels = labels_of([20, 30, 0, 0, 25, 20, 20, 20, 40, 25])  # two classes have no examples
+    order = numpy_generator(1, "partition", "dirichlet-order").permutation(200)
 
-    labels = labels_of([200] * 10)
-    partition = make_partition("dirichlet", labels, 6, seed=5, alpha=0.5)
-    seed = derive_seed(5, "partition", "dirichlet", 0)
-    partitioner = DirichletPartitioner(6, "label", alpha=0.5, min_partition_size=10, seed=seed)
-    partitioner.dataset = datasets.Dataset.from_dict({"label": labels})
-    expected = [np.bincount(partitioner.load_partition(i)["label"], minlength=10) for i in range(6)]
-    assert np.array_equal(partition_counts(partition, labels, 10), np.stack(expected))
+    def parts(attempt: int) -> list[list[int]]:
+        seed = derive_seed(1, "partition", "dirichlet", attempt)
+        return of_flwr_datasets(DirichletPartitioner(7, "label", 0.5, min_size, False, False, seed), order, labels)
+
+    for gives_up in range(attempt):
+        with pytest.raises(ValueError, match="max number of attempts"):
+            parts(gives_up)
+    partition = make_partition("dirichlet", labels, 7, seed=1, alpha=0.5, min_size=min_size)
+    assert [part.tolist() for part in partition] == parts(attempt)
 
 
 def test_a_small_dirichlet_alpha_gives_uneven_classes() -> None:

@@ -13,13 +13,15 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.nodes import NodeRegistry
+from fedbn_flwr.messages.protocol import NodeProperties
+from fedbn_flwr.server.nodes import Node, NodeRegistry
 
 
-class Answers:
+class Answers(InProcessGrid):
     """A grid whose nodes answer the query with what they are given, a number as an error; ``asked`` tells whom."""
 
     def __init__(self, nodes: Mapping[int, dict[str, Any] | int]) -> None:
+        super().__init__(ClientApp(), 1)
         self.nodes = dict(nodes)
         self.asked: list[list[int]] = []
 
@@ -48,13 +50,12 @@ def node(partition: int, examples: int = 5, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def nodes() -> NodeRegistry:
-    InProcessGrid(ClientApp(), 1).close()  # Flower makes messages only in a process that has an identity
     return NodeRegistry(seed=0, timeout=1)
 
 
 def test_two_nodes_with_one_partition_are_refused_at_the_start(nodes: NodeRegistry) -> None:
     with pytest.raises(ConfigError) as caught:
-        nodes.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)  # type: ignore[arg-type]
+        nodes.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)
     assert str(caught.value) == (
         "node 11 (partition 0) and node 13 (partition 0) both claim partition-id=0: give each SuperNode its own in "
         "--node-config."
@@ -64,11 +65,11 @@ def test_two_nodes_with_one_partition_are_refused_at_the_start(nodes: NodeRegist
 def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry) -> None:
     """As a SuperNode without a key does that was killed: it comes back under another node id."""
     grid = Answers({11: node(0), 12: node(1)})
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]  # type: ignore[arg-type]
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
     grid.nodes[13] = node(1)
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]  # type: ignore[arg-type]
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
     del grid.nodes[12]
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]  # type: ignore[arg-type]
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
     assert grid.asked == [[11, 12], [13], [13]]
 
 
@@ -76,15 +77,59 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
     """Its partition matters as soon as it is back; an app that has no answer is taken without one."""
     grid = Answers({11: node(0), 12: ErrorCode.NODE_UNAVAILABLE, 13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION})
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (13, None)]  # type: ignore[arg-type]
+        assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (13, None)]
     assert "node 12 did not say who it is (error 5: lost); asked again later" in caplog.messages
     assert nodes.silent == {12: "error 5: lost"}
     grid.nodes[12] = node(1)
-    assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]  # type: ignore[arg-type]
+    assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]
     assert nodes.silent == {}
     assert grid.asked == [[11, 12, 13], [12]]
 
 
 def test_the_reason_why_a_node_cannot_take_part_is_known(nodes: NodeRegistry) -> None:
     grid = Answers({11: node(0), 12: node(1, 0, unusable="no images")})
-    assert [n.unusable for n in nodes.present(grid, 1)] == ["", "no images"]  # type: ignore[arg-type]
+    assert [n.unusable for n in nodes.present(grid, 1)] == ["", "no images"]
+
+
+def test_nodes_whose_properties_the_engine_knows_are_not_asked(nodes: NodeRegistry) -> None:
+    """They are the same as if they had been asked."""
+    told = {11: node(3), 12: node(0, 0, unusable="no images"), 13: node(1), 14: {"num-examples": 5}}
+    asked, knowing = Answers(told), Answers(told)
+    knowing.node_properties = lambda config, node_ids: {  # type: ignore[method-assign]
+        i: NodeProperties(told[i].get("partition-id"), told[i]["num-examples"], 1, str(told[i].get("unusable", "")))
+        for i in node_ids
+        if i < 13
+    }
+    found = nodes.present(knowing, 1)
+    assert knowing.asked == [[13, 14]]
+    assert found == NodeRegistry(seed=0, timeout=1).present(asked, 1)
+    assert asked.asked == [[11, 12, 13, 14]]
+
+
+def test_a_later_round_does_nothing_for_each_node(nodes: NodeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes are put in order when one comes, goes, or names its partition; not for each round or reply."""
+    grid = Answers({11: node(1), 12: {"num-examples": 5}, 13: node(0)})
+    nodes.present(grid, 1)
+    sorted_nodes: list[int] = []
+    order = Node.order.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Node, "order", property(lambda self: (sorted_nodes.append(self.node_id), order(self))[1]))
+
+    def ids() -> tuple[list[int], int]:
+        sorted_nodes.clear()
+        return [n.node_id for n in nodes.present(grid, 1)], len(sorted_nodes)
+
+    assert ids() == ([13, 11, 12], 0)
+    grid.nodes[14] = node(2)
+    assert ids() == ([13, 11, 14, 12], 5)  # the new one among the new ones, and all
+    assert ids() == ([13, 11, 14, 12], 0)
+    del grid.nodes[14]
+    assert ids() == ([13, 11, 12], 3)
+    reply = grid._reply(Message(RecordDict(), 12, "train"))
+    reply.content["properties"] = ConfigRecord({"partition-id": -1})
+    assert nodes.identify_sender(reply).partition_id is None
+    assert ids() == ([13, 11, 12], 0)
+    reply.content["properties"] = ConfigRecord({"partition-id": 0})
+    assert nodes.identify_sender(reply).partition_id is None, "another node has it"
+    reply.content["properties"] = ConfigRecord({"partition-id": 7})
+    assert nodes.identify_sender(reply).partition_id == 7
+    assert ids() == ([13, 11, 12], 3)

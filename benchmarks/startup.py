@@ -1,0 +1,163 @@
+"""What a start costs: imports, and a trivial run up to the end of its first round, as ratios measured in one run.
+
+    python benchmarks/startup.py                  # imports, and runs in process
+    python benchmarks/startup.py --simulation     # also Flower's simulation, ours and a stock `flwr run`; minutes
+
+Every number is the median over fresh processes, which take turns. The trivial run: FedAvg on the embedded digits, 5
+clients, an MLP, one round. It ends for this table when its first line is in ``metrics.jsonl``; the stock app, whose
+clients train a linear layer on random numbers, when its server tests the model of round 1.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+BASE = "import torch, flwr"
+RUN = ["run", "--set", "strategy=fedavg", "--set", "dataset=digits", "--set", "num-server-rounds=1"]
+
+_STOCK_APP = """import time
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, MetricRecord, RecordDict, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+client_app, server_app = ClientApp(), ServerApp()
+
+
+@client_app.train()
+def train(message, context):
+    layer = torch.nn.Linear(64, 10)
+    layer.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    torch.nn.functional.cross_entropy(layer(torch.randn(32, 64)), torch.randint(10, (32,))).backward()
+    optimizer.step()
+    metrics = MetricRecord({"num-examples": 32})
+    return Message(RecordDict({"arrays": ArrayRecord(layer.state_dict()), "metrics": metrics}), reply_to=message)
+
+
+@server_app.main()
+def main(grid, context):
+    def test(server_round, arrays):
+        if server_round:
+            Path(context.run_config["done"]).touch()
+
+    strategy = FedAvg(fraction_evaluate=0.0)
+    strategy.start(grid, ArrayRecord(torch.nn.Linear(64, 10).state_dict()), num_rounds=1, evaluate_fn=test)
+"""
+
+_PYPROJECT = """[project]
+name = "stock"
+version = "1.0.0"
+description = "a benchmark"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "stock:server_app"
+clientapp = "stock:client_app"
+
+[tool.flwr.app.config]
+done = ""
+"""
+
+
+def importing(statement: str) -> float:
+    """Return the seconds of a fresh process that imports something."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", statement], check=True)
+    return time.perf_counter() - start
+
+
+def first_round(*arguments: str) -> float:
+    """Return the seconds from the command ``fedbn-flwr`` to the end of its run's first round."""
+    with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        command = [
+            sys.executable,
+            "-c",
+            "from fedbn_flwr.cli import main; main()",
+            *arguments,
+            "--out",
+            f"{folder}/out",
+        ]
+        start = time.time()
+        subprocess.run(command, check=True, capture_output=True)
+        return (Path(folder) / "out/metrics.jsonl").stat().st_mtime - start
+
+
+def stock_round() -> float:
+    """Return the seconds from `flwr run` to the end of the first round of an app that does not use this package."""
+    from fedbn_flwr.engines.flower_run import flower_run
+
+    with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        app, done = Path(folder) / "app", Path(folder) / "done"
+        app.mkdir()
+        (app / "stock.py").write_text(_STOCK_APP)
+        (app / "pyproject.toml").write_text(_PYPROJECT)
+        start = time.time()
+        flower_run(app, run_config={"done": str(done)}, federation_config={"num-supernodes": 5})
+        return done.stat().st_mtime - start
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with a note if files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    found = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return f"{found or 'unknown'}{' with changes' if changed else ''}"
+
+
+def main(
+    turns: Annotated[int, typer.Option(min=1, help="fresh processes of each kind")] = 7,
+    simulation: Annotated[bool, typer.Option(help="also in Flower's simulation")] = False,
+) -> None:
+    """Measure what imports and the start of a run cost beside importing torch and Flower."""
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ways: dict[str, tuple[Callable[[], float], str]] = {
+        BASE: (lambda: importing(BASE), ""),
+        "import fedbn_flwr": (lambda: importing("import fedbn_flwr"), ""),
+        "import fedbn_flwr.app, as every actor of Ray does": (lambda: importing("import fedbn_flwr.app"), ""),
+        "fedbn-flwr run, end of round 1": (lambda: first_round(*RUN), "<= 1.5"),
+        "the same, partition=iid": (lambda: first_round(*RUN, "--set", "partition=iid"), "<= 1.5"),
+    }
+    if simulation:
+        ways["fedbn-flwr run --engine simulation"] = lambda: first_round(*RUN, "--engine", "simulation"), ""
+        ways["flwr run of a stock app"] = stock_round, ""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns):
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            seconds[name].append(ways[name][0]())
+            print(f"{name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    print(f"| fresh process | seconds | / {BASE} | target |\n|---|---:|---:|---|")
+    for name, (_, target) in ways.items():
+        print(f"| {name} | {medians[name]:.2f} | {medians[name] / medians[BASE]:.2f} | {target} |")
+    cpu = platform.processor() or platform.machine()
+    versions = subprocess.run(
+        [sys.executable, "-c", "import torch, flwr; print('torch', torch.__version__ + ', flwr', flwr.__version__)"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    python = platform.python_version()
+    print(f"\nMedians of {turns}; commit {commit()}; {cpu}, {os.cpu_count()} cores, Python {python}, {versions}.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

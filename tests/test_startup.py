@@ -1,0 +1,52 @@
+"""What a fresh process imports: a package that takes a second to import is imported where it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HEAVY = (
+    *("PIL", "datasets", "fastapi", "flwr_datasets", "matplotlib", "onnx", "pandas", "ray", "scipy", "sklearn"),
+    *("sqlalchemy", "sympy", "tensorboard", "torch._dynamo", "torchvision"),
+)
+_STEPS = """
+import contextlib, io, json, sys
+from pathlib import Path
+found = {}
+def look(step):
+    found[step] = [name for name in %r if name in sys.modules]
+import fedbn_flwr
+look("import fedbn_flwr")
+import fedbn_flwr.app
+look("the Flower app")
+from fedbn_flwr.cli import app
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    app(["run", "--help"])
+look("fedbn-flwr run --help")
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.run import run
+small = {"dataset": "digits", "strategy": "fedavg", "partition": "dirichlet", "num-clients": 2, "local-steps": 1}
+config = Config.make({**small, "num-server-rounds": 1, "checkpoint-every": 1})
+def end(line):
+    look("round 1 of a run")
+    print(json.dumps(found))
+    sys.exit()
+run(config, Path("out"), on_round=end)
+"""
+
+
+def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None:
+    """Up to the end of round 1; the curves after the last round need matplotlib."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    code = _STEPS % (HEAVY,)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {
+        "import fedbn_flwr": [],
+        "the Flower app": [],
+        "fedbn-flwr run --help": [],
+        "round 1 of a run": [],
+    }
