@@ -28,7 +28,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
 look("fedbn-flwr run --help")
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
-small = {"dataset": "digits", "strategy": "fedavg", "partition": "dirichlet", "num-clients": 2, "local-steps": 1}
+small = {"dataset": "digits", "strategy": "fedavg", "partition": "iid", "num-clients": 2, "local-steps": 1}
 config = Config.make({**small, "num-server-rounds": 1, "checkpoint-every": 1})
 def end(line):
     look("round 1 of a run")

@@ -6,9 +6,9 @@ in these proportions. Later clients do not use a class that has no examples left
 Differs from the paper: q ~ Dir(alpha, ..., alpha), so ``partition-alpha`` means the same as in ``dirichlet``. Hsu draws
 q ~ Dir(alpha p) with p the class shares: Hsu's alpha is ours times the number of (equally large) classes.
 
-``iid`` and ``dirichlet`` give the parts of flwr-datasets' partitioners on the shuffled table of labels: the tests
-compare them. Its import takes longer than torch's, and it makes a table for every client. ``classes``: Wang, Shi &
-Chang 2023 (FedTAN), Appendix D.
+``dirichlet`` is flwr-datasets' partitioner on a table of labels; its import takes seconds, so it is in the function.
+``iid`` has the parts of the IidPartitioner there, which makes a table for every client. ``classes``: Wang, Shi & Chang
+2023 (FedTAN), Appendix D.
 
 Differs from the paper: its five tables cover all classes. If classes-per-client is below ceil(classes / clients), the
 classes of all clients leave gaps; the examples of the classes in the gaps are not used.
@@ -16,15 +16,18 @@ classes of all clients leave gaps; the examples of the classes in the gaps are n
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.seeds import derive_seed, numpy_generator
+
+if TYPE_CHECKING:
+    from flwr_datasets.partitioner import Partitioner
 
 __all__ = ["Indices", "PartitionRequest", "listed", "split_classes", "split_dirichlet", "split_dirichlet_equal"]
 __all__ += ["split_iid"]
@@ -69,36 +72,36 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
             f"partition 'dirichlet' needs {request.min_size} examples for each of {request.num_clients} clients; "
             f"there are {len(request.labels)}. Use at most {len(request.labels) // request.min_size} clients."
         )
-    order, labels = _shuffled(request, "dirichlet-order")
-    pools = [order[labels == label] for label in np.unique(labels)]
-    first: Indices = np.empty(0, np.int64)
-    for cuts in _dirichlet_draws(request, [len(pool) for pool in pools]):
-        sizes = np.diff(cuts).sum(axis=0)
-        if sizes.min() >= request.min_size:
-            break
-        first = first if len(first) else sizes
-    else:
-        small = {int(client): int(first[client]) for client in np.flatnonzero(first < request.min_size)}
-        raise DataError(
-            f"partition 'dirichlet' with partition-alpha={request.alpha} and num-clients={request.num_clients}: in "
-            f"each of {_DIRICHLET_SEEDS * _DRAWS_PER_SEED} draws some client had fewer than {request.min_size} "
-            f"examples (in one: {listed(small)}). Use a larger partition-alpha or fewer clients."
-        )
-    by_class = [[pool[a:b] for a, b in itertools.pairwise(ends)] for pool, ends in zip(pools, cuts, strict=True)]
-    return [np.concatenate(parts) for parts in zip(*by_class, strict=True)]
-
-
-def _dirichlet_draws(request: PartitionRequest, pool_sizes: Sequence[int]) -> Iterator[Indices]:
-    """Yield draws: where each class's examples are cut, (classes, clients + 1)."""
     for attempt in range(_DIRICHLET_SEEDS):
-        rng = np.random.default_rng(derive_seed(request.seed, "partition", "dirichlet", attempt))
-        for _ in range(_DRAWS_PER_SEED):
-            cuts = np.zeros((len(pool_sizes), request.num_clients + 1), np.int64)
-            for row, size in zip(cuts, pool_sizes, strict=True):
-                shares = rng.dirichlet(np.full(request.num_clients, float(request.alpha)))
-                row[1:-1] = (np.cumsum(shares) * size)[:-1]  # rounded down
-                row[-1] = size
-            yield cuts
+        try:
+            return _drawn(request, attempt, request.min_size)
+        except ValueError as error:
+            if "max number of attempts" not in str(error):
+                raise
+    sizes = [len(part) for part in _drawn(request, 0, 0)]  # no minimum: this is the first draw that failed
+    small = {client: size for client, size in enumerate(sizes) if size < request.min_size}
+    raise DataError(
+        f"partition 'dirichlet' with partition-alpha={request.alpha} and num-clients={request.num_clients}: in each of "
+        f"{_DIRICHLET_SEEDS * _DRAWS_PER_SEED} draws some client had fewer than {request.min_size} examples (in one: "
+        f"{listed(small)}). Use a larger partition-alpha or fewer clients."
+    )
+
+
+def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indices]:
+    """Return the split of one seed; ValueError if no draw of flwr-datasets gives every client ``min_size``."""
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    partitioner = DirichletPartitioner(
+        num_partitions=request.num_clients,
+        partition_by="label",
+        alpha=float(request.alpha),
+        min_partition_size=min_size,
+        shuffle=False,  # the table is already shuffled
+        seed=derive_seed(request.seed, "partition", "dirichlet", attempt),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The specified min_partition_size")
+        return _partitioned(partitioner, *_shuffled(request, "dirichlet-order"))
 
 
 def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
@@ -136,9 +139,18 @@ def _check_alpha(alpha: float) -> None:
 
 
 def _shuffled(request: PartitionRequest, purpose: str) -> tuple[Indices, Indices]:
-    """Return a seeded order of the examples, and their labels in it."""
+    """Return a seeded order of the examples, and their labels in it; splits cut this table in order."""
     order = numpy_generator(request.seed, "partition", purpose).permutation(len(request.labels)).astype(np.int64)
     return order, request.labels[order]
+
+
+def _partitioned(partitioner: Partitioner, order: Indices, labels: Indices) -> list[Indices]:
+    """Return the parts of a flwr-datasets partitioner on the table (index, label), in memory."""
+    import datasets
+
+    partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels})
+    parts = (partitioner.load_partition(client) for client in range(partitioner.num_partitions))
+    return [part.with_format("arrow")[:]["index"].to_numpy().astype(np.int64) for part in parts]
 
 
 def split_classes(request: PartitionRequest) -> list[Indices]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ __all__ = ["sgd", "sgd_step"]
 class _SGD(torch.optim.SGD):
     """torch's SGD; to make one does not import ``torch._dynamo``, which takes longer than a short run."""
 
-    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
+    # torch wraps it so that compiled code does not look inside; the wrapper imports the compiler.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from fedbn_flwr.data.partitioning import PARTITIONS, make_partition, partition_c
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.seeds import derive_seed, numpy_generator
 
+ROOT = Path(__file__).parents[2]
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 # Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k (rows: clients, columns: labels 1-10).
@@ -280,3 +285,23 @@ def test_every_partition_has_a_summary_and_a_source() -> None:
     assert [name for name, info in PARTITIONS.items() if info.by_class] == by_class
     assert [name for name, info in PARTITIONS.items() if info.by_group] == ["domain", "natural"]
     assert all(info.name == name and info.summary and info.source for name, info in PARTITIONS.items())
+
+
+def test_splits_print_nothing_and_write_no_file(tmp_path: Path) -> None:
+    code = (
+        "import numpy as np; from fedbn_flwr.data.partitioning import make_partition; labels = np.arange(500) % 10;"
+        "print(*(len(make_partition(name, labels, 20, seed=0, alpha=0.3)) for name in ('iid', 'dirichlet')))"
+    )
+    home = tmp_path / "home"
+    (home / "mpl").mkdir(parents=True)
+    environment = os.environ | {"HOME": str(home), "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(home / "mpl")}
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:flwr_datasets", "-c", code],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "20 20\n"
+    assert "min_partition_size" not in done.stderr
+    assert "%|" not in done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and "mpl" not in path.parts]
+    assert written == []
