@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGE = "docs/performance.md"
+"""Where the tables go; a change there is none of what was measured."""
 
 Numbers = dict[str, list[float]]
 
@@ -46,13 +48,19 @@ def machine() -> str:
 
 
 def commit(folder: Path = ROOT) -> str:
-    """Return the commit of a checkout, short, with a note if files differ from it; "" where it is none."""
-    head = (folder / ".commit").read_text().strip() if (folder / ".commit").exists() else ""
-    if head:
-        return head[:7]
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty= with changes", "--abbrev=7", "--exclude=*"]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    return answer.stdout.strip() if answer.returncode == 0 else ""
+    """Return the commit of a checkout, short, with a note if files differ from it; "" where it is none.
+
+    A folder without git may name its commit in a file ``.commit``.
+    """
+    if (note := folder / ".commit").exists():
+        return note.read_text().strip()[:7]
+    git = ["git", "-C", str(folder)]
+    answer = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
+    if answer.returncode:
+        return ""
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", f":!{PAGE}"]
+    changed = subprocess.run(status, capture_output=True, text=True).stdout.strip()
+    return answer.stdout.strip() + (" with changes" if changed else "")
 
 
 def facts() -> str:

@@ -20,6 +20,7 @@ not there is named as missing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -243,9 +244,10 @@ class Figures:
 
     def seconds(self, name: str) -> float | None:
         """Return the median over all rounds; None if the contender was not there."""
-        return self._median(name, "seconds")
+        return self.median(name, "seconds")
 
-    def _median(self, name: str, key: str) -> float | None:
+    def median(self, name: str, key: str) -> float | None:
+        """Return the median of a figure over all rounds or runs; None if there is none."""
         found: list[float] = []
         for result in self.results.get(name, []):
             found += result[key] if isinstance(result[key], list) else [result[key]]
@@ -259,7 +261,7 @@ class Figures:
             seconds = self.seconds(name)
             ratio = None if bare is None or seconds is None else seconds / bare
             cells = [name, results[0]["version"], number(seconds), number(ratio)]
-            cells += [number(self._median(name, "cpu_seconds")), number(self._median(name, "memory"))]
+            cells += [number(self.median(name, "cpu_seconds")), number(self.median(name, "memory"))]
             rows.append([*cells, number(results[0]["accuracy"]) if real_data else "-"])
         head = ["", "version", "seconds a round", "/ bare", "CPU seconds", "MB", "accuracy"]
         missing = "".join(f"\n\nMissing: {name}: {reason}." for name, reason in self.missing.items())
@@ -295,10 +297,35 @@ def ratio_table(found: dict[str, Figures]) -> str:
     rows = []
     for setting, name, against, target in TARGETS:
         if setting in found:
-            mine, theirs = found[setting].seconds(name), found[setting].seconds(against)
-            ratio = "missing" if mine is None or theirs is None else number(mine / theirs)
-            rows.append([f"{setting}: {name} / {against}", ratio, target])
-    return table(["ratio of seconds", "measured", "aim"], rows)
+            figures = found[setting]
+            ratios = []
+            for key in ("seconds", "cpu_seconds"):
+                mine, theirs = figures.median(name, key), figures.median(against, key)
+                ratios.append(None if mine is None or theirs is None else mine / theirs)
+            rows.append([f"{setting}: {name} / {against}", *map(number, ratios), target])
+    return table(["ratio", "of seconds", "of CPU seconds", "aim of the seconds"], rows)
+
+
+def same_means(one: Contender, other: Contender) -> bool:
+    """Return whether a row of this package and one of another have the same processes to work with."""
+    if one.module != "ours" or other.module == "ours":
+        return False
+    if one.variant == "ray":
+        return other.module == "flower"
+    return one.variant == other.variant and (one.workers, other.workers) in ((0, 1), (2, 2))
+
+
+def slower(found: dict[str, Figures]) -> str:
+    """Return the list of what takes longer than another package or the plain bare loop with the same processes."""
+    lines = []
+    for setting, figures in found.items():
+        times: dict[str, list[str]] = {}
+        for one, other in itertools.product(CONTENDERS[setting], repeat=2):
+            mine, theirs = figures.seconds(one.name), figures.seconds(other.name)
+            if same_means(one, other) and mine is not None and theirs is not None and mine > theirs:
+                times.setdefault(one.name, []).append(f"{number(mine / theirs)} times {other.name}")
+        lines += [f"- {SETTINGS[setting].title}. {name}: {'; '.join(found)}." for name, found in times.items()]
+    return "\n".join(lines) or "Nothing: no other package, and no plain bare loop, takes less time in these settings."
 
 
 def main(
@@ -312,7 +339,7 @@ def main(
     peer_python: Annotated[str, typer.Option(help="interpreter that has the peers' packages")] = sys.executable,
     peers: Annotated[str, typer.Option(help="folder with the checkouts of peers that are no packages")] = "",
     out: Annotated[Path, typer.Option(help="where all figures go, as JSON")] = Path("runs/benchmark-simulation.json"),
-    write: Annotated[Path | None, typer.Option(help="a page whose block 'simulation' is replaced")] = None,
+    write: Annotated[Path | None, typer.Option(help="a page with the blocks 'simulation' and 'slower'")] = None,
 ) -> None:
     """Measure this package beside the bare torch loop and other packages."""
     names = only or list(SETTINGS)
@@ -338,7 +365,10 @@ def main(
     os.replace(partial, out)
     if write is not None:
         write_block(write, "simulation", text)
+        write_block(write, "slower", slower(found))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -60,7 +60,6 @@ def make_client_app(job: Job) -> ClientApp:
 
 def main(job: Job, clock: Clock) -> float:
     """Do the rounds and the last one's evaluation."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     setting = job.work
     model = make_model(setting.model)
     own = local_names(model) if setting.personal else set()
@@ -83,4 +82,5 @@ def main(job: Job, clock: Clock) -> float:
 if __name__ == "__main__":
     from peers import flower
 
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     contend(flower.main, "flwr")

@@ -66,7 +66,6 @@ def in_process_grid(app: ClientApp, clients: int, workers: int) -> InProcessGrid
 
 def main(job: Job, clock: Clock) -> float:
     """Do the rounds and the last one's evaluation."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     setting = job.work
     model = make_model(setting.model)
     strategy = timed(FedBN if setting.personal else FedAvg, clock, setting)(**strategy_arguments(setting))
@@ -96,4 +95,5 @@ def main(job: Job, clock: Clock) -> float:
 if __name__ == "__main__":
     from peers import ours
 
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     contend(ours.main, "fedbn-flwr")
