@@ -34,11 +34,10 @@ import typer
 from flwr.app import Context
 from measure import ROOT, facts, number, table, write_block
 from peers.flower_rounds import timed
-from peers.ours import in_process_grid
 from peers.work import Clock, Setting
 from torch import nn
 
-from fedbn_flwr import TorchClient, client_app
+from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.data.samples import Samples, Subset
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedBN
@@ -145,8 +144,11 @@ def run(point: Point) -> dict[str, float]:
     before = highest_memory()
     begun = time.perf_counter()
 
+    def build() -> nn.Module:
+        return Net(point)
+
     def client_fn(context: Context) -> TorchClient:
-        return TorchClient(Net(point), images, images, settings, context=context)
+        return TorchClient(build, images, images, settings, context=context)
 
     setting = Setting("", "", "", point.clients, IMAGES, 16, point.a_round)
     strategy = timed(FedBN, clock, setting)(
@@ -155,7 +157,7 @@ def run(point: Point) -> dict[str, float]:
         min_train_nodes=point.a_round,
         min_available_nodes=point.clients,
     )
-    with in_process_grid(client_app(client_fn), point.clients, 0) as grid:
+    with InProcessGrid(client_app(client_fn), point.clients) as grid:
         strategy.start(grid, state, num_rounds=point.rounds + 1)
     total = time.perf_counter() - begun
     return {

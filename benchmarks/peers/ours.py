@@ -6,12 +6,11 @@ when it is taken. Variant ``bf16``: training under bfloat16 autocast.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 from peers.flower_rounds import ray_backend, strategy_arguments, timed
 from peers.work import Clock, Job, accuracy, contend, load_data, make_model
+from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.data.samples import Samples, Subset
@@ -34,6 +34,12 @@ def samples(folder: str, part: str) -> Samples:
     """Return the training or test images as bytes; each process loads them once."""
     pixels, targets = (np.load(Path(folder) / f"{part}-{name}.npy", mmap_mode="c") for name in ("pixels", "targets"))
     return Samples(torch.from_numpy(pixels), torch.from_numpy(targets))
+
+
+@cache
+def builder(model: str) -> Callable[[], nn.Module]:
+    """Return a function that builds a model, the same one for each message, so that a process builds it once."""
+    return partial(make_model, model)
 
 
 def make_client_app(job: Job) -> ClientApp:
@@ -52,16 +58,9 @@ def make_client_app(job: Job) -> ClientApp:
         own = Subset(samples(folder, "train"), torch.arange(first, first + setting.examples), **norm)
         tests = samples(folder, "test")
         test = Subset(tests, None if setting.evaluate else torch.arange(2000), **norm)
-        return TorchClient(make_model(setting.model), own, test, settings, context=context)
+        return TorchClient(builder(setting.model), own, test, settings, context=context)
 
     return client_app(client_fn)
-
-
-def in_process_grid(app: ClientApp, clients: int, workers: int) -> InProcessGrid:
-    """Return the grid; an engine without worker processes has threads in their place."""
-    name = "workers" if "workers" in inspect.signature(InProcessGrid).parameters else "max_workers"
-    count: dict[str, Any] = {name: workers if name == "workers" else max(1, workers)}
-    return InProcessGrid(app, clients, torch_threads=1, **count)
 
 
 def main(job: Job, clock: Clock) -> float:
@@ -84,7 +83,7 @@ def main(job: Job, clock: Clock) -> float:
 
         run_simulation(server, app, setting.clients, backend_config=ray_backend(job.workers))
     else:
-        with in_process_grid(app, setting.clients, job.workers) as grid:
+        with InProcessGrid(app, setting.clients, workers=job.workers) as grid:
             run(grid)
     if setting.personal:
         return float(results[0].evaluate_metrics_clientapp[job.rounds + 1]["accuracy"])
