@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network docs generate dist clean certs federation-up federation-run federation-down
+.PHONY: demo test compat check slow network bench docs generate dist clean certs federation-up federation-run federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -14,6 +14,9 @@ RUN_CONFIG ?=
 ARGS ?=
 PAIRS ?=
 KEEP ?=
+DATA ?=
+PEERS ?=
+PEER_PYTHON ?=
 
 demo: .venv/installed
 	$(BIN)/python -m apps.main.demo
@@ -32,6 +35,18 @@ slow: .venv/installed-dev
 # Every test over real SuperLinks and SuperNodes, also those too slow for the suite.
 network: .venv/installed-dev
 	$(BIN)/python -m pytest -m network
+
+# Every benchmark, its tables into docs/performance.md; half an hour on two quiet cores. Without DATA the images are random;
+# without PEERS and PEER_PYTHON the other packages are named as missing (benchmarks/simulation.py says what they need):
+# make bench DATA=DIR PEERS=DIR PEER_PYTHON=/path/to/python
+bench: .venv/installed
+	$(BIN)/python benchmarks/simulation.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)") \
+		$(if $(PEERS),--peers "$(PEERS)") $(if $(PEER_PYTHON),--peer-python "$(PEER_PYTHON)")
+	$(BIN)/python benchmarks/growth.py --write docs/performance.md
+	$(BIN)/python benchmarks/fedtan.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)")
+	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
+	$(BIN)/python benchmarks/startup.py --write docs/performance.md
+	$(BIN)/python benchmarks/gpu.py --write docs/performance.md
 
 # Keys and certificates for docker-compose.yml: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
 certs: .venv/installed

@@ -15,10 +15,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch and of NumPy's OpenBLA
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
-import flwr
-import numpy as np
 import torch
 import torchvision.models as tv
 import typer
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
+from measure import facts, table, write_block
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import average, check_state, normalise
@@ -135,22 +132,11 @@ def _status(key: str) -> int:
     return int(found[1]) if found else 0
 
 
-def facts() -> str:
-    """Return the machine, the versions and the commit."""
-    try:
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        cpu = None
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    versions = f"torch {torch.__version__}, flwr {flwr.__version__}, numpy {np.__version__}"
-    return f"{cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores; {versions}; commit {commit or 'unknown'}"
-
-
 def main(
     model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "resnet18",
     replies: Annotated[int, typer.Option(min=1, help="replies to average")] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="turns of each way")] = 7,
+    write: Annotated[Path | None, typer.Option(help="a page with the block 'aggregation'")] = None,
 ) -> None:
     """Compare the server's averaging with Flower's and with bare sums."""
     if model not in MODELS:
@@ -170,12 +156,19 @@ def main(
             for name, seconds in way().items():
                 times.setdefault(name, []).append(seconds)
     peaks = {name: f"{peak_megabytes(way):.0f}" for name, way in ways.items()}
-    print(f"{facts()}\n{replies} replies of {model}, {work.megabytes:.1f} MB each; medians of {repeats} turns\n")
-    print(f"| | ms | us a reply | times {FLOWER} | peak extra MB |\n|---|---:|---:|---:|---:|")
     medians = {name: statistics.median(measured) for name, measured in times.items()}
-    for name, median in medians.items():
-        ratio = median / medians[FLOWER]
-        print(f"| {name} | {median * 1e3:.2f} | {median / replies * 1e6:.0f} | {ratio:.2f} | {peaks.get(name, '')} |")
+    rows = [
+        [name, f"{seconds * 1e3:.2f}", f"{seconds / replies * 1e6:.0f}", f"{seconds / medians[FLOWER]:.2f}"]
+        for name, seconds in medians.items()
+    ]
+    found = table(
+        ["", "ms", "us a reply", f"times {FLOWER}", "peak extra MB"], [[*row, peaks.get(row[0], "")] for row in rows]
+    )
+    note = f"{replies} replies of {model}, {work.megabytes:.1f} MB each; medians of {repeats} turns. {facts()}"
+    text = f"{found}\n\n{note}"
+    print(text)
+    if write is not None:
+        write_block(write, "aggregation", text)
 
 
 if __name__ == "__main__":

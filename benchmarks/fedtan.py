@@ -19,7 +19,6 @@ import json
 import logging
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -37,9 +36,9 @@ from typing import Annotated
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
-import torch
 import typer
 from fedtan_work import CLIENTS, STEPS, bare_steps, make_client_app, make_strategy, round_seconds
+from measure import facts, table, write_block
 
 from fedbn_flwr import InProcessGrid
 from fedbn_flwr.deployment import Federation as Deployment
@@ -271,6 +270,7 @@ def main(
     network: Annotated[bool, typer.Option(help="also over 5 SuperNodes on loopback; many minutes")] = False,
     reference: Annotated[str, typer.Option(help="a working copy of the authors' repository; needs --data-dir")] = "",
     out: Annotated[Path, typer.Option(help="where the figures go, as JSON")] = Path("runs/benchmark-fedtan.json"),
+    write: Annotated[Path | None, typer.Option(help="a page with the block 'fedtan'")] = None,
 ) -> None:
     """Measure FedTAN against FedAvg and bare torch; on request in Ray, over a network, against the authors' script."""
     if reference and not data_dir:
@@ -291,19 +291,23 @@ def main(
             times[name] += in_process("fedtan", rounds, data_dir, amp)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     found = ratios(medians)
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    print(f"{machine}; ResNet-20, {CLIENTS} clients, E = {STEPS}; medians\n")
-    print("| one round | seconds | measured |\n|---|---:|---:|")
-    for name, seconds in medians.items():
-        print(f"| {name} | {seconds:.3f} | {len(times[name])} |")
-    print("\n| ratio | measured | target |\n|---|---:|---|")
-    for name, (ratio, target) in found.items():
-        print(f"| {name} | {ratio:.2f} | {target} |")
+    seconds_table = table(
+        ["one round", "seconds", "measured"],
+        [[name, f"{seconds:.3f}", str(len(times[name]))] for name, seconds in medians.items()],
+    )
+    ratio_table = table(
+        ["ratio", "measured", "target"], [[name, f"{ratio:.2f}", target] for name, (ratio, target) in found.items()]
+    )
+    note = f"ResNet-20, {CLIENTS} clients, E = {STEPS}; medians. {facts()}"
+    text = f"{seconds_table}\n\n{ratio_table}\n\n{note}"
+    print(text)
     figures = {name: {"ratio": ratio, "target": target} for name, (ratio, target) in found.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps({"machine": machine, "seconds": times, "ratios": figures}, indent=2) + "\n")
+    partial.write_text(json.dumps({"machine": facts(), "seconds": times, "ratios": figures}, indent=2) + "\n")
     os.replace(partial, out)
+    if write is not None:
+        write_block(write, "fedtan", text)
 
 
 if __name__ == "__main__":

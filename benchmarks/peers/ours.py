@@ -1,0 +1,98 @@
+"""This package: ``TorchClient`` and its strategies, in process, or in Flower's Ray simulation (variant ``ray``).
+
+The clients have the images as bytes in one ``Samples``, as ``fedbn-flwr run`` has them; a batch becomes floating point
+when it is taken. Variant ``bf16``: training under bfloat16 autocast.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+from peers.flower_rounds import ray_backend, strategy_arguments, timed
+from peers.work import Clock, Job, accuracy, contend, load_data, make_model
+from torch import nn
+
+from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr.data.samples import Samples, Subset
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.strategies import FedAvg, FedBN
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+
+@cache
+def samples(folder: str, part: str) -> Samples:
+    """Return the training or test images as bytes; each process loads them once."""
+    pixels, targets = (np.load(Path(folder) / f"{part}-{name}.npy", mmap_mode="c") for name in ("pixels", "targets"))
+    return Samples(torch.from_numpy(pixels), torch.from_numpy(targets))
+
+
+@cache
+def builder(model: str) -> Callable[[], nn.Module]:
+    """Return a function that builds a model, the same one for each message, so that a process builds it once."""
+    return partial(make_model, model)
+
+
+def make_client_app(job: Job) -> ClientApp:
+    """Return the clients of a job."""
+    setting, folder = job.work, str(Path(job.data) / job.work.dataset)
+    norm = json.loads((Path(folder) / "norm.json").read_text())
+    settings = LocalTraining(
+        learning_rate=LearningRate(setting.learning_rate),
+        batch_size=setting.batch,
+        local_steps=setting.local_steps,
+        amp=job.variant == "bf16",
+    )
+
+    def client_fn(context: Context) -> TorchClient:
+        first = int(context.node_config["partition-id"]) * setting.examples
+        own = Subset(samples(folder, "train"), torch.arange(first, first + setting.examples), **norm)
+        tests = samples(folder, "test")
+        test = Subset(tests, None if setting.evaluate else torch.arange(2000), **norm)
+        return TorchClient(builder(setting.model), own, test, settings, context=context)
+
+    return client_app(client_fn)
+
+
+def main(job: Job, clock: Clock) -> float:
+    """Do the rounds and the last one's evaluation."""
+    setting = job.work
+    model = make_model(setting.model)
+    strategy = timed(FedBN if setting.personal else FedAvg, clock, setting)(**strategy_arguments(setting))
+    results = []
+
+    def run(grid: Grid) -> None:
+        results.append(strategy.start(grid, to_record(model.state_dict()), num_rounds=job.rounds + 1))
+
+    app = make_client_app(job)
+    if job.variant == "ray":
+        server = ServerApp()
+
+        @server.main()
+        def serve(grid: Grid, context: Context) -> None:
+            run(grid)
+
+        run_simulation(server, app, setting.clients, backend_config=ray_backend(job.workers))
+    else:
+        with InProcessGrid(app, setting.clients, workers=job.workers) as grid:
+            run(grid)
+    if setting.personal:
+        return float(results[0].evaluate_metrics_clientapp[job.rounds + 1]["accuracy"])
+    model.load_state_dict(results[0].arrays.to_torch_state_dict())
+    return accuracy(model, load_data(job.data, setting.dataset))
+
+
+if __name__ == "__main__":
+    from peers import ours
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    contend(ours.main, "fedbn-flwr")

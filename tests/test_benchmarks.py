@@ -1,0 +1,78 @@
+"""The benchmarks' own arithmetic, their places on the page, and that they still run with this package."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("benchmarks")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    from measure import write_block
+
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n<!-- a -->\nold\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\n")
+    write_block(page, "a", "new\n")
+    write_block(page, "a", "newer")
+    assert page.read_text() == "# Page\n<!-- a -->\n\nnewer\n\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\n"
+    with pytest.raises(ValueError, match="<!-- c -->"):
+        write_block(page, "c", "")
+
+
+def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
+    target = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\n\n")[0]
+    programs = re.findall(r"benchmarks/(\w+)\.py --write docs/performance\.md", target)
+    page = (ROOT / "docs/performance.md").read_text()
+    assert {"simulation", "growth", "fedtan"} <= set(programs)
+    for program in programs:
+        assert page.count(f"<!-- {program} -->\n") == page.count(f"<!-- /{program} -->\n") == 1, program
+
+
+def test_a_straight_line_is_found_and_a_bent_one_is_said_to_be_none() -> None:
+    from growth import Column, line
+
+    column = Column("clients", (), "clients", bent="a reason")
+    assert line(column, [1, 10, 1000], [2.1, 3, 102]) == (
+        "Straight line: seconds a later round = 2 + 0.1 n, largest error 0%."
+    )
+    assert line(column, [1, 10, 100], [1, 100, 10_000]).endswith("a reason.")
+
+
+def test_what_is_slower_with_the_same_processes_is_listed() -> None:
+    from simulation import BARE, IN_PROCESS, IN_RAY, TWO_WORKERS, Figures, slower
+
+    seconds = {BARE: 1.0, IN_PROCESS: 1.5, "fluke": 2.0, TWO_WORKERS: 0.7, f"{BARE}, 2 processes": 0.8, IN_RAY: 9.0}
+    figures = Figures("fedbn", {name: [{"seconds": [value]}] for name, value in seconds.items()})
+    assert slower({"fedbn": figures}).endswith(f". {IN_PROCESS}: 1.50 times {BARE}.")
+    assert slower({"fedbn": figures}).count("\n") == 0
+
+
+@pytest.mark.parametrize("module", ["bare", "ours"])
+def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
+    import importlib
+
+    from peers.work import SETTINGS, Clock, Job
+    from simulation import prepare
+
+    prepare(tmp_path, "", [SETTINGS["mlp-128"]])
+    clock = Clock(1)
+    reached = importlib.import_module(f"peers.{module}").main(Job("mlp-128", str(tmp_path), "", 1), clock)
+    assert len(clock.seconds) == 1
+    assert 0 < reached < 0.5  # random images
+
+
+def test_a_point_of_growth_is_measured() -> None:
+    from growth import Point, run
+
+    found = run(Point(clients=3, a_round=2, layers=1, rounds=1, buffer=1000))
+    assert min(found["start"], found["round"]) > 0
+    assert found["bytes"] > 4000
+    assert json.dumps(found)
