@@ -16,13 +16,13 @@ from torch import nn
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, tracking_layers
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import on_device
 from fedbn_flwr.models import build_model
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.randomness import default_generators, set_default_generators
+from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.randomness import Generators, seeded
 from tests.support.points import Points
 from tests.support.synchronised import WEIGHT_DECAY, centralised, client_data, distances, synchronised, trained
 
@@ -72,7 +72,7 @@ def test_training_and_evaluation_are_those_of_the_cpu(device: torch.device, memo
 
 
 def test_mixed_precision_keeps_state_in_its_type(device: torch.device) -> None:
-    model = on_device(build_model("resnet20", num_classes=3, channels=3, size=16), device)
+    model = set_memory_format(build_model("resnet20", num_classes=3, channels=3, size=16).to(device))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     data = client_data((3, 16, 16), (8,), dtype=torch.float32)[0]
     settings = LocalTraining(learning_rate=LearningRate(0.01), batch_size=4, amp=True)
@@ -96,11 +96,10 @@ def test_a_federation_ends_in_the_state_of_the_cpu(federate, points, mlp, device
 
 
 def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(federate, device: torch.device) -> None:
-    model = lambda on: on_device(trained(nn.Sequential(*layers())), on)  # noqa: E731
-    data = client_data((3, 6, 6), SIZES)
-    options = {"rounds": 1, "local_epochs": 1, "batch_size": 0}
-    there = federate(FedAvg(), lambda: model(device), data, **options)
-    here = federate(FedAvg(), lambda: trained(nn.Sequential(*layers())), data, **options)
+    data, options = client_data((3, 6, 6), SIZES), {"rounds": 1, "local_epochs": 1, "batch_size": 0}
+    model = lambda on: trained(nn.Sequential(*layers())).to(on)  # noqa: E731
+    there = federate(FedAvg(), lambda: set_memory_format(model(device), "channels-last"), data, **options)
+    here = federate(FedAvg(), lambda: model(CPU), data, **options)
     assert there.state["0.weight"].flags.c_contiguous
     close(there.state, here.state)
 
@@ -130,22 +129,28 @@ def test_dropout_repeats_and_the_default_generator_does_not_move(federate, point
 
     torch.zeros(1, device=device)  # from now on the GPU's generator counts, too
     torch.manual_seed(1)
-    before = default_generators()
+    before = torch.rand(4, device=device)
+    torch.manual_seed(1)
     first = once()
-    assert default_generators() == before
+    assert torch.equal(torch.rand(4, device=device), before)
     torch.manual_seed(2)
     second = once()
     for name, value in first.items():
         assert np.array_equal(value, second[name]), name
 
 
-def test_default_generators_are_put_back(device: torch.device) -> None:
+def test_the_default_generators_are_seeded_in_a_block_and_restored_after_it(device: torch.device) -> None:
     torch.zeros(1, device=device)
-    before = default_generators()
-    first = torch.rand(4, device=device)
-    assert not torch.equal(torch.rand(4, device=device), first)
-    set_default_generators(before)
-    assert torch.equal(torch.rand(4, device=device), first)
+    outside = Generators.now()
+    drawn = []
+    for _ in range(2):
+        with seeded(5):
+            drawn.append(torch.rand(4, device=device))
+    expected = torch.rand(4, device=device)
+    outside.restore()
+    assert torch.equal(torch.rand(4, device=device), expected)
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], expected)
 
 
 class Cut(Exception):
