@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,11 +13,21 @@ from fedbn_flwr.training.settings import LocalTraining
 __all__ = ["sgd", "sgd_step"]
 
 
+class _SGD(torch.optim.SGD):
+    """SGD whose methods are called without torch's wrapper, which imports the compiler to keep out of compiled code.
+
+    The import takes longer than 100 steps of a small model, and over a network every message starts a process.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
 def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:
     """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rate = settings.learning_rate.initial
-    return torch.optim.SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
+    return _SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
 
 
 @torch.no_grad()
