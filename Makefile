@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench docs generate dist clean certs federation-up federation-run federation-down
+.PHONY: demo test compat check slow network bench gpu docs generate dist clean certs federation-up federation-run federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -47,6 +47,11 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
 	$(BIN)/python benchmarks/startup.py --write docs/performance.md
 	$(BIN)/python benchmarks/gpu.py --write docs/performance.md
+
+# The tests that need a GPU, and what it is worth; under eight minutes for the benchmark.
+gpu: .venv/installed-dev
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/gpu.py
 
 # Keys and certificates for docker-compose.yml: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
 certs: .venv/installed

@@ -3,6 +3,7 @@
     python benchmarks/fedtan.py                                   # in process, against FedAvg and against bare torch
     python benchmarks/fedtan.py --ray                             # also Flower's Ray simulation, five actors
     python benchmarks/fedtan.py --repetitions 0 --network         # five SuperNodes on loopback, and nothing else
+    python benchmarks/fedtan.py --repetitions 0 --floor 2         # two nodes: exchanges by messages, empty queries
     python benchmarks/fedtan.py --data-dir DIR --reference REPO   # also two rounds of the authors' script
 
 ResNet-20, five clients, E = 5 steps on batches of 128 a round; random images of CIFAR-10's shape, or CIFAR-10 itself
@@ -31,21 +32,25 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
 import typer
-from fedtan_work import CLIENTS, STEPS, bare_steps, make_client_app, make_strategy, round_seconds
+from fedtan_work import CLIENTS, NOTHING, PARTS, STEPS, bare_steps, make_client_app, make_strategy, round_seconds
 from measure import facts, table, write_block
 
 from fedbn_flwr import InProcessGrid
 from fedbn_flwr.deployment import Federation as Deployment
 from fedbn_flwr.engines.flower_run import Scalar, flower_run
+from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 
 Times = dict[str, list[float]]
+Floor = dict[str, dict[str, list[Any]]]
+"""``seconds`` and ``parts``, by message type; see ``fedtan_work.FloorGrid``."""
 WORK = CLIENTS * STEPS
+_EVERY = 3  # an empty query before every third exchange
 
 _APP = """from fedtan_work import make_client_app, make_server_app
 
@@ -74,6 +79,9 @@ rounds = 1
 times = ""
 bind = "127.0.0.1:0"
 tls-dir = ""
+exchanges = "3L+1"
+floor = 0
+clients = 5
 """
 
 Runs = Mapping[str, tuple[str, str, int]]
@@ -140,18 +148,22 @@ def in_ray(rounds: int, data_dir: str) -> Times:
     return timed_runs(runs, run, data_dir)
 
 
-def in_network(rounds: int, data_dir: str) -> Times:
-    """Measure FedAvg, FedTAN by channel and one round of FedTAN by messages over five SuperNodes on loopback.
+def in_network(rounds: int, data_dir: str, nodes: int = CLIENTS, only_messages: bool = False) -> tuple[Times, Floor]:
+    """Measure FedAvg, FedTAN by channel and one round of FedTAN by messages over SuperNodes on loopback.
 
     TLS, node keys and secrets are on, for the channel too. By messages the round is the run's first, with the query:
-    one exchange more of 58.
+    one exchange more of 58. Before every third exchange the same nodes and the same app answer an empty query, which
+    is what Flower alone takes; the round's seconds are without these. ``only_messages``: that alone, in 2L+1 exchanges.
     """
     runs: Runs = {
         "network, FedAvg": ("fedavg", "", rounds),
         "network, FedTAN by channel": ("fedtan", "channel", rounds),
         "network, FedTAN by messages": ("fedtan", "messages", 0),
     }
-    with Deployment(Path(__file__).parents[1] / "docker-compose.yml", CLIENTS) as deployment:
+    if only_messages:
+        runs = dict(list(runs.items())[-1:])
+    floor: Floor = {}
+    with Deployment(Path(__file__).parents[1] / "docker-compose.yml", nodes) as deployment:
         layout = deployment.layout
         channel: dict[str, Scalar] = {
             "bind": f"{layout.addresses['superexec-serverapp']}:9200",
@@ -159,10 +171,14 @@ def in_network(rounds: int, data_dir: str) -> Times:
         }
 
         def run(app: Path, config: Mapping[str, Scalar]) -> None:
-            deployment.run({**config, **channel}, app=app).check()
+            by_messages = config["exchange"] == "messages"
+            own = {"clients": nodes, "exchanges": "2L+1" if only_messages else "3L+1"}
+            deployment.run({**config, **channel, **own, "floor": _EVERY if by_messages else 0}, app=app).check()
+            if by_messages:
+                floor.update(json.loads(Path(str(config["times"])).with_suffix(".floor").read_text()))
 
         with restarting(deployment):
-            return timed_runs(runs, run, data_dir)
+            return timed_runs(runs, run, data_dir), floor
 
 
 @contextmanager
@@ -251,6 +267,9 @@ def ratios(times: Mapping[str, float]) -> dict[str, tuple[float, str]]:
         ray = times["Ray, FedAvg"]
         found["Ray: FedTAN by channel / FedAvg"] = (times["Ray, FedTAN by channel"] / ray, "<= 1.5")
         found["Ray: FedTAN by messages / FedAvg"] = (times["Ray, FedTAN by messages"] / ray, "")
+    if "an empty query, median" in times:
+        ratio = times["an exchange of FedTAN, median"] / times["an empty query, median"]
+        found["network: FedTAN's exchange by messages / an empty query"] = (ratio, "<= 1.2")
     if "network, FedAvg" in times:
         channel = times["network, FedTAN by channel"]
         found["network: FedTAN by channel / FedAvg"] = (channel / times["network, FedAvg"], "<= 2")
@@ -268,6 +287,7 @@ def main(
     data_dir: Annotated[str, typer.Option(help="folder with cifar-10-batches-py; random images without it")] = "",
     ray: Annotated[bool, typer.Option(help="also in Flower's Ray simulation")] = False,
     network: Annotated[bool, typer.Option(help="also over 5 SuperNodes on loopback; many minutes")] = False,
+    floor: Annotated[int, typer.Option(min=0, help="SuperNodes for exchanges by messages beside empty queries")] = 0,
     reference: Annotated[str, typer.Option(help="a working copy of the authors' repository; needs --data-dir")] = "",
     out: Annotated[Path, typer.Option(help="where the figures go, as JSON")] = Path("runs/benchmark-fedtan.json"),
     write: Annotated[Path | None, typer.Option(help="a page with the block 'fedtan'")] = None,
@@ -280,8 +300,12 @@ def main(
     times = side_by_side(repetitions, rounds, data_dir) if repetitions else {}
     if ray:
         times |= in_ray(rounds * 2, data_dir)
-    if network:
-        times |= in_network(rounds, data_dir)
+    parts: dict[str, list[list[float]]] = {}
+    if network or floor:
+        network_times, measured = in_network(rounds, data_dir, floor or CLIENTS, floor > 0)
+        times |= network_times
+        for name, kind in (("an exchange of FedTAN, median", EXCHANGE_QUERY), ("an empty query, median", NOTHING)):
+            times[name], parts[name] = measured["seconds"][kind], measured["parts"][kind]
     if reference:
         around = {"in process, FedTAN, around it": False, "in process, FedTAN in bfloat16, around it": True}
         for name, amp in around.items():
@@ -300,11 +324,19 @@ def main(
     )
     note = f"ResNet-20, {CLIENTS} clients, E = {STEPS}; medians. {facts()}"
     text = f"{seconds_table}\n\n{ratio_table}\n\n{note}"
+    if parts:
+        rows = [
+            [name, *(f"{statistics.median(column):.2f}" for column in zip(*rows, strict=True))]
+            for name, rows in parts.items()
+        ]
+        text += "\n\n" + table(["of one reply, seconds, medians", *PARTS], rows)
     print(text)
     figures = {name: {"ratio": ratio, "target": target} for name, (ratio, target) in found.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps({"machine": facts(), "seconds": times, "ratios": figures}, indent=2) + "\n")
+    partial.write_text(
+        json.dumps({"machine": facts(), "seconds": times, "ratios": figures, "parts": parts}, indent=2) + "\n"
+    )
     os.replace(partial, out)
     if write is not None:
         write_block(write, "fedtan", text)

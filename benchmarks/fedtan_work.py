@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -13,18 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.data.samples import Samples, Subset
+from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.transport.polling_grid import PollingGrid
 
 CLIENTS, STEPS, BATCH = 5, 5, 128
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
@@ -65,13 +69,79 @@ def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:
         data = view(int(context.node_config["partition-id"]), data_dir)
         return TorchClient(make_model(), data, data, training, context=context)
 
-    return client_app(client_fn)
+    app = client_app(client_fn, mods=[stamp])
+
+    @app.query("nothing")
+    def nothing(message: Message, context: Context) -> Message:
+        return Message(RecordDict(), reply_to=message)
+
+    return app
 
 
-def make_strategy(name: str, **settings: Any) -> FedAvg:
+NOTHING, STAMP = "query.nothing", "benchmark-stamp"
+PARTS = ("until a process starts", "start and imports", "the app's work", "until the reply is there")
+
+
+def stamp(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """Add to the reply of an exchange, or of an empty query, when this process began, and the app's work."""
+    entered = time.time()
+    reply = call_next(message, context)
+    if message.metadata.message_type in (EXCHANGE_QUERY, NOTHING) and reply.has_content():
+        reply.content[STAMP] = MetricRecord({"began": process_began(), "entered": entered, "left": time.time()})
+    return reply
+
+
+def process_began() -> float:
+    """Return when this process was started, in seconds of ``time.time()``, to a hundredth."""
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - since_boot
+
+
+class FloorGrid(PollingGrid):
+    """A grid that sends an empty query to the same nodes before every n-th exchange, times both and writes the times.
+
+    Attributes:
+        seconds: message type -> the seconds from pushing the messages to the last reply.
+        parts: message type -> the seconds of ``PARTS`` of each reply.
+    """
+
+    def __init__(self, grid: Grid, every: int, out: Path) -> None:
+        super().__init__(grid)
+        self._out = out
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.parts: dict[str, list[list[float]]] = defaultdict(list)
+        self._every, self._exchanges, self._left, self._pushed = every, 0, 0, 0.0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        batch = list(messages)
+        if batch[0].metadata.message_type == EXCHANGE_QUERY:
+            self._exchanges += 1
+            if self._exchanges % self._every == 0:
+                nodes = [message.metadata.dst_node_id for message in batch]
+                list(self.send_and_receive([Message(RecordDict(), node, NOTHING) for node in nodes]))
+        self._left, self._pushed = len(batch), time.time()
+        return super().push_messages(batch)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        for reply in super().pull_messages(message_ids):
+            kind = reply.metadata.message_type
+            self._left -= 1
+            now = time.time()
+            if reply.has_content() and STAMP in reply.content.metric_records:
+                own = reply.content.metric_records[STAMP]
+                moments = [self._pushed, *(float(own[key]) for key in ("began", "entered", "left")), now]  # type: ignore[arg-type]
+                self.parts[kind].append([after - before for before, after in pairwise(moments)])
+            if self._left == 0:
+                self.seconds[kind].append(now - self._pushed)
+                self._out.write_text(json.dumps({"seconds": self.seconds, "parts": self.parts}))
+            yield reply
+
+
+def make_strategy(name: str, clients: int = CLIENTS, **settings: Any) -> FedAvg:
     """Return a strategy over all clients, without evaluation."""
     return STRATEGIES[name](
-        fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS, min_replies=CLIENTS, **settings
+        fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients, min_replies=clients, **settings
     )
 
 
@@ -113,7 +183,8 @@ def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
 def make_server_app() -> ServerApp:
     """Return a ServerApp that times a strategy.
 
-    Run config: ``strategy``, ``exchange``, ``bind`` and ``tls-dir`` of the channel, ``rounds``, ``times``.
+    Run config: ``strategy``, ``exchange`` and ``exchanges``, ``bind`` and ``tls-dir`` of the channel, ``clients``,
+    ``rounds``, ``times``, ``floor`` (an empty query before every n-th exchange; 0: none).
     """
     app = ServerApp()
 
@@ -122,10 +193,17 @@ def make_server_app() -> ServerApp:
         config = context.run_config
         settings = {}
         if config["exchange"]:
-            names = {"fedtan_transport": "exchange", "fedtan_bind": "bind", "fedtan_tls_dir": "tls-dir"}
+            names = {"fedtan_transport": "exchange", "fedtan_exchanges": "exchanges"}
+            if config["exchange"] == "channel":  # by messages these are refused, as they have no effect
+                names |= {"fedtan_bind": "bind", "fedtan_tls_dir": "tls-dir"}
             settings = {field: str(config[key]) for field, key in names.items()}
-        strategy = make_strategy(str(config["strategy"]), **settings)
+        strategy = make_strategy(str(config["strategy"]), int(config["clients"]), **settings)
+        times = Path(str(config["times"]))
+        if every := int(config["floor"]):
+            grid = FloorGrid(grid, every, times.with_suffix(".floor"))
         seconds: Sequence[float] = round_seconds(strategy, grid, int(config["rounds"]))
-        Path(str(config["times"])).write_text(json.dumps(list(seconds)))
+        if isinstance(grid, FloorGrid):
+            seconds = [sum(seconds) - sum(grid.seconds[NOTHING])]
+        times.write_text(json.dumps(list(seconds)))
 
     return app

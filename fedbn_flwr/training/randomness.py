@@ -46,7 +46,7 @@ class Generators(NamedTuple):
 def seed_generators(seed: int) -> None:
     """Seed the default generators of torch (on CUDA, of the current device), NumPy and Python."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which takes longer than a step
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available():  # before the first use of the GPU torch keeps the seed for it
         torch.cuda.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

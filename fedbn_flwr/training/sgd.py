@@ -14,10 +14,13 @@ __all__ = ["sgd", "sgd_step"]
 
 
 class _SGD(torch.optim.SGD):
-    """torch's SGD; to make one does not import ``torch._dynamo``, which takes longer than a short run."""
+    """SGD whose methods are called without torch's wrapper, which imports the compiler to keep out of compiled code.
 
-    # torch wraps it so that compiled code does not look inside; the wrapper imports the compiler.
+    The import takes longer than 100 steps of a small model, and over a network every message starts a process.
+    """
+
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:

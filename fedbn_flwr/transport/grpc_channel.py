@@ -73,7 +73,16 @@ class ChannelServer:
         self._server.start()
 
     def admit(self, barrier: Barrier) -> Mapping[int, str]:
-        """Return a fresh token for each member of a barrier, by node id."""
+        """Return a fresh token for each member of a barrier, by node id.
+
+        Raises:
+            ConfigError: more members than calls that can wait at the same time.
+        """
+        if len(barrier.members) > _MAX_CALLS:
+            raise ConfigError(
+                f"{len(barrier.members)} clients would wait for one another in the channel, where {_MAX_CALLS} can. "
+                "Lower fraction-train, or set fedtan-transport='messages'."
+            )
         tokens = {node_id: secrets.token_urlsafe(32) for node_id in barrier.members}
         self._reducers.update({token: (barrier, node_id) for node_id, token in tokens.items()})
         return tokens

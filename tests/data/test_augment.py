@@ -11,7 +11,7 @@ from torch import Tensor
 from fedbn_flwr.data.augment import Augment
 from fedbn_flwr.errors import ConfigError
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def oracle(inputs: Tensor, crop: int, flip: bool, generator: torch.Generator) -> Tensor:

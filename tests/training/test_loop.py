@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import chain
 
@@ -265,3 +267,22 @@ def test_inputs_take_the_models_dtype_but_integers_stay(points) -> None:
     prepared = inputs_for(nn.Linear(2, 2).double())
     assert prepared(torch.zeros(2)).dtype == torch.float64
     assert prepared(torch.zeros(2, dtype=torch.int64)).dtype == torch.int64
+
+
+def test_a_step_does_not_import_torchs_compiler() -> None:
+    """Over a network every message starts a process, and the compiler takes longer to import than a step."""
+    code = """
+import sys, torch
+from fedbn_flwr.batchnorm.sync import synchronised
+from fedbn_flwr.training.settings import LearningRate, LocalTraining
+from fedbn_flwr.training.sgd import sgd, sgd_step
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+optimizer = sgd(model, LocalTraining(learning_rate=LearningRate(0.1)))
+with synchronised(model, lambda tag, tensor: tensor, batch_size=2, union_batch_size=4):
+    optimizer.zero_grad(set_to_none=True)
+    model(torch.randn(2, 4)).square().sum().backward()
+sgd_step(optimizer)
+print("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -6,10 +6,11 @@ import random
 import threading
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.randomness import Generators, interrupted, seeded, turn
+from fedbn_flwr.training.randomness import Generators, interrupted, seed_generators, seeded, turn
 
 X = torch.ones(40, 6)
 
@@ -106,3 +107,14 @@ def test_outside_a_turn_nothing_is_interrupted() -> None:
         drawing = torch.rand(3)
     torch.manual_seed(2)
     assert torch.equal(torch.rand(3), drawing)
+
+
+def test_a_gpu_that_is_not_used_yet_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's first client puts its model on the GPU after the seed; torch keeps the seed until then."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    before = Generators.now()
+    seed_generators(5)
+    before.restore()
+    assert seeds == [5]

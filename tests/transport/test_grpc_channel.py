@@ -51,6 +51,12 @@ def reducers(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
     return [ChannelReducer(server.address, token, **options) for token in tokens.values()]
 
 
+def test_more_clients_than_can_wait_at_once_are_refused_before_the_round(server, members) -> None:
+    server.admit(Barrier(members(*[1] * 512), timeout=10))
+    with pytest.raises(ConfigError, match=r"513 clients .* 512 .* fraction-train.* fedtan-transport='messages'"):
+        server.admit(Barrier(members(*[1] * 513), timeout=10))
+
+
 def test_an_exchange_is_the_weighted_sum(server, members, at_once, steps) -> None:
     barrier = Barrier(members(1, 3), timeout=10)
     tokens = server.admit(barrier)

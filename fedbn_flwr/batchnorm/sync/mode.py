@@ -54,8 +54,11 @@ class SynchronisedStep(TorchFunctionMode):
         self._layer: str | None = None  # the BatchNorm module being called
         self._seen = 0  # batch_norm calls of any kind
         self._closed = False
-        # A compiled model breaks its graph here, so exchanges are not traced, and a recompilation repeats none.
-        self._batch_norm = torch.compiler.disable(self._synchronise)  # type: ignore[no-untyped-call]
+        # A compiled model breaks its graph here, so exchanges are not traced, and a recompilation repeats none. Without
+        # one in this process the compiler is not imported: that takes longer than the step.
+        self._batch_norm: Callable[[_Call], Tensor] = self._synchronise
+        if "torch._dynamo" in sys.modules:
+            self._batch_norm = torch.compiler.disable(self._synchronise)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Refuse every further exchange."""

@@ -41,10 +41,11 @@ def synchronised(
             loss.backward()
         optimizer.step()
 
-    ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and shapes), in the thread of the
-    forward pass or, for a backward pass on an accelerator, in autograd's thread. Its exceptions pass through the block
-    and leave the model half done: some layers have new running statistics and counters, some parameters a new
-    ``.grad``. Restore the state dict, the gradients and the random state before you repeat the step.
+    ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and shapes), in the thread that calls
+    the model and ``backward``, also on an accelerator. So clients in threads of one process may wait for one another.
+    Its exceptions pass through the block and leave the model half done: some layers have new running statistics and
+    counters, some parameters a new ``.grad``. Restore the state dict, the gradients and the random state before you
+    repeat the step.
 
     Every client must run the same model from the same state, so that the k-th BatchNorm call is the same layer on all.
     Calls without gradient (``torch.no_grad``) are synchronised too: a centralised step would see the union there. A
@@ -84,5 +85,7 @@ def synchronised(
             if isinstance(module, _BatchNorm):
                 for handle in step.watch(path, module):
                     stack.callback(handle.remove)
+        # Otherwise autograd runs every backward pass on a GPU in one thread, which the first client to wait would hold.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(step)
         yield step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -140,6 +141,36 @@ def test_backward_may_run_in_another_thread():
         thread.join()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_every_exchange_is_made_in_the_thread_of_the_step():
+    """Autograd has one thread for a GPU: clients of one process would wait for one another in it for ever."""
+    threads, device_threads = set(), torch._C._is_multithreading_enabled
+
+    def reduce(tag: str, tensor: Tensor) -> Tensor:
+        threads.add((threading.get_ident(), device_threads()))
+        if tag.startswith("gradients/0"):
+            raise ConfigError("stop")
+        return tensor
+
+    assert device_threads()
+    with pytest.raises(ConfigError, match="stop"):
+        step(small(), reduce)
+    assert threads == {(threading.get_ident(), False)}
+    assert device_threads(), "the setting outlives the step"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
+def test_clients_in_threads_synchronise_their_steps_on_one_gpu(lab, exchanges):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    batches, weights = lab.client_batches((3, 6, 6), (4, 5, 3)), (4, 5, 3)
+    oracle = lab.centralised(model, batches)
+    on_gpu = [(x.cuda(), target.cuda()) for x, target in batches]
+    found = lab.federated(copy.deepcopy(model).cuda(), on_gpu, weights, exchanges=exchanges)
+    found = {name: value.cpu() for name, value in found.items()}
+    assert lab.distance(found, oracle, model.state_dict()) < 1e-9
 
 
 def test_eval_mode_is_not_synchronised_but_no_grad_is():

@@ -1,0 +1,363 @@
+"""A round of a large federation on Flower's deployment engine: messages, bytes, seconds, from measured constants.
+
+    python benchmarks/scale.py                          # the table of docs/scale.md, from the constants below
+    python benchmarks/scale.py --write docs/scale.md    # into the page, between <!-- scale --> and <!-- /scale -->
+    python benchmarks/scale.py --measure 8              # measures the constants with 8 light SuperNodes
+    python benchmarks/scale.py --check 16 --check 64    # predicts rounds of so many, and runs them
+
+A light SuperNode is a thread: Flower's own connection with its naps, and an answer without a process for the app. So
+many fit on one machine, and a round shows what the SuperLink and the server do. The SuperLink has no TLS here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+import numpy as np
+import torch
+import typer
+from gpu import write_between
+from scale_work import NAP, LightNodes
+
+from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
+from fedbn_flwr.engines.processes import BIN, Process, flower_environment, flower_runs, free_port, stream
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.models import build_model
+from fedbn_flwr.transport import Barrier, Member
+from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
+
+LOOK = 0.5  # a SuperNode looks for its app's reply so often, in seconds
+POLL = 0.05  # FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml, in seconds
+LINE = 125e6  # bytes per second: 1 Gbit/s
+CHANNEL_CLIENTS = 512  # calls that the channel serves at the same time
+SHAPES = ((1, 4), (17, 4), (1, 1_000_000))  # arrays and bytes of each in a message, from which constants are found
+CLIENTS = (10, 1000, 10**6)
+
+_APP = "from scale_work import make_server_app\n\nserver_app = make_server_app()\n"
+_CLIENT = "from flwr.clientapp import ClientApp\n\nclient_app = ClientApp()\n"
+_PYPROJECT = """[project]
+name = "scale-benchmark"
+version = "1.0.0"
+description = "a benchmark"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "benchmark_server:server_app"
+clientapp = "benchmark_client:client_app"
+
+[tool.flwr.app.config]
+nodes = 1
+pid = 0
+idle = 0.0
+rounds = 1
+shapes = ""
+times = ""
+"""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Seconds of CPU of one core.
+
+    Attributes:
+        poll: the SuperLink, for one look of one SuperNode that finds no message, heartbeats included.
+        message: the SuperLink and the ServerApp, for a message and its reply.
+        array: the same for one array in a message and in its reply.
+        byte: the same for a byte in each direction.
+        start: a ClientApp's process, with torch and this package imported.
+        channel: both ends of one client's call in an exchange by channel.
+        watch: SuperLink and ServerApp, for a second in which the server looks for replies.
+    """
+
+    poll: float
+    message: float
+    array: float
+    byte: float
+    start: float
+    channel: float
+    watch: float
+
+
+MEASURED = Constants(poll=0.0105, message=0.183, array=0.0742, byte=3.7e-8, start=4.35, channel=0.00061, watch=0.053)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a round asks of Flower, for one client.
+
+    Attributes:
+        messages: messages to the client; each has a reply.
+        arrays: arrays in them, the larger of both directions.
+        down: bytes to the client.
+        up: bytes from the client.
+        calls: exchanges by channel.
+    """
+
+    messages: int
+    arrays: int
+    down: float
+    up: float
+    calls: int = 0
+
+
+def loads() -> dict[str, Load]:
+    """Return the load of each method for ResNet-20."""
+    parts = build_model("resnet20", num_classes=10, channels=3, size=32).state_dict()
+    entries, found = len(parts), {}
+    for name, strategy in (("FedAvg", "fedavg"), ("FixBN", "fixbn"), ("FedTAN", "fedtan")):
+        model = build_model("resnet20", num_classes=10, channels=3, size=32)
+        config = Config.make({"strategy": strategy, "model": "resnet20", "dataset": "cifar10"})
+        traffic = inspect_model(model, strategy, 1, config).later
+        exchanges = traffic.exchanges - 1
+        if not exchanges:
+            found[name] = Load(1, entries, traffic.down, traffic.up)
+            continue
+        found[f"{name} by messages"] = Load(exchanges + 2, entries + exchanges, traffic.down, traffic.up)
+        found[f"{name} by channel"] = Load(1, entries, traffic.down, traffic.up, exchanges)
+    return found
+
+
+def waits(load: Load, constants: Constants) -> float:
+    """Return the seconds that Flower's own pauses and the starts of processes take in a round, without training.
+
+    A SuperNode that has sent its reply looks once, finds nothing and sleeps ``NAP``: by then the next message is there.
+    It takes the task, a SuperExec sees that within ``POLL``, a process starts, and the SuperNode sees its reply at its
+    next look, ``LOOK`` apart.
+    """
+    return load.messages * (NAP + LOOK * math.ceil((POLL + constants.start) / LOOK))
+
+
+def service(load: Load, clients: int, constants: Constants) -> float:
+    """Return the seconds of one core that SuperLink, ServerApp and channel need for a round's clients."""
+    per_byte = max(load.down, load.up) * constants.byte
+    one = load.messages * constants.message + load.arrays * constants.array + per_byte + load.calls * constants.channel
+    return clients * one
+
+
+def line(load: Load, clients: int) -> float:
+    """Return the seconds that the round's bytes take on the server's line, the slower of both directions."""
+    return clients * max(load.down, load.up) / LINE
+
+
+def table(constants: Constants) -> str:
+    """Return the Markdown table of ``CLIENTS`` clients, all of which take part in a round."""
+    head = ("method", "clients a round", "messages", "bytes", "waits, s", "server, s", "line, s", "a round, s")
+    lines = [f"| {' | '.join(head)} |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for name, load in loads().items():
+        for clients in CLIENTS:
+            waiting, served, sent = waits(load, constants), service(load, clients, constants), line(load, clients)
+            whole = f"{short(waiting + max(served, sent))}"
+            if load.calls and clients > CHANNEL_CLIENTS:
+                whole = f"refused: at most {CHANNEL_CLIENTS}"
+            cells = [name, f"{clients:,}", f"{clients * load.messages:,}", size((load.down + load.up) * clients)]
+            lines.append("| " + " | ".join([*cells, short(waiting), short(served), short(sent), whole]) + " |")
+    return "\n".join(lines)
+
+
+def short(seconds: float) -> str:
+    """Return seconds in two digits."""
+    return f"{float(f'{seconds:.2g}'):,.10g}"
+
+
+def size(count: float) -> str:
+    """Return bytes with a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def known(constants: Constants) -> str:
+    """Return the Markdown table of the constants."""
+    meanings = {f.name: text for f, text in zip(fields(Constants), _meanings(), strict=True)}
+    lines = ["| constant | ms of one core | for |", "|---|---:|---|"]
+    for name, text in meanings.items():
+        lines.append(f"| {name} | {1000 * getattr(constants, name):.3g} | {text} |")
+    return "\n".join(lines)
+
+
+def _meanings() -> list[str]:
+    text = (Constants.__doc__ or "").partition("Attributes:\n")[2]
+    return [line.partition(": ")[2].rstrip(".") for line in text.splitlines() if ": " in line]
+
+
+def run_light(nodes: int, shapes: Sequence[tuple[int, int]], rounds: int, idle: float) -> dict[str, Any]:
+    """Run rounds of so many light SuperNodes; see ``scale_work.make_server_app``.
+
+    Raises:
+        EngineError: the run did not complete.
+    """
+    memory = Path("/dev/shm")  # the database shall not wait for a disk that others use
+    with tempfile.TemporaryDirectory(prefix="scale-benchmark-", dir=memory if memory.is_dir() else None) as name:
+        home, port = Path(name), free_port()
+        app, times = home / "app", home / "times.json"
+        app.mkdir()
+        work = Path(__file__).with_name("scale_work.py").read_text()
+        files = {"scale_work.py": work, "benchmark_server.py": _APP, "benchmark_client.py": _CLIENT}
+        for file, text in {**files, "pyproject.toml": _PYPROJECT}.items():
+            (app / file).write_text(text)
+        address = f"127.0.0.1:{port}"
+        (home / "config.toml").write_text(f'[superlink.light]\naddress = "{address}"\ninsecure = true\n')
+        env = flower_environment(home)
+        command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+        link = Process([*command, "--database", str(home / "link.db")], env, home / "superlink.log")
+        try:
+            link.wait_healthy(f"http://{address}/health")
+            light = LightNodes(address, nodes)
+            try:
+                texts = " ".join(f"{count}x{size}" for count, size in shapes)
+                config: dict[str, Scalar] = {"nodes": nodes, "pid": link.pid, "idle": idle, "rounds": rounds}
+                pairs = toml_pairs({**config, "shapes": texts, "times": str(times)})
+                tail = stream(
+                    [str(BIN / "flwr"), "run", str(app), "light", "--stream", "--run-config", pairs], env, _show
+                )
+                if [done.get("status") for done in flower_runs(env, "light")] != ["finished:completed"]:
+                    raise EngineError("the run did not complete. Its last words:\n" + "\n".join(tail))
+                return dict(json.loads(times.read_text()))
+            finally:
+                light.close()
+        finally:
+            link.end()
+
+
+def _show(text: str) -> None:
+    if text.startswith("{"):  # a round's figures
+        print(text, file=sys.stderr, flush=True)
+
+
+def seconds_of(found: Mapping[str, Any], shape: tuple[int, int], keys: Sequence[str]) -> float:
+    """Return the median over the rounds of a shape of the sum of these figures."""
+    rounds = [r for r in found["rounds"] if tuple(r["shape"]) == shape]
+    return float(statistics.median(sum(r[key] for key in keys) for r in rounds))
+
+
+def measure(nodes: int) -> Constants:
+    """Measure the constants with light SuperNodes, a ClientApp's imports and a channel on this machine."""
+    alone = run_light(0, (), 0, 10.0)["idle"]  # the run's log and heartbeat
+    found = run_light(nodes, SHAPES, 2, 10.0)
+    idle = found["idle"]["cpu"] / found["idle"]["seconds"]
+    poll = (idle - alone["cpu"] / alone["seconds"]) * NAP / nodes
+
+    rounds = found["rounds"]
+    spent = [r["superlink"] + r["serverapp"] - idle * r["seconds"] for r in rounds]
+    shapes = [(nodes, nodes * a, nodes * a * b, r["seconds"]) for r in rounds for a, b in (r["shape"],)]
+    scale = np.array([1, 1, 1e6, 1])
+    message, array, byte, watch = np.linalg.lstsq(np.array(shapes) / scale, np.array(spent), rcond=None)[0] / scale
+    channel = channel_seconds()
+    return Constants(poll, float(message), float(array), float(byte), start_seconds(), channel, float(watch))
+
+
+def start_seconds() -> float:
+    """Return the CPU seconds of a process that imports what a ClientApp of this package does, the least of three."""
+    code = "import flwr.supernode.cli.flwr_clientapp, fedbn_flwr"
+    found = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(found)
+
+
+def channel_seconds(clients: int = 16, exchanges: int = 50) -> float:
+    """Return the CPU seconds of a client's call in an exchange by channel, both ends together."""
+    server = ChannelServer("127.0.0.1:0")
+    barrier = Barrier({i: Member(1.0, 1, f"client {i}") for i in range(clients)}, timeout=60)
+    tokens = server.admit(barrier)
+
+    def work(client: int) -> None:
+        reducer = ChannelReducer(server.address, tokens[client], b"", 60)
+        reducer.begin()
+        for k in range(exchanges):
+            reducer.reduce(f"mean/{k}", torch.zeros(64))
+        reducer.close()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(clients)]
+    began = time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spent = time.process_time() - began
+    server.close()
+    return spent / clients / exchanges
+
+
+def core_share(seconds: float = 2.0) -> float:
+    """Return the part of a core that a busy process gets beside what else this machine does."""
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() - began < seconds:
+        pass
+    return (time.process_time() - used) / (time.monotonic() - began)
+
+
+def check(nodes: int, constants: Constants) -> str:
+    """Return the rows of the table of predicted and measured rounds of so many light SuperNodes."""
+    shapes = ((1, 4), (8, 4096))
+    share = core_share()
+    found = run_light(nodes, shapes, 2, 10.0)
+    share = (share + core_share()) / 2
+    rows = []
+    for count, number in shapes:
+        load = Load(1, count, count * number, count * number)
+        served, looks = service(load, nodes, constants), constants.watch + nodes * constants.poll / NAP
+        # The last of n nodes to wake does so after n / (n + 1) of a nap, on average.
+        wall = (NAP * nodes / (nodes + 1) + served / share) / (1 - looks)
+        cpu = served + wall * looks
+        seconds = seconds_of(found, (count, number), ("seconds",))
+        spent = seconds_of(found, (count, number), ("superlink", "serverapp"))
+        label = f"{count} array(s) of {number} bytes"
+        rows.append(f"| {nodes} | {label} | {cpu:.1f} | {spent:.1f} | {wall:.1f} | {seconds:.1f} | {share:.2f} |")
+    return "\n".join(rows)
+
+
+def main(
+    measure_with: Annotated[int, typer.Option("--measure", min=0, help="measure the constants with so many nodes")] = 0,
+    check_with: Annotated[list[int] | None, typer.Option("--check", min=1, help="predict and run so many")] = None,
+    write: Annotated[Path | None, typer.Option(help="a page with the marks <!-- scale --> and <!-- /scale -->")] = None,
+) -> None:
+    """Predict rounds of large federations; on request measure the constants and check the prediction."""
+    constants = measure(measure_with) if measure_with else MEASURED
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    if measure_with:
+        print(f"{machine}: {constants}")
+    idle = ", ".join(f"{n:,}: {short(n * constants.poll / NAP)}" for n in CLIENTS)
+    text = "\n\n".join(
+        [known(constants), table(constants), f"Cores of the SuperLink without any message, by nodes: {idle}."]
+    )
+    print(text)
+    if write:
+        write_between(write, "scale", text)
+    if check_with:
+        head = ("nodes", "a message", "CPU s, predicted", "measured", "s a round, predicted", "measured", "core share")
+        print(f"\n| {' | '.join(head)} |\n|---:|---|---:|---:|---:|---:|---:|")
+        for nodes in check_with:
+            print(check(nodes, constants), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

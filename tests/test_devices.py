@@ -1,0 +1,190 @@
+"""A run on a GPU is the run on the CPU: every test here runs on both, and is skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, tracking_layers
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.models import build_model
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
+from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.randomness import Generators, seeded
+from tests.support.points import Points
+from tests.support.synchronised import WEIGHT_DECAY, centralised, client_data, distances, synchronised, trained
+
+SIZES = (6, 4, 5)
+CPU = torch.device("cpu")
+TRAINING = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_epochs=2, sgd_momentum=0.9)
+
+
+def resnet() -> nn.Module:
+    return trained(build_model("resnet20", num_classes=3, channels=3, size=16))
+
+
+def images(number: int) -> Points:
+    return client_data((3, 16, 16), (number,))[0]
+
+
+def stream(purpose: str) -> torch.Generator:
+    return torch_generator(3, purpose)
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    """Float64 on two devices differs by the order of sums, counters not at all."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        there, here = torch.as_tensor(found[name]).cpu(), torch.as_tensor(value).cpu()
+        torch.testing.assert_close(there, here, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_training_and_evaluation_are_those_of_the_cpu(device: torch.device, memory_format: torch.memory_format) -> None:
+    data, here = images(9), resnet()
+    there = copy.deepcopy(here).to(device, memory_format=memory_format)
+    results = [train(model, data, TRAINING, learning_rate=0.01, stream=stream) for model in (there, here)]
+    assert {value.device.type for value in there.state_dict().values()} == {device.type}
+    close(there.state_dict(), here.state_dict(), 1e-6)  # six steps with momentum enlarge the rounding
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
+    assert (results[0].accuracy, results[0].num_steps) == (results[1].accuracy, results[1].num_steps)
+    there.load_state_dict(here.state_dict())
+    tests = [evaluate(model, data, batch_size=4) for model in (there, here)]
+    assert tests[0].loss == pytest.approx(tests[1].loss, rel=1e-9)
+    assert tests[0].accuracy == tests[1].accuracy
+    found = [reestimate_statistics(model, data, batch_size=4, seed=0) for model in (there, here)]
+    for path, expected in found[1].items():
+        torch.testing.assert_close(found[0][path].mean.cpu(), expected.mean.cpu(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[0][path].m2.cpu(), expected.m2.cpu(), rtol=1e-9, atol=1e-9)
+    assert len(found[1]) == len(tracking_layers(here))
+
+
+def test_mixed_precision_keeps_state_in_its_type(device: torch.device) -> None:
+    model = set_memory_format(build_model("resnet20", num_classes=3, channels=3, size=16).to(device))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    data = client_data((3, 16, 16), (8,), dtype=torch.float32)[0]
+    settings = LocalTraining(learning_rate=LearningRate(0.01), batch_size=4, amp=True)
+    result = train(model, data, settings, learning_rate=0.01, stream=stream)
+    assert result.num_steps == 2
+    for name, value in model.state_dict().items():
+        assert (value.dtype, value.device) == (before[name].dtype, before[name].device), name
+        assert bool(torch.isfinite(value).all()), name
+    assert {int(layer.num_batches_tracked) for layer in tracking_layers(model)} == {2}
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN])
+def test_a_federation_ends_in_the_state_of_the_cpu(federate, points, mlp, device: torch.device, strategy) -> None:
+    data = [points(size, client) for client, size in enumerate(SIZES)]
+    options = {"rounds": 2, "local_epochs": 1, "batch_size": 0}
+    there, here = (federate(strategy(), lambda on=on: mlp().to(on), data, **options) for on in (device, CPU))
+    assert there.strategy.reports[0].rejected == {}
+    close(there.state, here.state)
+    if strategy is FedBN:
+        close(there.local_state(1), here.local_state(1))
+
+
+def test_worker_processes_on_a_device_end_in_the_state_of_one_process(federate, points, mlp, device) -> None:
+    """With a GPU the workers are new processes, which get the app by cloudpickle."""
+    data = [points(size, client) for client, size in enumerate(SIZES)]
+
+    def state(workers: int) -> dict[str, Any]:
+        app = lambda: mlp(dropout=0.5).to(device)  # noqa: E731
+        return federate(FedBN(), app, data, rounds=2, grid_options={"workers": workers, "torch_threads": 1}).state
+
+    close(state(2), state(0))
+
+
+def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(federate, device: torch.device) -> None:
+    data, options = client_data((3, 6, 6), SIZES), {"rounds": 1, "local_epochs": 1, "batch_size": 0}
+    model = lambda on: trained(nn.Sequential(*layers())).to(on)  # noqa: E731
+    there = federate(FedAvg(), lambda: set_memory_format(model(device), "channels-last"), data, **options)
+    here = federate(FedAvg(), lambda: model(CPU), data, **options)
+    assert there.state["0.weight"].flags.c_contiguous
+    close(there.state, here.state)
+
+
+def layers() -> list[nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)]
+
+
+@pytest.mark.parametrize("transport", ["barrier", "messages"])
+def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(run_step, device, transport) -> None:
+    model, data = trained(nn.Sequential(*layers())), client_data((3, 6, 6), (2, 3, 1))
+    made = synchronised(FedTAN, transport, fedtan_exchanges="2L+1", min_train_nodes=1, min_available_nodes=1)
+    there = copy.deepcopy(model).to(device)
+    done = run_step(made, there, data, transport=transport, weight_decay=WEIGHT_DECAY)
+    assert done.strategy.reports[0].rejected == {}
+    assert done.strategy.reports[0].train.exchanges == 3  # moments, gradients, the model
+    assert max(distances(done.tensors, centralised(model, data), model.state_dict())) < 1e-9
+
+
+def test_dropout_repeats_and_the_default_generator_does_not_move(federate, points, mlp, device: torch.device) -> None:
+    data = [points(size, client) for client, size in enumerate(SIZES)]
+
+    def once() -> dict[str, Any]:
+        return federate(FedAvg(), lambda: mlp(dropout=0.5).to(device), data, rounds=2).state
+
+    torch.zeros(1, device=device)  # from now on the GPU's generator counts, too
+    torch.manual_seed(1)
+    before = torch.rand(4, device=device)
+    torch.manual_seed(1)
+    first = once()
+    assert torch.equal(torch.rand(4, device=device), before)
+    torch.manual_seed(2)
+    second = once()
+    for name, value in first.items():
+        assert np.array_equal(value, second[name]), name
+
+
+def test_the_default_generators_are_seeded_in_a_block_and_restored_after_it(device: torch.device) -> None:
+    torch.zeros(1, device=device)
+    outside = Generators.now()
+    drawn = []
+    for _ in range(2):
+        with seeded(5):
+            drawn.append(torch.rand(4, device=device))
+    expected = torch.rand(4, device=device)
+    outside.restore()
+    assert torch.equal(torch.rand(4, device=device), expected)
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], expected)
+
+
+class Cut(Exception):
+    """The power fails."""
+
+
+def test_a_cut_run_goes_on_from_its_checkpoint(tmp_path: Path, device: torch.device) -> None:
+    settings: dict[str, Any] = {
+        **{"strategy": "fedbn", "num-clients": 3, "num-server-rounds": 4, "local-steps": 2},
+        **{"batch-size": 8, "checkpoint-every": 2, "eval-every": 4, "device": str(device)},
+    }
+
+    def cut(line: Any) -> None:
+        if line["round"] == 3:
+            raise Cut
+
+    def start(name: str, on_round: Callable[[Any], None] | None = None, resume: bool = False) -> None:
+        run(Config.make({**settings, "resume": resume}), tmp_path / name, on_round=on_round)
+
+    start("whole")
+    with pytest.raises(Cut):
+        start("cut", cut)
+    start("cut", resume=True)
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+    exact = device.type == "cpu"
+    close(found, expected, 0.0 if exact else 1e-4)  # a GPU's sums have no fixed order
