@@ -62,8 +62,9 @@ class LocalState:
         Raises:
             StateError: the client does not have the expected state.
         """
-        held = self.sha256()
-        if (expected is None and (held or self._folder is None)) or (expected and expected == held):
+        if expected is None and (self._folder is None or self._holds()):
+            return
+        if expected and expected == self.sha256():
             return
         if self._folder is None:
             if expected:
@@ -153,9 +154,13 @@ class LocalState:
             raise StateError(
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
             )
-        begun = self._begun(server_round) if self.sha256() else server_round
+        begun = self._begun(server_round) if self._holds() else server_round
         self._context.state[key] = to_record(entries)
         self._describe(server_round, begun)
+
+    def _holds(self) -> bool:
+        """Return whether anything is kept."""
+        return self._context is not None and any(key in self._context.state for key in (KEPT, KEPT_BY_HOOKS))
 
     def _begun(self, server_round: int) -> int:
         """Return the round in which the kept state began, if this is that round, else 0."""

@@ -315,18 +315,17 @@ class TorchClient(NumPyClient):
             )
         if extra := [name for name in state if name not in own]:
             raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
-        lent.load({name: _fit(name, state[name], own[name]) for name in own})
+        lent.load(tensors({name: _fit(name, state[name], own[name]) for name in own}))
         plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}
         return plain, prefix
 
 
-def _fit(name: str, array: Array, like: torch.Tensor) -> torch.Tensor:
-    """Return the array in the entry's dtype; counters that arrive as floats are rounded, not truncated."""
-    if tuple(array.shape) != tuple(like.shape):
+def _fit(name: str, array: Array, like: torch.Tensor) -> Array:
+    """Return the array if it fits the entry; counters that arrive as floats are rounded, not truncated."""
+    if array.shape != tuple(like.shape):
         raise StateError(f"entry '{name}' has shape {tuple(array.shape)}, the model has {tuple(like.shape)}")
-    if not like.is_floating_point() and np.issubdtype(array.dtype, np.floating):
-        array = np.rint(array)
-    return tensors({name: array})[name].to(like.dtype)
+    counts_as_floats = array.dtype.kind == "f" and not like.is_floating_point() and not like.is_complex()
+    return np.asarray(np.rint(array)) if counts_as_floats else array
 
 
 class SizedApp(ClientApp):

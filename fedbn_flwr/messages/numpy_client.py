@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.averaging import Array
@@ -97,11 +96,11 @@ def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
     """Return the arrays in records with the same names as in the message."""
     keys: Sequence[str] = list(message.content.array_records)
     first, others = keys[0], keys[1:]
-    records: dict[str, dict[str, FlowerArray]] = {key: {} for key in keys}
+    records = {key: ArrayRecord() for key in keys}
     for name, array in arrays.items():
         key = next((k for k in others if name.startswith(f"{k}/")), first)
         records[key][name.removeprefix(f"{key}/") if key in others else name] = encode(np.asarray(array))
-    return RecordDict({key: ArrayRecord(record) for key, record in records.items()})
+    return RecordDict(dict(records))
 
 
 def _add_metrics(content: RecordDict, num_examples: int, metrics: Config) -> None:
