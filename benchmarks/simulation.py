@@ -109,6 +109,7 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
             ours(0),
             ours(2),
             ours(0, "bf16"),
+            ours(0, "compile"),
         )
         for name in ("resnet20-20", "resnet20-128")
     },

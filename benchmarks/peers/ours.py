@@ -1,7 +1,7 @@
 """This package: ``TorchClient`` and its strategies, in process, or in Flower's Ray simulation (variant ``ray``).
 
 The clients have the images as bytes in one ``Samples``, as ``fedbn-flwr run`` has them; a batch becomes floating point
-when it is taken. Variant ``bf16``: training under bfloat16 autocast.
+when it is taken. Variant ``bf16``: training under bfloat16 autocast; ``compile``: the model is compiled in round 1.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from fedbn_flwr.data.samples import Samples, Subset
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.memory_format import set_memory_format
 
 
 @cache
@@ -36,10 +38,16 @@ def samples(folder: str, part: str) -> Samples:
     return Samples(torch.from_numpy(pixels), torch.from_numpy(targets))
 
 
+def build(name: str, compiled: bool) -> nn.Module:
+    """Return a model in the memory format that suits it, as ``fedbn-flwr run`` has it."""
+    model = set_memory_format(make_model(name))
+    return cast(nn.Module, torch.compile(model)) if compiled else model
+
+
 @cache
-def builder(model: str) -> Callable[[], nn.Module]:
+def builder(name: str, compiled: bool) -> Callable[[], nn.Module]:
     """Return a function that builds a model, the same one for each message, so that a process builds it once."""
-    return partial(make_model, model)
+    return partial(build, name, compiled)
 
 
 def make_client_app(job: Job) -> ClientApp:
@@ -58,7 +66,7 @@ def make_client_app(job: Job) -> ClientApp:
         own = Subset(samples(folder, "train"), torch.arange(first, first + setting.examples), **norm)
         tests = samples(folder, "test")
         test = Subset(tests, None if setting.evaluate else torch.arange(2000), **norm)
-        return TorchClient(builder(setting.model), own, test, settings, context=context)
+        return TorchClient(builder(setting.model, job.variant == "compile"), own, test, settings, context=context)
 
     return client_app(client_fn)
 
