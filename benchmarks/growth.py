@@ -89,14 +89,14 @@ COLUMNS = {
         "clients, 10 of them a round", points("clients", 10, 100, 1000, 10_000, 100_000), "clients", "start"
     ),
     "a-round": Column("clients a round, of 300", points("a_round", 10, 30, 100, 300, clients=300), "a_round"),
-    "layers": Column("layers, each with BatchNorm", points("layers", 2, 8, 32, 64), "layers"),
+    "layers": Column("layers, each with BatchNorm", points("layers", 2, 8, 32, 128), "layers"),
     "parameters": Column(
         "parameters of 4 layers",
         points("width", 32, 128, 512),
         "parameters",
         bent="a step costs a fixed time for each layer and, with larger matrices, more operations a second",
     ),
-    "rounds": Column("rounds", points("rounds", 5, 20, 80), "rounds", "total"),
+    "rounds": Column("rounds", points("rounds", 10, 100, 300), "rounds", "total"),
     "message": Column(
         "bytes of a message",
         points("buffer", 0, 100_000, 1_000_000, 3_000_000),
