@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -50,6 +49,7 @@ from gpu_ways import (
     vmapped,
     vmapped_graph,
 )
+from measure import commit, write_block
 from torch import Tensor
 
 BATCHES = (20, 128)
@@ -249,24 +249,9 @@ def table(title: str, rows: Mapping[str, Row]) -> str:
 def facts(device: torch.device) -> str:
     """Return the device, the versions and the commit."""
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    run = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     threads = f", {torch.get_num_threads()} torch thread(s)" if device.type == "cpu" else ""
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
-    return f"{what}{threads}, {os.cpu_count()} CPU cores, {versions}, commit {commit}"
-
-
-def write_between(path: Path, mark: str, text: str) -> None:
-    """Replace what stands between ``<!-- mark -->`` and ``<!-- /mark -->`` in a file.
-
-    Raises:
-        ValueError: the file has not both marks, once each, in this order.
-    """
-    page = path.read_text()
-    parts = page.split(f"<!-- {mark} -->"), page.split(f"<!-- /{mark} -->")
-    if any(len(found) != 2 for found in parts) or len(parts[0][0]) > len(parts[1][0]):
-        raise ValueError(f"{path}: the marks <!-- {mark} --> and <!-- /{mark} --> must stand in it once, in this order")
-    path.write_text(f"{parts[0][0]}<!-- {mark} -->\n{text}\n<!-- /{mark} -->{parts[1][1]}")
+    return f"{what}{threads}, {os.cpu_count()} CPU cores, {versions}, commit {commit() or 'unknown'}"
 
 
 def main(
@@ -302,7 +287,7 @@ def main(
     text = "\n\n".join([about, *(table(title, rows) for title, rows in titled.items())])
     print(text)
     if write:
-        write_between(write, "gpu", text)
+        write_block(write, "gpu", text)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +44,9 @@ def machine() -> str:
     if (meminfo := Path("/proc/meminfo")).exists():
         kilobytes = int(meminfo.read_text().split()[1])
         memory = f", {kilobytes / 2**20:.0f} GiB"
+    packages = f"torch {torch.__version__}, flwr {version('flwr')}"
     cores = f"{torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
-    return f"{model}, {cores}{memory}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{model}, {cores}{memory}, Python {platform.python_version()}, {packages}"
 
 
 def commit(folder: Path = ROOT) -> str:

@@ -33,7 +33,7 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 import numpy as np
 import torch
 import typer
-from gpu import write_between
+from measure import write_block
 from scale_work import NAP, LightNodes
 
 from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
@@ -351,7 +351,7 @@ def main(
     )
     print(text)
     if write:
-        write_between(write, "scale", text)
+        write_block(write, "scale", text)
     if check_with:
         head = ("nodes", "a message", "CPU s, predicted", "measured", "s a round, predicted", "measured", "core share")
         print(f"\n| {' | '.join(head)} |\n|---:|---|---:|---:|---:|---:|---:|")

@@ -11,7 +11,6 @@ clients train a linear layer on random numbers, when its server tests the model 
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from measure import ROOT, facts, table, write_block
 
-ROOT = Path(__file__).parents[1]
 BASE = "import torch, flwr"
 RUN = ["run", "--set", "strategy=fedavg", "--set", "dataset=digits", "--set", "num-server-rounds=1"]
 
@@ -116,17 +115,10 @@ def stock_round() -> float:
         return done.stat().st_mtime - start
 
 
-def commit() -> str:
-    """Return the commit of this checkout, with a note if files differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    found = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    return f"{found or 'unknown'}{' with changes' if changed else ''}"
-
-
 def main(
     turns: Annotated[int, typer.Option(min=1, help="fresh processes of each kind")] = 7,
     simulation: Annotated[bool, typer.Option(help="also in Flower's simulation")] = False,
+    write: Annotated[Path | None, typer.Option(help="a page with the block 'startup'")] = None,
 ) -> None:
     """Measure what imports and the start of a run cost beside importing torch and Flower."""
     os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -147,16 +139,14 @@ def main(
             seconds[name].append(ways[name][0]())
             print(f"{name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
     medians = {name: statistics.median(found) for name, found in seconds.items()}
-    print(f"| fresh process | seconds | / {BASE} | target |\n|---|---:|---:|---|")
-    for name, (_, target) in ways.items():
-        print(f"| {name} | {medians[name]:.2f} | {medians[name] / medians[BASE]:.2f} | {target} |")
-    cpu = platform.processor() or platform.machine()
-    versions = subprocess.run(
-        [sys.executable, "-c", "import torch, flwr; print('torch', torch.__version__ + ', flwr', flwr.__version__)"],
-        check=True, capture_output=True, text=True,
-    ).stdout.strip()  # fmt: skip
-    python = platform.python_version()
-    print(f"\nMedians of {turns}; commit {commit()}; {cpu}, {os.cpu_count()} cores, Python {python}, {versions}.")
+    rows = [
+        [name, f"{medians[name]:.2f}", f"{medians[name] / medians[BASE]:.2f}", target]
+        for name, (_, target) in ways.items()
+    ]
+    text = f"{table(['fresh process', 'seconds', f'/ {BASE}', 'target'], rows)}\n\nMedians of {turns}. {facts()}"
+    print(text)
+    if write is not None:
+        write_block(write, "startup", text)
 
 
 if __name__ == "__main__":
