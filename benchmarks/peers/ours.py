@@ -28,7 +28,6 @@ from fedbn_flwr.data.samples import Samples, Subset
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.memory_format import set_memory_format
 
 
 @cache
@@ -39,8 +38,8 @@ def samples(folder: str, part: str) -> Samples:
 
 
 def build(name: str, compiled: bool) -> nn.Module:
-    """Return a model in the memory format that suits it, as ``fedbn-flwr run`` has it."""
-    model = set_memory_format(make_model(name))
+    """Return a model, as a user builds it."""
+    model = make_model(name)
     return cast(nn.Module, torch.compile(model)) if compiled else model
 
 

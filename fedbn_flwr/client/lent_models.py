@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
 
 __all__ = ["BuildModel", "LentModel", "lender"]
@@ -58,22 +59,24 @@ class LentModel:
             load_state(self.plain, state)
 
 
-def lender(model: nn.Module | BuildModel) -> Callable[[], AbstractContextManager[LentModel]]:
-    """Return the function that lends a model: the given one, or one that this process has built with the function.
+def lender(
+    model: nn.Module | BuildModel, memory_format: MemoryFormat = "auto"
+) -> Callable[[], AbstractContextManager[LentModel]]:
+    """Return the function that lends a model in this format: the given one, or one that this process has built with it.
 
     A built model that is not lent serves the next client. It is thrown away if its client raised an exception, and with
     the function that builds it.
     """
     if isinstance(model, nn.Module):
-        own = LentModel.of(model)
+        own = LentModel.of(set_memory_format(model, memory_format))
         return lambda: nullcontext(own)
-    return lambda: _built(model)
+    return lambda: _built(model, memory_format)
 
 
 @contextmanager
-def _built(build: BuildModel) -> Iterator[LentModel]:
+def _built(build: BuildModel, memory_format: MemoryFormat) -> Iterator[LentModel]:
     free = _FREE.setdefault(build, [])
-    lent = free.pop() if free else LentModel.of(build())
+    lent = free.pop() if free else LentModel.of(set_memory_format(build(), memory_format))
     yield lent  # after an exception the model is not free again: its modes and hooks are as the exception left them
     lent.plain.zero_grad(set_to_none=True)
     free.append(lent)

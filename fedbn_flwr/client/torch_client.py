@@ -57,7 +57,7 @@ from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loop import Batches, train
-from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
+from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seed_generators
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -110,9 +110,7 @@ class TorchClient(NumPyClient):
         self.train_data = train_data
         self.test_data = test_data if isinstance(test_data, Mapping) else {"": test_data}
         self.settings = settings
-        if isinstance(model, nn.Module):
-            set_memory_format(model, settings.memory_format)
-        self._lend = lender(model)
+        self._lend = lender(model, settings.memory_format)
         self.context = context
         if partition_id is None and context is not None and PARTITION_ID in context.node_config:
             partition_id = int(context.node_config[PARTITION_ID])

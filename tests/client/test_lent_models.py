@@ -58,6 +58,15 @@ def test_one_model_serves_all_messages_with_the_same_bits(points, mlp, same_bits
     same_bits(*[{n: a.numpy() for n, a in arrays.items()} for arrays in found])
 
 
+@pytest.mark.parametrize("given", ["model", "function"])
+def test_models_get_the_memory_format_of_the_settings(given: str) -> None:
+    for memory_format, last in (("auto", True), ("contiguous", False), ("channels-last", True)):
+        build = functools.partial(resnet18, num_classes=2)
+        with lender(build() if given == "model" else build, memory_format)() as lent:
+            assert lent.plain.conv1.weight.is_contiguous(memory_format=torch.channels_last) == last
+            assert lent.state["conv1.weight"].data_ptr() == lent.plain.conv1.weight.data_ptr()
+
+
 def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
     build = Builds(mlp)
     with InProcessGrid(app(build, [points(n, i) for i, n in enumerate(SIZES)]), 4) as grid:
