@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -167,15 +166,23 @@ class InProcessGrid(ImmediateGrid):
         Raises:
             EngineError: a message is for an unknown node.
         """
-        message_ids = []
-        for message in messages:
-            node_id = message.metadata.dst_node_id
-            if node_id not in self._partition_of:
-                raise EngineError(f"no node {node_id} among the {len(self._node_ids)} of this grid")
-            message_id, reply_id = self._new_id(), self._new_id()
-            sent = stamped(message, message_id, self._run.run_id)
-            self._waiting[message_id] = self._enqueue(node_id, sent, reply_id)
-            message_ids.append(message_id)
+        messages = list(messages)
+        nodes = [message.metadata.dst_node_id for message in messages]
+        if unknown := [node_id for node_id in nodes if node_id not in self._partition_of]:
+            raise EngineError(f"no node {unknown[0]} among the {len(self._node_ids)} of this grid")
+        message_ids = [self._new_id() for _ in messages]
+        works = []
+        for node_id, message, message_id in zip(nodes, messages, message_ids, strict=True):
+            self._waiting[message_id] = result = Future[Message]()
+            works.append(self._work(node_id, stamped(message, message_id, self._run.run_id), self._new_id(), result))
+        for node_id, begin in zip(nodes, works, strict=True):  # a client that works beside this loop would slow it
+            with self._lock:
+                if busy := node_id in self._queues:
+                    self._queues[node_id].append(begin)
+                else:
+                    self._queues[node_id] = deque()
+            if not busy:
+                begin()
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -186,21 +193,14 @@ class InProcessGrid(ImmediateGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the replies to the messages after at most ``timeout`` seconds; see ``Grid.send_and_receive``."""
         message_ids = self.push_messages(messages)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for message_id in message_ids:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                self._waiting[message_id].exception(left)
-            except TimeoutError:
-                break
+        wait([self._waiting[message_id] for message_id in message_ids], timeout)
         return self.pull_messages(message_ids)
 
     def _new_id(self) -> str:
         return str(UUID(bytes=self._draw.bytes(16), version=4))
 
-    def _enqueue(self, node_id: int, message: Message, reply_id: str) -> Future[Message]:
-        """Return the future reply; the node works on its messages one by one, in order."""
-        result: Future[Message] = Future()
+    def _work(self, node_id: int, message: Message, reply_id: str, result: Future[Message]) -> Callable[[], None]:
+        """Return the call that begins a node's work on a message; at its end it begins the node's next one."""
 
         def begin() -> None:
             found = (item for item in self._barriers.items() if node_id in item[1].members)
@@ -227,13 +227,7 @@ class InProcessGrid(ImmediateGrid):
             if following is not None:
                 following()
 
-        with self._lock:
-            if node_id in self._queues:
-                self._queues[node_id].append(begin)
-                return result
-            self._queues[node_id] = deque()
-        begin()
-        return result
+        return begin
 
     def _context(self, node_id: int) -> Context:
         return self._contexts.get(node_id) or self._new_context(node_id)

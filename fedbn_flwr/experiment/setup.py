@@ -134,7 +134,8 @@ def check(config: Config) -> None:
     A forward pass of the model on two black images finds errors that would occur in every client.
 
     Raises:
-        ConfigError: all problems, one per line, or an augmentation that does not fit the images.
+        ConfigError: all problems, one per line; an augmentation that does not fit the images, or a memory format that
+            has no effect on the model.
         NormLayerError: the model does not fit the strategy, or a norm does not fit the layers.
     """
     problems = []
@@ -168,6 +169,11 @@ def check(config: Config) -> None:
         ways += [] if "norm='batch'" in ways else ["another model"]
         lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in found]
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
+    if config.memory_format != "auto" and not any(p.dim() == 4 for p in model.parameters()):
+        raise ConfigError(
+            f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. Leave it "
+            "out."
+        )
     _try_model(config, model)
 
 

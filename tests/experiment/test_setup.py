@@ -17,7 +17,16 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import check, image_shape, local_training, make_model, make_strategy, pick_device
+from fedbn_flwr.experiment.setup import (
+    check,
+    image_shape,
+    local_training,
+    make_model,
+    make_strategy,
+    pick_device,
+    training_model,
+)
+from fedbn_flwr.training.wrappers import unwrap
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 
 
@@ -158,3 +167,21 @@ def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:
     check(config)
     with pytest.raises(ConfigError, match=r"image-size=48 has no effect: model=torchvision:alexnet takes images of 63"):
         Config.make({**settings, "model": "torchvision:alexnet", "image-size": 48})
+
+
+def test_the_memory_format_of_a_config_is_that_of_its_models() -> None:
+    for memory_format, last in (("auto", True), ("contiguous", False), ("channels-last", True)):
+        config = Config.make({"model": "lenet", "memory-format": memory_format})
+        weight = next(p for p in training_model(config).parameters() if p.dim() == 4 and p.shape[1] > 1)
+        assert weight.is_contiguous(memory_format=torch.channels_last) == last
+        assert local_training(config).memory_format == memory_format
+    with pytest.raises(ConfigError, match="memory-format=channels-last has no effect: model 'mlp' has no 2-d"):
+        check(Config.make({"model": "mlp", "dataset": "digits", "memory-format": "channels-last"}))
+
+
+def test_a_compiled_model_has_the_names_and_weights_of_the_plain_one() -> None:
+    plain, compiled = (training_model(Config.make({"model": "lenet", "compile": on})) for on in (False, True))
+    assert type(compiled).__name__ == "OptimizedModule"
+    assert type(plain).__name__ != "OptimizedModule"
+    for (name, a), b in zip(unwrap(compiled).state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
