@@ -26,8 +26,8 @@ from fedbn_flwr.experiment.setup import (
     pick_device,
     training_model,
 )
-from fedbn_flwr.training.wrappers import unwrap
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.training.wrappers import unwrap
 
 
 def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
