@@ -4,8 +4,8 @@
     python benchmarks/kill_and_resume.py --engine simulation      # in Flower's Ray simulation
     python benchmarks/kill_and_resume.py --methods mtfl+fedadam   # methods in one run, see COMBINED
 
-Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does,
-at a moment drawn from the seed: one in eight while it starts, the others in the first half of its rounds' time; then
+Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does (worker
+processes end by themselves as soon as the command is killed), at a moment drawn from the seed: one in eight while it starts, the others in the first half of its rounds' time; then
 the run is resumed, and killed again, until the kills are used up and the last run has ended. After every kill its
 folder is read as a user would: whole JSON lines, checkpoints and client files whose SHA-256 fits, and nothing half
 written under a name that is read. The table is printed as Markdown; the exit code is 1 where a hash differs.
@@ -46,17 +46,17 @@ SETTINGS = {"num-clients": 3, "local-steps": 2, "batch-size": 16, "learning-rate
 Engine = Literal["in-process", "simulation"]
 
 
-def work(settings: dict[str, Any], out: Path, engine: Engine) -> None:
+def work(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> None:
     """One command, in a process of its own: begin the run, or go on with it."""
     os.environ |= {MARK: out.name, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    run(Config.make({**settings, "resume": True}), out, engine)
+    run(Config.make({**settings, "resume": True}), out, engine, workers=workers)
 
 
-def begin(settings: dict[str, Any], out: Path, engine: Engine) -> BaseProcess:
+def begin(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")  # imports torch and Flower once, not for every command
     context.set_forkserver_preload(["fedbn_flwr.experiment.run", "fedbn_flwr.experiment.curves"])
-    process = context.Process(target=work, args=(settings, out, engine))
+    process = context.Process(target=work, args=(settings, out, engine, workers))
     process.start()
     return process
 
@@ -128,11 +128,11 @@ def finish(process: BaseProcess, out: Path) -> dict[str, Any]:
 
 
 def torment(
-    method: str, settings: dict[str, Any], folder: Path, engine: Engine, kills: int, draw: random.Random
+    method: str, settings: dict[str, Any], folder: Path, engine: Engine, workers: int, kills: int, draw: random.Random
 ) -> bool:
     """Kill and resume runs until ``kills`` are used up; print the row; return whether every hash was the same."""
     whole = folder / method
-    expected = finish(begin(settings, whole, engine), whole)["sha256"]
+    expected = finish(begin(settings, whole, engine, workers), whole)["sha256"]
     seconds = sum(line["seconds"] for line in read_metrics(whole / "metrics.jsonl")[1:])
     done, again, resumed, hashes = 0, 0, 0, list[str]()
     while done < kills or not hashes:
@@ -140,7 +140,7 @@ def torment(
         ended = False
         while not ended:
             resumed += any((out / "checkpoint").glob("round-*.safetensors"))
-            process = begin(settings, out, engine)
+            process = begin(settings, out, engine, workers)
             if done < kills:
                 wait(process, out, draw, seconds)
             else:
@@ -161,6 +161,7 @@ def torment(
 
 def main(
     engine: Annotated[str, typer.Option(help="in-process or simulation")] = "in-process",
+    workers: Annotated[int, typer.Option(help="worker processes of the engine in-process", min=0)] = 2,
     methods: Annotated[str, typer.Option(help="comma list")] = ",".join(METHODS),
     kills: Annotated[int, typer.Option(help="per method")] = 20,
     rounds: Annotated[int, typer.Option(help="of a run")] = 40,
@@ -178,6 +179,7 @@ def main(
                 {**common, **COMBINED.get(m, {"strategy": m})},
                 Path(folder),
                 chosen,
+                workers,
                 kills,
                 random.Random(f"{seed} {m}"),
             )

@@ -171,8 +171,8 @@ def check(config: Config) -> None:
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
     if config.memory_format != "auto" and not any(p.dim() == 4 for p in model.parameters()):
         raise ConfigError(
-            f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. Leave it "
-            "out."
+            f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "
+            "Leave it out."
         )
     _try_model(config, model)
 
