@@ -67,7 +67,7 @@ def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:
     def client_fn(context: Context) -> TorchClient:
         torch.set_num_threads(1)  # over a network every client has a process, and they share the cores
         data = view(int(context.node_config["partition-id"]), data_dir)
-        return TorchClient(make_model(), data, data, training, context=context)
+        return TorchClient(make_model, data, data, training, context=context)
 
     app = client_app(client_fn, mods=[stamp])
 

@@ -157,7 +157,7 @@ def run(point: Point) -> dict[str, float]:
         min_train_nodes=point.a_round,
         min_available_nodes=point.clients,
     )
-    with InProcessGrid(client_app(client_fn), point.clients) as grid:
+    with InProcessGrid(client_app(client_fn, num_examples=lambda context: IMAGES), point.clients) as grid:
         strategy.start(grid, state, num_rounds=point.rounds + 1)
     total = time.perf_counter() - begun
     return {
