@@ -4,11 +4,12 @@
     python benchmarks/kill_and_resume.py --engine simulation      # in Flower's Ray simulation
     python benchmarks/kill_and_resume.py --methods mtfl+fedadam   # methods in one run, see COMBINED
 
-Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does (worker
-processes end by themselves as soon as the command is killed), at a moment drawn from the seed: one in eight while it starts, the others in the first half of its rounds' time; then
-the run is resumed, and killed again, until the kills are used up and the last run has ended. After every kill its
-folder is read as a user would: whole JSON lines, checkpoints and client files whose SHA-256 fits, and nothing half
-written under a name that is read. The table is printed as Markdown; the exit code is 1 where a hash differs.
+Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does,
+at a moment drawn from the seed: one in eight while it starts, the others in the first half of its rounds' time. Worker
+processes end by themselves as soon as the command is killed. Then the run is resumed, and killed again, until the kills
+are used up and the last run has ended. After every kill its folder is read as a user would: whole JSON lines,
+checkpoints and client files whose SHA-256 fits, and nothing half written under a name that is read. The table is
+printed as Markdown; the exit code is 1 where a hash differs.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
@@ -118,6 +119,12 @@ class TorchClient(NumPyClient):
         self.seed = seed
         self.task = task
         self.state_dir = state_dir
+
+    @property
+    def parts(self) -> Parts:
+        """The split of the model's state."""
+        with self._lend() as lent:
+            return lent.parts
 
     def get_properties(self, config: Config) -> Config:
         """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``.

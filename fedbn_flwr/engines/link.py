@@ -10,10 +10,12 @@ import io
 import itertools
 import os
 import pickle
+import socket
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -28,7 +30,7 @@ __all__ = ["Broadcasts", "Link", "Packed"]
 
 _LARGE = 2**10  # bytes; smaller arrays are in the pickle
 _ALIGNED = 64  # bytes: where each array begins in shared memory
-_REMEMBERED = 4  # broadcasts; a round has two: the whole model for new clients, and what the others share
+_REMEMBERED = 3  # broadcasts; a round has two: the whole model for new clients, and what the others share
 _MAX_BUFFERS = 512  # of one system call
 _keys = itertools.count(1)
 
@@ -172,8 +174,9 @@ class Link:
         return head, values
 
     def close(self) -> None:
-        """Close this end."""
-        self.pipe.close()
+        """End the link: whoever receives, at either end, gets EOFError."""
+        with socket.socket(fileno=os.dup(self.pipe.fileno())) as end, suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def _remember(known: OrderedDict[int, Any], key: int, value: Any) -> None:

@@ -20,6 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -29,6 +30,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -130,7 +132,7 @@ class WorkerProcesses:
         while True:
             try:
                 (kind, number), values = worker.link.receive()
-            except (EOFError, OSError):
+            except Exception:  # it has ended, or sent what cannot be read
                 self._replace(worker)
                 return
             if kind == CALL:
@@ -140,16 +142,20 @@ class WorkerProcesses:
                 continue
             with self._lock:
                 job = worker.jobs.pop(number)
+                worker.reducers.pop(number, None)
                 if not worker.jobs and self._jobs:
                     worker.begin(self._jobs.popleft(), self._broadcasts)
             job.done(*values[0])
 
     def _replace(self, worker: _Worker) -> None:
         """Start another process in place of one that died, and let its clients fail."""
-        worker.process.join(_SECONDS_TO_END)
+        worker.link.pipe.close()
         with self._lock:
             if self._closed:
                 return
+            worker.process.join(_SECONDS_TO_END)
+            worker.process.kill()
+            worker.process.join()
             lost = list(worker.jobs.values())
             why = f"worker process {worker.process.pid} {_how(worker.process.exitcode)}"
             if lost:
@@ -176,23 +182,19 @@ class _Worker:
         number = next(_numbers)
         self.jobs[number] = job
         head = (WORK, number, job.member.barrier_id if job.member else None)
-        try:
+        with suppress(OSError):  # if the process has died, the thread that attends to it fails the job
             self.link.send(head, broadcasts.pack(job.message), Packed.of(job.context))
-        except OSError:
-            return  # the process has died; the thread that attends to it fails the job
 
     def answer(self, number: int, job: Job, method: str, args: tuple[Any, ...]) -> None:
         """Do a member's call of its reducer, and send the result, or the exception."""
         if number not in self.reducers and job.member:
             self.reducers[number] = job.member.reducer()
         try:
-            result, error = getattr(self.reducers[number], method)(*args), None
-        except Exception as raised:
-            result, error = None, raised
-        try:
-            self.link.send((ANSWER, number, None), Packed.of((result, error)))
-        except OSError:
-            return
+            answer = Packed.of((getattr(self.reducers[number], method)(*args), None))
+        except Exception as error:
+            answer = Packed.of((None, error))
+        with suppress(OSError):
+            self.link.send((ANSWER, number, None), answer)
 
 
 _numbers = itertools.count()
@@ -245,9 +247,12 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
             members.begin(link, number, client_app, *values, barrier_id)
 
 
-def _reply(link: Link, number: int, *job: Any) -> None:
-    reply, context = work(*job)
-    link.send((DONE, number), Packed.of((reply, context)))
+def _reply(link: Link, number: int, app: ClientApp, message: Message, *rest: Any) -> None:
+    try:
+        done = Packed.of(work(app, message, *rest))
+    except Exception as error:  # what the app has put into its reply cannot be pickled
+        done = Packed.of((app_error(message, error), None))
+    link.send((DONE, number), done)
 
 
 class _Members:
@@ -262,7 +267,12 @@ class _Members:
         *client, barrier_id = job
         self.answers[number] = SimpleQueue()
         reducer = _RemoteReducer(functools.partial(self._call, link, number))
-        self._threads.submit(_reply, link, number, *client, {barrier_id: reducer})
+
+        def reply() -> None:
+            _reply(link, number, *client, {barrier_id: reducer})
+            del self.answers[number]
+
+        self._threads.submit(reply)
 
     def _call(self, link: Link, number: int, method: str, *args: Any) -> Any:
         link.send((CALL, number), Packed.of((method, args)))

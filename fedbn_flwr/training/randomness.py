@@ -7,6 +7,7 @@ only one client computes at a time: it takes its turn, and gives it back while i
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ def seeded(seed: int) -> Iterator[Generators]:
 
 
 _TURN = threading.Lock()
+os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.Lock()))  # its holder stays behind
 _OUTSIDE: ContextVar[Generators | None] = ContextVar("outside", default=None)
 
 

@@ -23,6 +23,7 @@ from fedbn_flwr.engines.link import Broadcasts, Link, Packed
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, Scaffold
+from fedbn_flwr.training.randomness import turn
 
 SIZES = (6, 13, 9, 21, 8)
 
@@ -73,7 +74,7 @@ def test_links_carry_arrays_of_every_kind_and_remember_broadcasts() -> None:
         for name, array in states[index].items():
             assert got[name].dtype == array.dtype
             assert np.array_equal(got[name], array)
-    assert len(sender._sent) == len(receiver._received) == 4
+    assert len(sender._sent) == len(receiver._received) == 3
     assert list(sender._sent) == list(receiver._received)
     broadcasts.close()
     sender.close()
@@ -256,6 +257,31 @@ def test_no_process_outlives_the_command(tmp_path, end: str) -> None:
     while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in workers)
+
+
+def test_what_cannot_be_pickled_fails_its_client_only() -> None:
+    class Odd(RecordDict):
+        def __reduce__(self):
+            raise TypeError("this record stays here")
+
+    def work(message: Message, context: Context) -> Message:
+        return Message(Odd() if context.node_config["partition-id"] == 1 else RecordDict(), reply_to=message)
+
+    with InProcessGrid(app_of(work), 3, workers=1) as grid:
+        before = pids(grid)
+        replies = grid.send_and_receive(to(grid, 0, 1, 2), timeout=30)
+        assert [reply.has_error() for reply in replies] == [False, True, False]
+        assert "this record stays here" in replies[1].error.reason
+        assert pids(grid) == before
+
+
+def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
+    def work(message: Message, context: Context) -> Message:
+        return Message(RecordDict(), reply_to=message)
+
+    with turn(0), InProcessGrid(app_of(work), 1, workers=1) as grid:
+        (reply,) = grid.send_and_receive(to(grid, 0), timeout=30)
+    assert not reply.has_error()
 
 
 def test_a_host_does_the_work_of_the_other() -> None:

@@ -65,10 +65,11 @@ def test_a_client_depends_only_on_its_context(quick_config) -> None:
     assert client.settings == local_training(config)
     assert (client.settings.local_steps, client.settings.batch_size, client.settings.sgd_momentum) == (2, 8, 0.5)
     again = client_fn(context(config))
-    for name, value in client.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name])
+    assert client.model is again.model, "a process builds one model"
+    model = client.model()
+    for name, value in model.state_dict().items():
         assert torch.equal(value.cpu(), make_model(config).state_dict()[name])
-    momenta = [m.momentum for m in client.model.modules() if isinstance(m, nn.BatchNorm1d)]
+    momenta = [m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
     assert momenta == [0.25]
     assert torch.equal(client.train_data.targets, partitioned_data(config, 3).train_view(1).targets)
 

@@ -18,6 +18,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server import synchronised_step
 from fedbn_flwr.strategies import FedTAN
+from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 from tests.support.versioned import Versioned
@@ -144,7 +145,8 @@ def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
     release = threading.Event()
 
     def stall(x: Any, *_: Any) -> Any:
-        release.wait(20)
+        with interrupted():
+            release.wait(20)
         return x
 
     class Stalling(broken(stall if begins else None, fit=None if begins else lambda *a: held(*a))):
@@ -312,7 +314,8 @@ def test_a_client_that_hangs_for_rounds_does_not_block_the_others(run_step, mode
     class Hanging(TorchClient):
         def fit(self, parameters, config):
             if self.partition_id == BAD and config["server-round"] == 1:
-                release.wait(15)
+                with interrupted():
+                    release.wait(15)
             return super().fit(parameters, config)
 
     done = run_step(synchronised(FedTAN, fedtan_timeout=1.0), model, data, rounds=3, client=Hanging)
