@@ -1,7 +1,8 @@
 """The models of this process: each is built once, and lent to one client at a time.
 
 To build a model and draw its first weights for every message takes longer than many clients' training. A client's
-message brings every entry of the model, so one model serves all clients.
+message brings every entry of the model's state dict, and buffers that are not in it are put back, so one model serves
+all clients. What a model keeps in other Python attributes stays: let ``client_fn`` build such a model itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
+from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
 
 __all__ = ["BuildModel", "LentModel", "lender"]
@@ -32,7 +34,7 @@ class LentModel:
         model: the model, possibly compiled or in DDP.
         plain: the module inside such wrappers.
         parts: the split of its state.
-        state: its entries by name, which share memory with the model.
+        buffers: buffers that are not in the state dict, as they were built: module, name, value.
         by_copy: whether a state is loaded by copies of its entries; if not, by ``load_state_dict``.
         tried: whether a synchronised step was tried with it.
     """
@@ -40,7 +42,7 @@ class LentModel:
     model: nn.Module
     plain: nn.Module
     parts: Parts
-    state: Mapping[str, Tensor]
+    buffers: list[tuple[nn.Module, str, Tensor]]
     by_copy: bool
     tried: bool = False
 
@@ -48,7 +50,18 @@ class LentModel:
     def of(cls, model: nn.Module) -> LentModel:
         """Return the model with what is derived from it."""
         plain = unwrap(model)
-        return cls(model, plain, split_state(plain), plain.state_dict(), loads_by_copy(plain))
+        buffers = [
+            (module, name, buffer.clone())
+            for module in plain.modules()
+            for name, buffer in module._buffers.items()
+            if name in module._non_persistent_buffers_set and buffer is not None
+        ]
+        return cls(model, plain, split_state(plain), buffers, loads_by_copy(plain))
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """The entries by name. They share memory with the model, until a layer replaces one of its buffers."""
+        return self.plain.state_dict()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load all entries."""
@@ -76,7 +89,13 @@ def lender(
 @contextmanager
 def _built(build: BuildModel, memory_format: MemoryFormat) -> Iterator[LentModel]:
     free = _FREE.setdefault(build, [])
-    lent = free.pop() if free else LentModel.of(set_memory_format(build(), memory_format))
+    if free:
+        lent = free.pop()
+    else:
+        with seeded(0):  # the first weights are drawn in some processes only; what the client draws is as in the others
+            lent = LentModel.of(set_memory_format(build(), memory_format))
     yield lent  # after an exception the model is not free again: its modes and hooks are as the exception left them
     lent.plain.zero_grad(set_to_none=True)
+    for module, name, buffer in lent.buffers:
+        module._buffers[name] = buffer.clone()
     free.append(lent)

@@ -176,8 +176,14 @@ class TorchClient(NumPyClient):
 
     def _round(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
         """Do as ``fit``; the arrays share the model's memory, and the next message changes them."""
-        with self._lend() as lent:
-            return self._train(lent, parameters, config)
+        try:
+            with self._lend() as lent:
+                return self._train(lent, parameters, config)
+        except Pending as exchange:
+            name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
+            return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
+        except StepDone:
+            return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
 
     def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
         read, local = TrainConfig.read(config), self._local_entries(lent, config)
@@ -188,21 +194,15 @@ class TorchClient(NumPyClient):
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
-        try:
-            result = train(
-                lent.model,
-                self.train_data,
-                self.settings,
-                learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
-                stream=functools.partial(self._stream, read.server_round),
-                hooks=list(hooks.values()),
-                task=self.task,
-            )
-        except Pending as exchange:
-            name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
-            return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
-        except StepDone:
-            return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
+        result = train(
+            lent.model,
+            self.train_data,
+            self.settings,
+            learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
+            stream=functools.partial(self._stream, read.server_round),
+            hooks=list(hooks.values()),
+            task=self.task,
+        )
         clear_log(self.context)
         state = to_state(lent.state)
         if local:

@@ -64,10 +64,13 @@ def work(
     """
     try:
         with turn(message_seed(message, context)), use_reducers(reducers.__getitem__), NamedConfigErrors():
-            return app(message, context), context
-    except Exception as error:
+            reply: object = app(message, context)
+        if not isinstance(reply, Message):
+            raise TypeError(f"the ClientApp returned {type(reply).__name__}, not a Message")
+        return reply, context
+    except (Exception, SystemExit) as error:
         logger.debug(traceback.format_exc())
-        return app_error(message, error), None
+        return app_error(message, error if isinstance(error, Exception) else repr(error)), None
 
 
 class OwnProcess:

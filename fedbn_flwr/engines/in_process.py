@@ -25,6 +25,7 @@ from fedbn_flwr.compat.flower import (
     NUM_PARTITIONS_KEY,
     PARTITION_ID_KEY,
     Run,
+    app_error,
     empty_run,
     identify_process,
     set_message_id,
@@ -201,11 +202,14 @@ class InProcessGrid(ImmediateGrid):
 
     def _work(self, node_id: int, message: Message, reply_id: str, result: Future[Message]) -> Callable[[], None]:
         """Return the call that begins a node's work on a message; at its end it begins the node's next one."""
+        found = (item for item in self._barriers.items() if node_id in item[1].members)
+        member = next((Member(barrier_id, barrier, node_id) for barrier_id, barrier in found), None)
 
         def begin() -> None:
-            found = (item for item in self._barriers.items() if node_id in item[1].members)
-            member = next((Member(barrier_id, barrier, node_id) for barrier_id, barrier in found), None)
-            self._host.submit(Job(message, self._context(node_id), member, done))
+            try:
+                self._host.submit(Job(message, self._context(node_id), member, done))
+            except Exception as error:  # its barrier is closed, or the grid
+                done(app_error(message, error), None)
 
         def done(reply: Message, context: Context | None) -> None:
             if context is not None and context != self._new_context(node_id):

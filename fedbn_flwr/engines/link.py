@@ -11,7 +11,6 @@ import itertools
 import os
 import pickle
 import socket
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -135,24 +134,22 @@ class Link:
             OSError: the other end is closed.
         """
         with self._lock:
-            files = []
-            about = []
-            for packed in values:
-                new = bool(packed.buffers) and packed.key not in self._sent
-                if new:
-                    files.append(packed.file if packed.key else packed.write())
-                elif packed.key:
-                    os.close(packed.file)
-                if packed.key:
-                    _remember(self._sent, packed.key, None)
-                about.append((packed.body, [len(buffer) for buffer in packed.buffers], packed.key, new))
+            files, about = list[int](), []
             try:
+                for packed in values:
+                    new = bool(packed.buffers) and packed.key not in self._sent
+                    if new:
+                        files.append(packed.file if packed.key else packed.write())
+                    about.append((packed.body, [len(buffer) for buffer in packed.buffers], packed.key, new))
                 self.pipe.send_bytes(pickle.dumps((head, about), protocol=5))
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
             finally:
-                for file in files:
+                for file in {*files, *(packed.file for packed in values if packed.key)}:
                     os.close(file)
+            for packed in values:
+                if packed.key:
+                    _remember(self._sent, packed.key, None)
 
     def receive(self) -> tuple[Any, list[Any]]:
         """Return the next small value and the unpacked ones; their large arrays lie in the shared memory.
@@ -193,11 +190,8 @@ def _slices(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _memory() -> int:
-    """Return the descriptor of a new file without a name, in memory where the system has such files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("fedbn-flwr")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    """Return the descriptor of a new file in memory."""
+    return os.memfd_create("fedbn-flwr")
 
 
 def _mapped(file: int) -> memoryview:

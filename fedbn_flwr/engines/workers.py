@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -35,16 +36,17 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error, identify_process
-from fedbn_flwr.engines.client_work import Job, work
+from fedbn_flwr.engines.client_work import Job, Member, work
 from fedbn_flwr.engines.link import Broadcasts, Link, Packed
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.transport import Reducer
+from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.transport import Dropped, Reducer
 
 __all__ = ["WorkerProcesses"]
 
 logger = logging.getLogger("flwr")
 
-WORK, DONE, CALL, ANSWER = "work", "done", "call", "answer"
+READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 _SECONDS_TO_END = 5.0
 
 
@@ -52,8 +54,8 @@ class WorkerProcesses:
     """Runs clients in ``count`` processes.
 
     Where it is safe the processes are forks of this one: they start at once, share its data, and a script's closures
-    need not be pickled. On CUDA, with several torch threads and on systems other than Linux they are new processes,
-    which get the app by cloudpickle.
+    need not be pickled. On CUDA and with several torch threads they are new processes, which get the app by
+    cloudpickle.
 
     Args:
         app: the app of every node.
@@ -62,11 +64,13 @@ class WorkerProcesses:
         run_id: the run, for Flower's messages.
 
     Raises:
-        EngineError: the app cannot be sent to a new process.
+        EngineError: the system is not Linux, or the app cannot be sent to a new process.
     """
 
     def __init__(self, app: ClientApp, torch_threads: int, count: int, run_id: int) -> None:
-        fork = sys.platform == "linux" and torch_threads == 1 and not torch.cuda.is_available()
+        if sys.platform != "linux":
+            raise EngineError(f"worker processes share memory in a way that {sys.platform} does not have")
+        fork = torch_threads == 1 and not torch.cuda.is_available()
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
         self._settings = (torch_threads, run_id)
@@ -74,27 +78,30 @@ class WorkerProcesses:
             self._app: ClientApp | bytes = app if fork else cloudpickle.dumps(app)
         except Exception as error:  # pickling runs user code
             raise EngineError(f"the ClientApp cannot be sent to a process: {type(error).__name__}: {error}") from error
-        self._lock = threading.Lock()
-        self._closed = False
+        self._lock = threading.Lock()  # of the two lists of jobs; nothing is sent while it is held
+        self._closed = threading.Event()
         self._broadcasts = Broadcasts()
         self._jobs: deque[Job] = deque()
         self._barriers: dict[str, ThreadPoolExecutor] = {}
         self._workers: list[_Worker] = []
-        self._turns = itertools.cycle(range(count))
         for _ in range(count):
             self._workers.append(self._start())
         # At the end of the command, before multiprocessing waits for its processes.
-        self._end = Finalize(self, _end_all, args=(self._workers,), exitpriority=10)
+        self._end = Finalize(self, _end_all, args=(self._workers, self._closed), exitpriority=10)
 
     def submit(self, job: Job) -> None:
         """Begin a job as soon as a process is free; a member of a synchronised step at once."""
         with self._lock:
-            if job.member:
-                self._workers[next(self._turns)].begin(job, self._broadcasts)
-            elif free := next((worker for worker in self._workers if not worker.jobs), None):
-                free.begin(job, self._broadcasts)
-            else:
+            works = bool(self._workers) and not self._closed.is_set()
+            worker = self._for_member() if job.member else next((w for w in self._workers if not w.jobs), None)
+            if worker:
+                number = worker.reserve(job)
+            elif works:
                 self._jobs.append(job)
+        if worker:
+            self._send(worker, number, job)
+        elif not works:
+            _fail(job, "no worker process is left")
 
     def open_barrier(self, barrier_id: str, num_members: int) -> None:
         """Prepare for the members of a synchronised step: for each one thread here, which waits at the barrier."""
@@ -105,14 +112,45 @@ class WorkerProcesses:
         self._barriers.pop(barrier_id).shutdown(wait=False)
 
     def close(self) -> None:
-        """End the processes; the jobs that they work on are lost."""
-        with self._lock:
-            self._closed = True
-            self._jobs.clear()
+        """End the processes; the jobs that they work on fail."""
         self._end()
+        with self._lock:
+            left = [*self._jobs, *(job for worker in self._workers for job in worker.jobs.values())]
+            self._jobs.clear()
+            for worker in self._workers:
+                worker.jobs.clear()
+        for job in left:
+            _fail(job, "the grid was closed")
         for threads in self._barriers.values():
             threads.shutdown(wait=False, cancel_futures=True)
         self._broadcasts.close()
+
+    def _for_member(self) -> _Worker | None:
+        """Return the process with the fewest members, if possible one without another job, in which it may hang."""
+        free = [w for w in self._workers if all(job.member for job in w.jobs.values())]
+        return min(free or self._workers, key=lambda worker: len(worker.jobs), default=None)
+
+    def _send(self, worker: _Worker, number: int, job: Job) -> None:
+        head = (WORK, number, job.member.barrier_id if job.member else None)
+        try:
+            worker.link.send(head, self._broadcasts.pack(job.message), Packed.of(job.context))
+        except ConnectionError:
+            return  # the process has died; the thread that attends to it fails the job
+        except Exception as error:  # it cannot be pickled, or there is no room for it
+            with self._lock:
+                known = worker.jobs.pop(number, None)
+            if known:
+                _fail(job, f"the message could not be sent to a worker process: {type(error).__name__}: {error}")
+                self._feed(worker)
+
+    def _feed(self, worker: _Worker) -> None:
+        """Give an idle process the next job."""
+        with self._lock:
+            if worker.jobs or not self._jobs:
+                return
+            job = self._jobs.popleft()
+            number = worker.reserve(job)
+        self._send(worker, number, job)
 
     def _start(self) -> _Worker:
         own, others = multiprocessing.Pipe()
@@ -135,38 +173,62 @@ class WorkerProcesses:
             except Exception:  # it has ended, or sent what cannot be read
                 self._replace(worker)
                 return
-            if kind == CALL:
-                job = worker.jobs[number]
-                if job.member and (threads := self._barriers.get(job.member.barrier_id)):
-                    threads.submit(worker.answer, number, job, *values[0])
-                continue
-            with self._lock:
-                job = worker.jobs.pop(number)
-                worker.reducers.pop(number, None)
-                if not worker.jobs and self._jobs:
-                    worker.begin(self._jobs.popleft(), self._broadcasts)
-            job.done(*values[0])
+            if kind == READY:
+                worker.ready = True
+            elif kind == CALL:
+                self._call(worker, number, *values[0])
+            else:
+                with self._lock:
+                    job = worker.jobs.pop(number, None)
+                    worker.reducers.pop(number, None)
+                self._feed(worker)
+                if job:
+                    job.done(*values)
+                del job, values  # or this thread would hold the memory of the reply until the next one
+
+    def _call(self, worker: _Worker, number: int, method: str, args: tuple[Any, ...]) -> None:
+        """Let a thread of the barrier do a member's call."""
+        member = worker.jobs[number].member
+        threads = self._barriers.get(member.barrier_id) if member else None
+        try:
+            if member is None or threads is None:
+                raise RuntimeError
+            threads.submit(worker.answer, number, member, method, args)
+        except RuntimeError:  # the barrier is closed: the member comes too late
+            worker.tell(number, None, Dropped("the synchronised step is over"))
 
     def _replace(self, worker: _Worker) -> None:
         """Start another process in place of one that died, and let its clients fail."""
         worker.link.pipe.close()
+        worker.process.join(_SECONDS_TO_END)
+        worker.process.kill()
+        worker.process.join()
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            worker.process.join(_SECONDS_TO_END)
-            worker.process.kill()
-            worker.process.join()
+            self._workers.remove(worker)
+            if worker.ready:
+                self._workers.append(fresh := self._start())
             lost = list(worker.jobs.values())
-            why = f"worker process {worker.process.pid} {_how(worker.process.exitcode)}"
-            if lost:
-                partitions = ", ".join(str(job.context.node_config.get(PARTITION_ID_KEY)) for job in lost)
-                logger.error("%s; its clients count as failed (partition %s), and the run goes on.", why, partitions)
-            index = self._workers.index(worker)
-            self._workers[index] = fresh = self._start()
-            if self._jobs:
-                fresh.begin(self._jobs.popleft(), self._broadcasts)
-        for job in lost:
-            job.done(app_error(job.message, EngineError(why)), None)
+            worker.jobs.clear()
+            stranded = [] if self._workers else list(self._jobs)
+            if stranded:
+                self._jobs.clear()
+        why = f"worker process {worker.process.pid} {_how(worker.process.exitcode)}"
+        if not worker.ready:
+            why += ", before it could work (a script with workers begins with `if __name__ == '__main__':`)"
+            logger.error("%s; %d worker processes are left", why, len(self._workers))
+        if lost:
+            partitions = ", ".join(str(job.context.node_config.get(PARTITION_ID_KEY)) for job in lost)
+            logger.error("%s; its clients count as failed (partition %s), and the run goes on.", why, partitions)
+        for job in [*lost, *stranded]:
+            _fail(job, why)
+        if worker.ready:
+            self._feed(fresh)
+
+
+def _fail(job: Job, why: str) -> None:
+    job.done(app_error(job.message, EngineError(why)), None)
 
 
 @dataclass
@@ -177,31 +239,36 @@ class _Worker:
     link: Link
     jobs: dict[int, Job] = field(default_factory=dict)
     reducers: dict[int, Reducer] = field(default_factory=dict)
+    ready: bool = False
 
-    def begin(self, job: Job, broadcasts: Broadcasts) -> None:
+    def reserve(self, job: Job) -> int:
+        """Return the number of a new job."""
         number = next(_numbers)
         self.jobs[number] = job
-        head = (WORK, number, job.member.barrier_id if job.member else None)
-        with suppress(OSError):  # if the process has died, the thread that attends to it fails the job
-            self.link.send(head, broadcasts.pack(job.message), Packed.of(job.context))
+        return number
 
-    def answer(self, number: int, job: Job, method: str, args: tuple[Any, ...]) -> None:
+    def answer(self, number: int, member: Member, method: str, args: tuple[Any, ...]) -> None:
         """Do a member's call of its reducer, and send the result, or the exception."""
-        if number not in self.reducers and job.member:
-            self.reducers[number] = job.member.reducer()
+        reducer = self.reducers.setdefault(number, member.reducer())
         try:
-            answer = Packed.of((getattr(self.reducers[number], method)(*args), None))
+            result = getattr(reducer, method)(*args)
         except Exception as error:
-            answer = Packed.of((None, error))
-        with suppress(OSError):
-            self.link.send((ANSWER, number, None), answer)
+            self.tell(number, None, error)
+        else:
+            self.tell(number, result, None)
+
+    def tell(self, number: int, result: Any, error: Exception | None) -> None:
+        """Send the answer to a member's call."""
+        with suppress(ConnectionError, OSError):  # the process has died
+            self.link.send((ANSWER, number, None), Packed.of((result, error)))
 
 
 _numbers = itertools.count()
 
 
-def _end_all(workers: list[_Worker]) -> None:
+def _end_all(workers: list[_Worker], closed: threading.Event) -> None:
     """End the processes: idle ones by the end of their link, busy ones by a signal."""
+    closed.set()  # so that none is replaced
     for worker in workers:
         if worker.jobs:
             worker.process.terminate()
@@ -234,6 +301,7 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
     identify_process(run_id)
     client_app: ClientApp = pickle.loads(app) if isinstance(app, bytes) else app
     link, members = Link(pipe), _Members(torch_threads)
+    link.send((READY, 0))
     while True:
         try:
             (kind, number, barrier_id), values = link.receive()
@@ -249,10 +317,10 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
 
 def _reply(link: Link, number: int, app: ClientApp, message: Message, *rest: Any) -> None:
     try:
-        done = Packed.of(work(app, message, *rest))
+        done = [Packed.of(value) for value in work(app, message, *rest)]
     except Exception as error:  # what the app has put into its reply cannot be pickled
-        done = Packed.of((app_error(message, error), None))
-    link.send((DONE, number), done)
+        done = [Packed.of(app_error(message, error)), Packed.of(None)]
+    link.send((DONE, number), *done)  # apart, so that a kept part does not hold the memory of the whole reply
 
 
 class _Members:
@@ -269,14 +337,19 @@ class _Members:
         reducer = _RemoteReducer(functools.partial(self._call, link, number))
 
         def reply() -> None:
-            _reply(link, number, *client, {barrier_id: reducer})
+            try:
+                _reply(link, number, *client, {barrier_id: reducer})
+            except BaseException:  # as in the main thread: the command hears of it by the end of this process
+                traceback.print_exc()
+                os._exit(1)
             del self.answers[number]
 
         self._threads.submit(reply)
 
     def _call(self, link: Link, number: int, method: str, *args: Any) -> Any:
         link.send((CALL, number), Packed.of((method, args)))
-        result, error = self.answers[number].get()
+        with interrupted():
+            result, error = self.answers[number].get()
         if error is not None:
             raise error
         return result

@@ -22,33 +22,33 @@ __all__ = ["Generators", "interrupted", "seed_generators", "seeded", "turn"]
 
 
 class Generators(NamedTuple):
-    """The state of the default generators; on CUDA, of the current device."""
+    """The state of the default generators; on CUDA, of all devices."""
 
     torch: torch.Tensor
-    cuda: torch.Tensor | None
+    cuda: list[torch.Tensor]
     numpy: Any
     python: Any
 
     @classmethod
     def now(cls) -> Generators:
         """Return the present state."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
     def restore(self) -> None:
         """Give the generators this state."""
         torch.set_rng_state(self.torch)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the default generators of torch (on CUDA, of the current device), NumPy and Python."""
+    """Seed the default generators of torch (on CUDA, of all devices), NumPy and Python."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which takes longer than a step
     if torch.cuda.is_available():  # before the first use of the GPU torch keeps the seed for it
-        torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -86,11 +86,12 @@ def interrupted() -> Iterator[None]:
     if (outside := _OUTSIDE.get()) is None:
         yield
         return
-    own = Generators.now()
+    own, token = Generators.now(), _OUTSIDE.set(None)
     outside.restore()
     _TURN.release()
     try:
         yield
     finally:
         _TURN.acquire()
+        _OUTSIDE.reset(token)
         own.restore()

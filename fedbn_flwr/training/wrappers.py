@@ -40,6 +40,7 @@ def loads_by_copy(model: nn.Module) -> bool:
     return all(
         type(module)._load_from_state_dict in _USUAL
         and type(module).load_state_dict is nn.Module.load_state_dict
+        and type(module).set_extra_state is nn.Module.set_extra_state
         and not any(getattr(module, hooks) for hooks in own_ways)
         for module in model.modules()
     )

@@ -33,12 +33,13 @@ class Builds:
         return self.make()
 
 
-def app(build, datasets, **changes):
+def app(build, datasets, fresh: bool = False):
+    """The clients' app; ``fresh``: each message has a model of its own."""
     settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4)
 
     def client_fn(context: Context) -> TorchClient:
         own = datasets[context.node_config["partition-id"]]
-        return TorchClient(build, own, own, settings, context=context, **changes)
+        return TorchClient(build() if fresh else build, own, own, settings, context=context)
 
     return client_app(client_fn)
 
@@ -49,8 +50,8 @@ def test_one_model_serves_all_messages_with_the_same_bits(points, mlp, same_bits
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
     build = Builds(functools.partial(mlp, dropout=0.4))
     found = []
-    for model in (build, None):
-        made = app(model, datasets) if model else app(lambda: mlp(dropout=0.4), datasets)
+    for fresh in (False, True):
+        made = app(functools.partial(mlp, dropout=0.4), datasets, fresh=True) if fresh else app(build, datasets)
         with InProcessGrid(made, 4) as grid:
             start = to_record(mlp(dropout=0.4).state_dict())
             found.append(method().start(grid=grid, initial_arrays=start, num_rounds=3).arrays)
@@ -101,6 +102,42 @@ def test_a_model_goes_with_the_function_that_builds_it() -> None:
         pass
     gc.collect()
     assert len(lent_models._FREE) == before
+
+
+class Running(nn.Module):
+    """A layer that replaces its buffers in the forward pass, one of which is not in the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls = self.calls + 1
+            self.mean = 0.5 * self.mean + self.calls * x.detach().mean(0)
+        return self.linear(x)
+
+
+def test_buffers_that_a_layer_replaces_are_sent_and_do_not_pass_to_other_clients(points, same_bits) -> None:
+    datasets, start = [points(n, i) for i, n in enumerate(SIZES)], to_record(Running().state_dict())
+    found = []
+    for lend in (True, False):
+        made = app(Running, datasets) if lend else app(Running, datasets, fresh=True)
+        with InProcessGrid(made, 4) as grid:
+            result = FedAvg(fraction_evaluate=0.0).start(grid=grid, initial_arrays=start, num_rounds=2)
+        found.append({name: array.numpy() for name, array in result.arrays.items()})
+    same_bits(*found)
+    assert found[0]["mean"].any()
+
+
+def test_the_first_weights_of_a_model_take_nothing_from_the_clients_draws() -> None:
+    torch.manual_seed(3)
+    with lender(functools.partial(nn.Linear, 2, 2))():
+        drawn = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(3), drawn)
 
 
 @pytest.mark.parametrize(("make", "by_copy"), [(resnet18, True), (mnasnet0_5, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -193,31 +194,29 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(federa
     same_bits(run.state, alone.state)
 
 
-def test_an_app_that_cannot_travel_runs_in_the_commands_process(monkeypatch, caplog) -> None:
-    """Only forked processes have what cannot be pickled."""
-    monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
+def test_an_app_that_cannot_travel_runs_in_the_commands_process(caplog) -> None:
+    """Only forked processes have what cannot be pickled; with two torch threads they are new ones."""
     lock = threading.Lock()
 
     def work(message: Message, context: Context) -> Message:
         with lock:
             return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
 
-    with caplog.at_level(logging.WARNING, "flwr"), InProcessGrid(app_of(work), 2, workers=2) as grid:
+    with caplog.at_level(logging.WARNING, "flwr"), InProcessGrid(app_of(work), 2, workers=2, torch_threads=2) as grid:
         replies = grid.send_and_receive(to(grid, 0, 1))
     assert {reply.content["pid"]["pid"] for reply in replies} == {os.getpid()}
     assert "workers=2, and the ClientApp cannot be sent to a process: TypeError" in caplog.text
     assert "clients run in the command's own process" in caplog.text
 
 
-def test_new_processes_get_the_app_by_cloudpickle(monkeypatch, tmp_path) -> None:
-    """As on macOS or with CUDA: closures travel."""
-    monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
+def test_new_processes_get_the_app_by_cloudpickle() -> None:
+    """As with several torch threads or CUDA: closures travel."""
     number = 41
 
     def work(message: Message, context: Context) -> Message:
         return Message(RecordDict({"n": MetricRecord({"n": number + 1, "pid": os.getpid()})}), reply_to=message)
 
-    with InProcessGrid(app_of(work), 2, workers=1) as grid:
+    with InProcessGrid(app_of(work), 2, workers=1, torch_threads=2) as grid:
         replies = grid.send_and_receive(to(grid, 0, 1), timeout=60)
         (worker,) = pids(grid)
     assert [dict(reply.content["n"]) for reply in replies] == [{"n": 42, "pid": worker}] * 2
@@ -282,6 +281,130 @@ def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
     with turn(0), InProcessGrid(app_of(work), 1, workers=1) as grid:
         (reply,) = grid.send_and_receive(to(grid, 0), timeout=30)
     assert not reply.has_error()
+
+
+def test_where_workers_cannot_be_clients_run_in_the_commands_process(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
+    with caplog.at_level(logging.WARNING, "flwr"), InProcessGrid(ClientApp(), 2, workers=2):
+        pass
+    assert "worker processes share memory in a way that darwin does not have; clients run in the" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_app_that_returns_nothing_or_exits_fails_its_client_only(workers: int) -> None:
+    def work(message: Message, context: Context) -> Message | None:
+        if context.node_config["partition-id"] == 1:
+            return None
+        if context.node_config["partition-id"] == 2:
+            sys.exit(3)
+        return Message(RecordDict(), reply_to=message)
+
+    with InProcessGrid(app_of(work), 4, workers=workers) as grid:
+        for _ in range(2):
+            replies = grid.send_and_receive(to(grid, 0, 1, 2, 3), timeout=30)
+            assert [reply.has_error() for reply in replies] == [False, True, True, False]
+            assert "returned NoneType, not a Message" in replies[1].error.reason
+            assert "SystemExit(3)" in replies[2].error.reason
+
+
+def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
+    """No room for its arrays, say; the next one arrives."""
+    tries = []
+    whole = Packed.write
+
+    def write(packed: Packed) -> int:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        return whole(packed)
+
+    monkeypatch.setattr(Packed, "write", write)
+
+    def answer(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"n": MetricRecord({"n": len(message.content["arrays"])})}), reply_to=message)
+
+    content = RecordDict({"arrays": to_record({"w": np.ones(5000)})})
+    with InProcessGrid(app_of(answer), 3, workers=1) as grid:
+        replies = grid.send_and_receive(to(grid, 0, 1, 2, content=content), timeout=30)
+    assert [reply.has_error() for reply in replies] == [True, False, False]
+    assert "could not be sent to a worker process: OSError: [Errno 28]" in replies[0].error.reason
+
+
+def test_a_member_that_comes_after_its_step_ends_and_its_process_goes_on(federate, points, mlp) -> None:
+    """It was dropped as late; its process works for others afterwards."""
+    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+
+    def late(client_fn):
+        from fedbn_flwr import client_app
+
+        def fn(context: Context):
+            client = client_fn(context)
+            fit = client.fit
+
+            def slow(parameters, config):
+                if context.node_config["partition-id"] == 1 and config["server-round"] == 1:
+                    time.sleep(2.5)
+                return fit(parameters, config)
+
+            client.fit = slow
+            return client
+
+        return client_app(fn)
+
+    run = federate(
+        FedTAN(fedtan_timeout=1.0),
+        mlp,
+        datasets,
+        rounds=3,
+        barrier=True,
+        wrap=late,
+        grid_options={"workers": 5},
+        timeout=20,
+    )
+    found = [report.participants for report in run.strategy.reports]
+    assert found[0] == [0, 2, 3, 4]
+    assert found[-1] == [0, 1, 2, 3, 4]
+
+
+def test_a_process_that_cannot_start_is_not_started_for_ever(caplog) -> None:
+    """Its jobs fail, and the log says why."""
+    with (
+        caplog.at_level(logging.ERROR, "flwr"),
+        InProcessGrid(app_of(Unloadable()), 2, workers=2, torch_threads=2) as grid,
+    ):
+        replies = grid.send_and_receive(to(grid, 0, 1), timeout=60)
+        assert pids(grid) == []
+    assert all("before it could work" in reply.error.reason for reply in replies)
+    assert [text.count("worker processes are left") for text in caplog.messages].count(1) == 2
+
+
+class Unloadable:
+    """A handler that can be pickled, and not loaded."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        return Message(RecordDict(), reply_to=message)
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:
+    def work(message: Message, context: Context) -> Message:
+        context.state["kept"] = to_record({"kept": np.ones(300)})
+        return Message(RecordDict({"arrays": to_record({"large": np.ones(500_000)})}), reply_to=message)
+
+    def mapped() -> int:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [line.split()[0].split("-") for line in maps if "memfd:fedbn-flwr" in line]
+        return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+    with InProcessGrid(app_of(work), 10, workers=1) as grid:
+        before = mapped()
+        replies = grid.send_and_receive(to(grid, *range(10)))
+        assert mapped() - before >= 10 * 4_000_000
+        del replies
+        gc.collect()
+        assert mapped() - before < 200_000
 
 
 def test_a_host_does_the_work_of_the_other() -> None:

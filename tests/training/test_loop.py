@@ -263,6 +263,19 @@ def test_amp_runs_and_keeps_dtypes(points, mlp) -> None:
     assert 0 < difference < 0.05
 
 
+def test_outputs_may_have_another_shape_in_each_batch() -> None:
+    class Sequences:
+        def __len__(self) -> int:
+            return 2
+
+        def batch(self, positions, generator=None):
+            length = 3 + 2 * int(positions[0])
+            return torch.ones(1, 4, length), torch.ones(1, length, dtype=torch.int64)
+
+    result = run(nn.Conv1d(4, 2, 1), Sequences(), batch_size=1)
+    assert result.num_steps == 2
+
+
 def test_inputs_take_the_models_dtype_but_integers_stay(points) -> None:
     prepared = inputs_for(nn.Linear(2, 2).double())
     assert prepared(torch.zeros(2)).dtype == torch.float64

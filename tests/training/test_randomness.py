@@ -101,6 +101,17 @@ def test_only_one_client_computes_at_a_time() -> None:
     assert most == 1
 
 
+def test_an_interruption_within_an_interruption_changes_nothing() -> None:
+    with turn(1):
+        torch.rand(1)
+        with interrupted(), interrupted(), turn(2):
+            torch.rand(1)
+        drawing = torch.rand(3)
+    with turn(1):
+        torch.rand(1)
+        assert torch.equal(torch.rand(3), drawing)
+
+
 def test_outside_a_turn_nothing_is_interrupted() -> None:
     torch.manual_seed(2)
     with interrupted():
@@ -113,7 +124,7 @@ def test_a_gpu_that_is_not_used_yet_is_seeded_too(monkeypatch: pytest.MonkeyPatc
     """A worker's first client puts its model on the GPU after the seed; torch keeps the seed until then."""
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     before = Generators.now()
     seed_generators(5)
     before.restore()
