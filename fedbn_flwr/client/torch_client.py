@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -383,11 +383,11 @@ def client_app(
     @NamedConfigErrors()
     def train_message(message: Message, context: Context) -> Message:
         client = _client(client_fn, context)
-        # A TorchClient only reads the arrays of the message, and the reply has a copy of the model's.
-        fit, copy = client.fit, True
-        if isinstance(client, TorchClient) and getattr(fit, "__func__", None) is TorchClient.fit:
-            fit, copy = client._round, False
-        return reply_to_fit(message, *fit(*open_message(message, copy)))
+        if only_reads := _only_reads(client.fit, TorchClient.fit):
+            fit = cast(TorchClient, client)._round  # the reply has a copy of the arrays
+        else:
+            fit = client.fit
+        return reply_to_fit(message, *fit(*open_message(message, copy=not only_reads)))
 
     @app.query("statistics")
     @NamedConfigErrors()
@@ -400,7 +400,9 @@ def client_app(
     @app.evaluate()
     @NamedConfigErrors()
     def evaluate_message(message: Message, context: Context) -> Message:
-        return reply_to_evaluate(message, *_client(client_fn, context).evaluate(*open_message(message)))
+        client = _client(client_fn, context)
+        only_reads = _only_reads(client.evaluate, TorchClient.evaluate)
+        return reply_to_evaluate(message, *client.evaluate(*open_message(message, copy=not only_reads)))
 
     @app.query()
     @NamedConfigErrors()
@@ -428,6 +430,11 @@ def seeded_for_message(message: Message, context: Context, call_next: ClientAppC
     """
     seed_generators(message_seed(message, context))
     return call_next(message, context)
+
+
+def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
+    """Return whether a client's method is ``TorchClient``'s own, which does not write into the arrays it gets."""
+    return getattr(method, "__func__", None) is ours
 
 
 def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClient:

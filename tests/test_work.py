@@ -1,0 +1,90 @@
+"""A guard against lost speed that counts work, not seconds: messages, bytes, builds, passes, steps, copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from flwr.app import Context, Message
+from torch import nn
+
+from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr.engines import in_process
+from fedbn_flwr.messages import numpy_client, records
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
+from fedbn_flwr.training import LearningRate, LocalTraining, loop
+
+SIZES = (6, 13, 9, 21)
+ROUNDS, STEPS = 3, 2
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the calls of the functions on the way of a message."""
+    counted: Counter[str] = Counter()
+
+    def watch(owner: Any, name: str, key: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[key] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watch(loop, "sgd_step", "steps")
+    watch(numpy_client, "encode", "entries encoded by clients")
+    watch(numpy_client, "decode", "entries copied from messages")
+    real = in_process.stamped
+
+    def stamped(message: Message, *ids: Any) -> Message:
+        kind = message.metadata.message_type
+        counted[kind] += 1
+        counted["bytes sent"] += sum(len(a.data) for r in message.content.array_records.values() for a in r.values())
+        return real(message, *ids)
+
+    monkeypatch.setattr(in_process, "stamped", stamped)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("method", "builds", "kept"),
+    [(FedAvg, 1, 0), (FedBN, 1, 5), (FedTAN, len(SIZES), 0)],
+    ids=["FedAvg", "FedBN", "FedTAN"],
+)
+def test_a_run_does_no_more_work_than_it_must(points, mlp, count, method, builds: int, kept: int) -> None:
+    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=STEPS, batch_size=4)
+    passes: Counter[str] = Counter()
+
+    def build() -> nn.Module:
+        passes["builds"] += 1
+        model = mlp()
+        model.register_forward_pre_hook(lambda module, args: passes.update(["training" if module.training else "test"]))
+        return model
+
+    def client_fn(context: Context) -> TorchClient:
+        own = datasets[context.node_config["partition-id"]]
+        return TorchClient(build, own, own, settings, context=context)
+
+    initial = records.to_record(mlp().state_dict())
+    count.clear()
+    app = client_app(client_fn, num_examples=lambda context: SIZES[context.node_config["partition-id"]])
+    with InProcessGrid(app, len(SIZES)) as grid:
+        method().start(grid=grid, initial_arrays=initial, num_rounds=ROUNDS)
+    messages = ROUNDS * len(SIZES)
+    tried = int(method is FedTAN)  # in its query a synchronised step is tried once
+    assert (count["train"], count["evaluate"]) == (messages, messages)
+    assert count["query"] == (len(SIZES) if method is FedTAN else 0)
+    assert passes["builds"] == builds
+    assert passes["training"] == messages * STEPS + tried
+    assert passes["test"] == messages
+    assert count["steps"] == messages * STEPS
+    whole = sum(len(array.data) for array in initial.values())
+    own = sum(len(array.data) for name, array in initial.items() if name.startswith("1."))
+    first = len(SIZES) * whole  # FedBN's clients get the whole model once
+    rest = (2 * messages - len(SIZES)) * (whole - (own if kept else 0))
+    assert count["bytes sent"] == first + rest
+    assert count["entries encoded by clients"] == messages * (len(initial) - kept)
+    assert count["entries copied from messages"] == 0
