@@ -39,7 +39,7 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
 import typer
 from fedtan_work import CLIENTS, NOTHING, PARTS, STEPS, bare_steps, make_client_app, make_strategy, round_seconds
-from measure import facts, table, write_block
+from measure import facts, flower_project, table, write_block
 
 from fedbn_flwr import InProcessGrid
 from fedbn_flwr.deployment import Federation as Deployment
@@ -58,21 +58,7 @@ server_app = make_server_app()
 client_app = make_client_app({data_dir!r})
 """
 
-_PYPROJECT = """[project]
-name = "fedtan-benchmark"
-version = "1.0.0"
-description = "a benchmark"
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "fedbn"
-
-[tool.flwr.app.components]
-serverapp = "benchmark_app:server_app"
-clientapp = "benchmark_app:client_app"
-
-[tool.flwr.app.config]
+_CONFIG = """
 strategy = "fedavg"
 exchange = ""
 rounds = 1
@@ -210,7 +196,9 @@ def timed_runs(runs: Runs, run: Callable[[Path, Mapping[str, Scalar]], None], da
         app.mkdir()
         shutil.copy(Path(__file__).with_name("fedtan_work.py"), app)
         (app / "benchmark_app.py").write_text(_APP.format(data_dir=data_dir))
-        (app / "pyproject.toml").write_text(_PYPROJECT)
+        (app / "pyproject.toml").write_text(
+            flower_project("fedtan-benchmark", "benchmark_app", "benchmark_app", _CONFIG)
+        )
         for name, (strategy, exchange, count) in runs.items():
             found.unlink(missing_ok=True)
             run(app, {"strategy": strategy, "exchange": exchange, "rounds": count, "times": str(found)})

@@ -18,6 +18,29 @@ PAGE = "docs/performance.md"
 
 Numbers = dict[str, list[float]]
 
+_PYPROJECT = """[project]
+name = "{name}"
+version = "1.0.0"
+description = "a benchmark"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "{server}:server_app"
+clientapp = "{client}:client_app"
+
+[tool.flwr.app.config]
+{config}
+"""
+
+
+def flower_project(name: str, server: str, client: str, config: str) -> str:
+    """Return the ``pyproject.toml`` of a Flower app: the modules of its two parts, and its config in TOML."""
+    return _PYPROJECT.format(name=name, server=server, client=client, config=config.strip())
+
 
 def in_turns(ways: Mapping[str, Callable[[], Sequence[float]]], turns: int) -> Numbers:
     """Return what each way gives, over all turns; every other turn runs in reverse order.

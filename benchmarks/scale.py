@@ -33,7 +33,7 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 import numpy as np
 import torch
 import typer
-from measure import write_block
+from measure import flower_project, write_block
 from scale_work import NAP, LightNodes
 
 from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
@@ -54,21 +54,7 @@ CLIENTS = (10, 1000, 10**6)
 
 _APP = "from scale_work import make_server_app\n\nserver_app = make_server_app()\n"
 _CLIENT = "from flwr.clientapp import ClientApp\n\nclient_app = ClientApp()\n"
-_PYPROJECT = """[project]
-name = "scale-benchmark"
-version = "1.0.0"
-description = "a benchmark"
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "fedbn"
-
-[tool.flwr.app.components]
-serverapp = "benchmark_server:server_app"
-clientapp = "benchmark_client:client_app"
-
-[tool.flwr.app.config]
+_CONFIG = """
 nodes = 1
 pid = 0
 idle = 0.0
@@ -218,7 +204,10 @@ def run_light(nodes: int, shapes: Sequence[tuple[int, int]], rounds: int, idle: 
         app.mkdir()
         work = Path(__file__).with_name("scale_work.py").read_text()
         files = {"scale_work.py": work, "benchmark_server.py": _APP, "benchmark_client.py": _CLIENT}
-        for file, text in {**files, "pyproject.toml": _PYPROJECT}.items():
+        for file, text in {
+            **files,
+            "pyproject.toml": flower_project("scale-benchmark", "benchmark_server", "benchmark_client", _CONFIG),
+        }.items():
             (app / file).write_text(text)
         address = f"127.0.0.1:{port}"
         (home / "config.toml").write_text(f'[superlink.light]\naddress = "{address}"\ninsecure = true\n')

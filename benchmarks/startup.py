@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from measure import ROOT, facts, table, write_block
+from measure import ROOT, facts, flower_project, table, write_block
 
 BASE = "import torch, flwr"
 RUN = ["run", "--set", "strategy=fedavg", "--set", "dataset=digits", "--set", "num-server-rounds=1"]
@@ -59,21 +59,7 @@ def main(grid, context):
     strategy.start(grid, ArrayRecord(torch.nn.Linear(64, 10).state_dict()), num_rounds=1, evaluate_fn=test)
 """
 
-_PYPROJECT = """[project]
-name = "stock"
-version = "1.0.0"
-description = "a benchmark"
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "fedbn"
-
-[tool.flwr.app.components]
-serverapp = "stock:server_app"
-clientapp = "stock:client_app"
-
-[tool.flwr.app.config]
+_CONFIG = """
 done = ""
 """
 
@@ -109,7 +95,7 @@ def stock_round() -> float:
         app, done = Path(folder) / "app", Path(folder) / "done"
         app.mkdir()
         (app / "stock.py").write_text(_STOCK_APP)
-        (app / "pyproject.toml").write_text(_PYPROJECT)
+        (app / "pyproject.toml").write_text(flower_project("stock", "stock", "stock", _CONFIG))
         start = time.time()
         flower_run(app, run_config={"done": str(done)}, federation_config={"num-supernodes": 5})
         return done.stat().st_mtime - start

@@ -75,7 +75,7 @@ class LentModel:
 def lender(
     model: nn.Module | BuildModel, memory_format: MemoryFormat = "auto"
 ) -> Callable[[], AbstractContextManager[LentModel]]:
-    """Return the function that lends a model in this format: the given one, or one that this process has built with it.
+    """Return the function that lends a model: the given one, or one that this process builds with the given function.
 
     A built model that is not lent serves the next client. It is thrown away if its client raised an exception, and with
     the function that builds it.
