@@ -383,10 +383,9 @@ def client_app(
     @NamedConfigErrors()
     def train_message(message: Message, context: Context) -> Message:
         client = _client(client_fn, context)
-        if only_reads := _only_reads(client.fit, TorchClient.fit):
-            fit = cast(TorchClient, client)._round  # the reply has a copy of the arrays
-        else:
-            fit = client.fit
+        fit = client.fit
+        if only_reads := _only_reads(fit, TorchClient.fit):
+            fit = cast(Any, fit).__self__._round  # of the client that owns `fit`; the reply has a copy of the arrays
         return reply_to_fit(message, *fit(*open_message(message, copy=not only_reads)))
 
     @app.query("statistics")
