@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 import yaml
 from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 
-from fedbn_flwr.data import DATASETS, PARTITIONS, Augment
+from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, DatasetInfo
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
 from fedbn_flwr.experiment.yaml_file import UNREADABLE, read_yaml
@@ -27,6 +27,7 @@ from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import Sampling, share_of
+from fedbn_flwr.training.tasks import Task
 
 __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split", "state_in_out"]
 
@@ -34,7 +35,7 @@ Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
-GROUPS = ("what", "rounds", "local training", "methods", "files")
+GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "files")
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
 
@@ -203,7 +204,7 @@ class Config(_MethodSettings):
         _try(problems, lambda: Augment.parse(self.augment))
         _try(problems, self.decays)
         _try(problems, lambda: [self._known("eval-on", name, EVALUATIONS) for name in split(self.eval_on)])
-        classes = DATASETS[self.dataset].num_classes if self.dataset in DATASETS else 0
+        classes = self.data_info().num_classes if self.dataset in DATASETS else 0
         if self.partition == "classes" and classes and self.classes_per_client > classes:
             problems.append(
                 f"classes-per-client={self.classes_per_client} is more than the {classes} classes of "
@@ -224,7 +225,7 @@ class Config(_MethodSettings):
     def _one_task(self) -> None:
         """Check that the model is known, and that it is for the task of the data set."""
         task = model_info(self.model).task
-        needed = DATASETS[self.dataset].task if self.dataset in DATASETS else task
+        needed = self.learning_task() if self.dataset in DATASETS else task
         if task != needed:
             allowed = ", ".join(name for name, info in MODELS.items() if info.task == needed)
             raise ConfigError(
@@ -236,6 +237,14 @@ class Config(_MethodSettings):
     def _known(key: str, value: str, allowed: Any) -> None:
         if value not in allowed:
             raise unknown_name(key, value, allowed)
+
+    def data_info(self) -> DatasetInfo:
+        """Return the description of the run's data."""
+        return DATASETS[self.dataset]
+
+    def learning_task(self) -> Task:
+        """Return the learning task: the loss, the metrics, and which targets count."""
+        return self.data_info().task
 
     def decays(self) -> tuple[tuple[int | str, ...], tuple[float, ...]]:
         """Return the rounds after which the learning rate decays (or "freeze") and the factor of each."""
@@ -318,7 +327,7 @@ class Config(_MethodSettings):
 
     def _unused(self) -> dict[str, str]:
         """Return the keys outside the method's settings that have no effect under the other keys."""
-        info = DATASETS[self.dataset]
+        info = self.data_info()
         _, size = input_shape(self.model, info.channels, self.image_size or info.size, asked=True)
         tracks = self.norm.startswith("batch")
         conditions: dict[str, tuple[bool, str]] = {

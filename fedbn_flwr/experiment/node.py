@@ -12,7 +12,7 @@ from flwr.app import Context
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.data import DATASETS, Augment, Subset, load_local_dataset
+from fedbn_flwr.data import Augment, Subset, load_local_dataset
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
@@ -41,7 +41,7 @@ def client_fn(context: Context) -> TorchClient:
         local_training(config),
         context=context,
         seed=config.seed,
-        task=DATASETS[config.dataset].task,
+        task=config.learning_task(),
         state_dir=_state_dir(config, context),
     )
 

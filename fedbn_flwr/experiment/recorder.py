@@ -16,7 +16,6 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client.saved_state import ABSENT, why_absent
 from fedbn_flwr.client.state_folder import StateFolder
-from fedbn_flwr.data import DATASETS
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
@@ -70,7 +69,7 @@ class Recorder:
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
-        self._test, self._task = (data.test_view() if data else None), DATASETS[config.dataset].task
+        self._test, self._task = (data.test_view() if data else None), config.learning_task()
         self._domains = data.domain_views() if data else {}
         self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
         untrained = [name for name in config.evaluations() if name.startswith("global")]
@@ -225,7 +224,7 @@ def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _headlines(config: Config) -> list[str]:
-    score = DATASETS[config.dataset].task.score
+    score = config.learning_task().score
     return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in config.evaluations()]
 
 

@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.data import DATASETS
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError
 from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
@@ -172,7 +171,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
                 learning_rate=settings.learning_rate.at(server_round),
                 stream=functools.partial(_stream, config.seed, server_round),
                 optimizer=optimizer,
-                task=DATASETS[config.dataset].task,
+                task=config.learning_task(),
             )
             report = RoundReport(server_round, "centralized")
             report.metrics = {

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.data import DATASETS, Augment
+from fedbn_flwr.data import Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
@@ -67,7 +67,7 @@ def training_model(config: Config) -> nn.Module:
 
 def image_shape(config: Config) -> tuple[int, int, int]:
     """Return (channels, height, width) of the input images of a config's model."""
-    info = DATASETS[config.dataset]
+    info = config.data_info()
     size, asked = config.image_size or info.size, bool(config.image_size)
     channels, height = input_shape(config.model, info.channels, size, asked=asked)
     return channels, height, info.aspect * height
@@ -75,7 +75,7 @@ def image_shape(config: Config) -> tuple[int, int, int]:
 
 def make_model(config: Config) -> nn.Module:
     """Return the model of a config on the CPU, with seeded weights."""
-    info = DATASETS[config.dataset]
+    info = config.data_info()
     channels, size, _ = image_shape(config)
     model = build_model(
         config.model,
