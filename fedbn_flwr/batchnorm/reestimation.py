@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example
+from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example, with_positions
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
 
@@ -90,8 +90,8 @@ def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, s
         prepared = inputs_for(model)
         batches = _positions(model, data, batch_size, prepared)
         with _watched(model, note), seeded(seed):
-            for positions in batches:
-                model(prepared(data.batch(positions)[0]))
+            for _, (inputs, _) in with_positions(data, batches):
+                model(prepared(inputs))
     found = model.named_modules(remove_duplicate=False)
     return {path: sums[module] for path, module in found if module in sums}
 

@@ -1,13 +1,17 @@
-"""Random crops and flips of a batch of byte images, drawn for each sample from a given generator.
+"""Random changes of a batch of byte images, drawn for each sample from a given generator.
 
-Works on uint8 pixels before normalisation, so the padding is pixel value 0 (black), as in torchvision's
-``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``.
+Crops with padding and flips work on the batch, on uint8 pixels before normalisation, so the padding is pixel value 0
+(black), as in torchvision's ``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``. The others are
+torchvision's (``torchvision.transforms.v2``), applied before them to one image at a time, with a seed for each image.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +19,23 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["Augment"]
+__all__ = ["EACH", "RESIZED_CROP", "Augment", "Draw", "transform_image"]
+
+RESIZED_CROP = "resized-crop"
+"""A random part of the image as stored, 8 to 100 % of its area, resized: torchvision's ``RandomResizedCrop``."""
+
+EACH = (RESIZED_CROP, "color-jitter", "auto-augment", "rand-augment", "trivial-augment")
+"""Names of torchvision's transforms, in the order in which they act."""
+
+_GEOMETRIC = (RESIZED_CROP,)  # those that also move the classes of pixels
+
+
+class Draw(NamedTuple):
+    """What is drawn for a batch: a seed for each image, offsets of the crops (2, B), flips (B,); None if not needed."""
+
+    seeds: Tensor | None
+    offsets: Tensor | None
+    flips: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,77 +45,154 @@ class Augment:
     Attributes:
         crop: pixels of zero padding on each side, before a crop to the image's size; 0 = no crop.
         flip: mirror left and right with probability 1/2.
+        each: names of ``EACH``, transforms of single images.
     """
 
     crop: int = 0
     flip: bool = False
+    each: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Augment | None:
-        """Return the augmentation of a comma list of ``cropN`` (N >= 1 pixels) and ``flip``; None for ``""``.
+        """Return the augmentation of a comma list of ``cropN`` (N >= 1 pixels), ``flip`` and names of ``EACH``.
 
-        Crops always come before flips; the other order has the same distribution.
+        None for ``""``. The order in the list does not matter: transforms of single images come first, then crops, then
+        flips.
 
         Raises:
             ConfigError: an entry is unknown, is there twice, or crops by 0.
         """
         if not text.strip():
             return None
-        crop, flip = 0, False
+        crop, flip, each = 0, False, set[str]()
         for entry in (part.strip() for part in text.split(",")):
             match = re.fullmatch(r"crop([1-9][0-9]{0,3})", entry)
-            repeated = (match is not None and crop > 0) or (entry == "flip" and flip)
-            if repeated or (match is None and entry != "flip"):
+            repeated = (match is not None and crop > 0) or (entry == "flip" and flip) or entry in each
+            if repeated or (match is None and entry not in ("flip", *EACH)):
                 problem = "is there twice" if repeated else "is unknown"
                 raise ConfigError(
                     f"augment={text!r}: {entry!r} {problem}. Allowed: a comma list with at most one each of cropN "
-                    "(zero padding of N >= 1 pixels, then a random crop) and flip, e.g. 'crop4,flip', or '' for none."
+                    f"(zero padding of N >= 1 pixels, then a random crop), flip, {', '.join(EACH)}, e.g. 'crop4,flip', "
+                    "or '' for none."
                 )
             if match is not None:
                 crop = int(match[1])
-            else:
+            elif entry == "flip":
                 flip = True
-        return cls(crop=crop, flip=flip)
+            else:
+                each.add(entry)
+        return cls(crop, flip, tuple(name for name in EACH if name in each))
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return the augmented copy of ``inputs``.
 
         Args:
             inputs: uint8 images, (B, C, H, W), on any device.
-            generator: a CPU generator, so that every device gets the same draws. The first call draws the offsets of
-                the crops, (2, B) integers in [0, 2 * crop], rows then columns; the second draws B flips.
+            generator: see ``draw``.
 
         Raises:
             ConfigError: the padding is as large as the image, so a crop could miss the image.
         """
-        count, _, height, width = inputs.shape
+        self.check(*inputs.shape[2:])
+        labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+        draw = self.draw(len(inputs), generator)
+        return self.apply(*self.apply_each(inputs, labels, draw), draw)[0]
+
+    def check(self, height: int, width: int) -> None:
+        """Raise ConfigError if the padding is as large as an image of this size, so that a crop could miss it."""
         if self.crop >= min(height, width):
             raise ConfigError(
                 f"augment: crop{self.crop} could miss an image of {height}x{width} pixels altogether. "
                 f"Use crop1 to crop{min(height, width) - 1}."
             )
-        if self.crop:
-            offsets = torch.randint(0, 2 * self.crop + 1, (2, count), generator=generator)
-            inputs = _crop(inputs, self.crop, offsets.to(inputs.device))
-        if self.flip:
-            flips = torch.rand(count, generator=generator) < 0.5
-            inputs = torch.where(flips.to(inputs.device).view(-1, 1, 1, 1), inputs.flip(3), inputs)
-        return inputs
 
-    def with_pixels(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return augmented images and the classes of their pixels, moved in the same way.
+    def draw(self, count: int, generator: torch.Generator) -> Draw:
+        """Return the draws for a batch of ``count`` images.
 
         Args:
-            inputs: as in ``__call__``, which makes the same draws and the same images.
-            targets: uint8 classes, (B, H, W); a crop adds 255, the ignored class, around them.
-            generator: as in ``__call__``.
-
-        Raises:
-            ConfigError: as in ``__call__``.
+            count: images of the batch, B.
+            generator: a CPU generator, so that every device gets the same draws. In this order: a seed for each image,
+                if ``each`` is not empty; offsets of the crops, (2, B) integers in [0, 2 * crop], rows then columns; B
+                flips.
         """
+        seeds = torch.randint(2**62, (count,), generator=generator) if self.each else None
+        offsets = torch.randint(0, 2 * self.crop + 1, (2, count), generator=generator) if self.crop else None
+        flips = torch.rand(count, generator=generator) < 0.5 if self.flip else None
+        return Draw(seeds, offsets, flips)
+
+    def apply_each(self, inputs: Tensor, targets: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Return the images (uint8 (B, C, H, W)) after the transforms of single images, and their targets."""
+        if draw.seeds is None:
+            return inputs, targets
+        masks = list(targets) if targets.ndim == 3 else [None] * len(inputs)
+        size = (inputs.shape[2], inputs.shape[3])
+        images = zip(inputs, masks, draw.seeds.tolist(), strict=True)
+        changed = [transform_image(image, mask, self.each, size, seed) for image, mask, seed in images]
+        if targets.ndim == 3:
+            targets = torch.stack([mask for _, mask in changed if mask is not None])
+        return torch.stack([image for image, _ in changed]), targets
+
+    def apply(self, inputs: Tensor, targets: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Return cropped and flipped images (uint8 (B, C, H, W)) and targets; classes of pixels move with the images.
+
+        A crop adds 255, the ignored class, around classes of pixels.
+        """
+        if targets.ndim != 3:
+            return self._moved(inputs, draw), targets
         # The targets are one more channel, complemented: a padding of 0 then means class 255.
-        both = self(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), generator)
+        both = self._moved(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), draw)
         return both[:, :-1], ~both[:, -1]
+
+    def _moved(self, inputs: Tensor, draw: Draw) -> Tensor:
+        if draw.offsets is not None:
+            self.check(*inputs.shape[2:])
+            inputs = _crop(inputs, self.crop, draw.offsets.to(inputs.device))
+        if draw.flips is not None:
+            inputs = torch.where(draw.flips.to(inputs.device).view(-1, 1, 1, 1), inputs.flip(3), inputs)
+        return inputs
+
+
+def transform_image(
+    image: Tensor, mask: Tensor | None, each: Sequence[str], size: tuple[int, int], seed: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return one image, uint8 (C, H, W), and its classes of pixels, uint8 (H, W) or None, after the transforms.
+
+    Args:
+        image: the image; ``RESIZED_CROP`` takes one of any size.
+        mask: the classes of its pixels.
+        each: names of ``EACH``.
+        size: (height, width) of the result of ``RESIZED_CROP``.
+        seed: of torchvision's draws; the default generator of torch stays as it was.
+    """
+    from torchvision import tv_tensors
+
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        for name in each:
+            transform = _transform(name, size)
+            if mask is not None and name in _GEOMETRIC:
+                moved, kept = transform(tv_tensors.Image(image), tv_tensors.Mask(mask[None]))
+                image, mask = moved.as_subclass(Tensor), kept.as_subclass(Tensor)[0]
+            else:
+                image = transform(image)
+    finally:
+        torch.default_generator.set_state(state)
+    return image, mask
+
+
+@functools.cache
+def _transform(name: str, size: tuple[int, int]) -> Callable[..., Any]:
+    from torchvision.transforms import v2
+
+    made: Callable[..., Any] = {
+        RESIZED_CROP: lambda: v2.RandomResizedCrop(size, antialias=True),
+        "color-jitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4),
+        "auto-augment": v2.AutoAugment,
+        "rand-augment": v2.RandAugment,
+        "trivial-augment": v2.TrivialAugmentWide,
+    }[name]()
+    return made
 
 
 def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:

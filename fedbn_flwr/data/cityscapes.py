@@ -1,7 +1,7 @@
 """Cityscapes: street scenes with a class for each pixel and a group for each city (Cordts et al. 2016).
 
-The images are in memory at half the published size or less (see ``Shape.max_bytes``), height to width 1:2 as published.
-Targets are bytes; batches convert them. The validation cities are the test set. They are not training cities, so no
+Height to width is 1:2 as published. What does not fit into memory stays on the disk, see ``data.image_files``. Targets
+are bytes; batches convert them. The validation cities are the test set. They are not training cities, so no
 client has test images from its own city.
 """
 
@@ -10,12 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch.nn import functional as F
 
-from fedbn_flwr.data.folders import decoded, image_files, refuse_too_large, root_of
+from fedbn_flwr.data.folders import image_files, root_of
+from fedbn_flwr.data.image_files import hold
 from fedbn_flwr.data.readers import Loaded
-from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.tasks import SEGMENTATION
@@ -38,10 +36,19 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
     root = root_of(folder, "cityscapes")
     train, test = (_cities(root / "leftImg8bit" / part) for part in ("train", "val"))
     names = [*train, *(city for city in test if city not in train)]
-    count = sum(len(files) for part in (train, test) for files in part.values())
-    refuse_too_large(count, shape, shape.channels + 1)
-    parts = [_samples(root, part, cities, names, shape) for part, cities in (("train", train), ("val", test))]
-    return Loaded(parts[0], parts[1], tuple(names))
+    both = (("train", train), ("val", test))
+    files = [(part, city, path) for part, cities in both for city, paths in cities.items() for path in paths]
+    table = np.full(256, IGNORE, np.uint8)
+    table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
+    held = hold(
+        [path for _, _, path in files],
+        [names.index(city) for _, city, _ in files],
+        [sum(map(len, cities.values())) for _, cities in both],
+        shape,
+        masks=[_label_file(root, part, path) for part, _, path in files],
+        mask_table=table,
+    )
+    return Loaded(held[0], held[1], tuple(names))
 
 
 def _cities(folder: Path) -> dict[str, list[Path]]:
@@ -54,27 +61,9 @@ def _cities(folder: Path) -> dict[str, list[Path]]:
     return cities
 
 
-def _samples(root: Path, part: str, cities: dict[str, list[Path]], names: list[str], shape: Shape) -> Samples:
-    files = [(path, names.index(city)) for city, paths in cities.items() for path in paths]
-    images = decoded(files, shape)  # here the class of a file is its city
-    targets = torch.empty(len(files), shape.height, shape.width, dtype=torch.uint8)
-    for at, (path, _) in enumerate(files):
-        stem = path.stem.removesuffix("_leftImg8bit")
-        targets[at] = _labels(root / "gtFine" / part / path.parent.name / f"{stem}_gtFine_labelIds.png", path, shape)
-    return Samples(images.inputs, targets, images.targets)
-
-
-def _labels(path: Path, image_path: Path, shape: Shape) -> torch.Tensor:
-    """Return the training classes of an image's pixels, uint8 (H, W), resized to the nearest pixel."""
-    from PIL import Image
-
+def _label_file(root: Path, part: str, image: Path) -> Path:
+    stem = image.stem.removesuffix("_leftImg8bit")
+    path = root / "gtFine" / part / image.parent.name / f"{stem}_gtFine_labelIds.png"
     if not path.is_file():
-        raise DataError(f"image {image_path} has no label file {path}.")
-    with Image.open(path) as labels, Image.open(image_path) as image:
-        if labels.size != image.size:
-            raise DataError(f"labels {path} are of {labels.size} pixels, the image of {image.size}.")
-        ids = np.array(labels, dtype=np.uint8)
-    table = np.full(256, IGNORE, np.uint8)
-    table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
-    classes = torch.from_numpy(table[ids])[None, None]
-    return F.interpolate(classes, (shape.height, shape.width), mode="nearest-exact")[0, 0]
+        raise DataError(f"image {image} has no label file {path}.")
+    return path

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbn_flwr.data.folders import Files, decoded, files_of_classes, refuse_too_large, root_of
+from fedbn_flwr.data.folders import Files, files_of_classes, hold_files, root_of
 from fedbn_flwr.data.readers import Loaded, Reader, as_samples, read_idx, read_svhn, read_usps
-from fedbn_flwr.data.samples import Samples
+from fedbn_flwr.data.samples import Examples, Samples
 from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import DataError
 
@@ -51,8 +51,9 @@ def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence
         root = root_of(folder, *names)
         archives = {domain: root / f"{domain}.npz" for domain in domains}
         files = {d: files_of_classes(root / d, classes) for d, path in archives.items() if not path.is_file()}
-        refuse_too_large(sum(map(len, files.values())), shape, shape.channels)
-        parts = {
+        if len(files) == len(domains):
+            return _of_files(files, shape)
+        parts: dict[str, tuple[Examples, Examples]] = {
             d: read_class_folders(files[d], shape) if d in files else read_archive(archives[d], len(classes))
             for d in domains
         }
@@ -69,7 +70,7 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     Raises:
         DataError: no domain is present, or one is damaged.
     """
-    parts = {}
+    parts: dict[str, tuple[Examples, Examples]] = {}
     for domain in DIGITS_FIVE:
         archives = sorted((folder / domain.replace("-", "_")).glob("*.npz"))
         if len(archives) > 1:
@@ -84,11 +85,21 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     return merged(parts, shape)
 
 
-def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded:
-    """Return the (train, test) of all domains as one data set in the requested shape; each domain is a group."""
+def merged(parts: Mapping[str, tuple[Examples, Examples]], shape: Shape) -> Loaded:
+    """Return the (train, test) of all domains as one data set in the requested shape; each domain is a group.
+
+    Raises:
+        DataError: some domains stay on the disk and others are in memory.
+    """
     both = []
     for which in (0, 1):
-        pieces = [reshaped(part[which], shape) for part in parts.values()]
+        chosen = [part[which] for part in parts.values()]
+        pieces = [reshaped(samples, shape) for samples in chosen if isinstance(samples, Samples)]
+        if len(pieces) < len(parts):
+            raise DataError(
+                "some domains are npz files and others are folders of images that do not fit into cache-gib. Use "
+                "folders for all, or a larger cache-gib, and augment without resized-crop."
+            )
         sizes = torch.tensor([len(piece) for piece in pieces])
         both.append(
             Samples(
@@ -100,8 +111,23 @@ def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded
     return Loaded(both[0], both[1], tuple(parts))
 
 
-def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
-    """Return the decoded (train, test) files; every 5th file of a class (the 5th, the 10th, ...) is a test file."""
+def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
+    """Return domains that are all folders of files; each domain is a group."""
+    split = [_train_and_test(own) for own in files.values()]
+    whole = [[file for part in split for file in part[which]] for which in (0, 1)]
+    sizes = [torch.tensor([len(part[which]) for part in split]) for which in (0, 1)]
+    groups = [torch.repeat_interleave(torch.arange(len(split)), size) for size in sizes]
+    train, test = (samples.regrouped(own) for samples, own in zip(hold_files(whole, shape), groups, strict=True))
+    return Loaded(train, test, tuple(files))
+
+
+def read_class_folders(files: Files, shape: Shape) -> tuple[Examples, Examples]:
+    """Return the (train, test) files; every 5th file of a class (the 5th, the 10th, ...) is a test file."""
+    train, test = hold_files(_train_and_test(files), shape)
+    return train, test
+
+
+def _train_and_test(files: Files) -> tuple[Files, Files]:
     train: Files = []
     test: Files = []
     seen = dict.fromkeys((label for _, label in files), 0)
@@ -109,7 +135,7 @@ def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
         seen[label] += 1
         chosen = test if seen[label] % 5 == 0 else train
         chosen.append((path, label))
-    return decoded(train, shape), decoded(test, shape)
+    return train, test
 
 
 def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:

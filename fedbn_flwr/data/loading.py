@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from fedbn_flwr.data.folders import TooLargeError
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.data.samples import Dataset
-from fedbn_flwr.data.shapes import Shape, reshaped
+from fedbn_flwr.data.shapes import Shape, fitted
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 
 __all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
@@ -71,8 +70,6 @@ def _load(name: str, folder: Path, shape: Shape, device: str) -> Dataset:
     info = DATASETS[name]
     try:
         train, test, group_names = info.loader(folder, shape)
-    except TooLargeError as error:
-        raise DataError(f"data set {name!r}: {error}") from error
     except READ_ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise DataError(
@@ -84,7 +81,7 @@ def _load(name: str, folder: Path, shape: Shape, device: str) -> Dataset:
     mean, std = info.mean, info.std
     if shape.channels != info.channels:
         mean, std = (values * 3 if shape.channels == 3 else (sum(values) / 3,) for values in (mean, std))
-    train, test = (reshaped(part, shape).to(device) for part in (train, test))
+    train, test = (fitted(part, shape).to(device) for part in (train, test))
     return Dataset(name, train, test, info.num_classes, mean, std, group_names)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbn_flwr.data.domains import read_archive, read_class_folders
-from fedbn_flwr.data.folders import Files, image_files, refuse_too_large
+from fedbn_flwr.data.folders import Files, image_files
 from fedbn_flwr.data.loading import MAX_BYTES
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.data.registry import DATASETS
-from fedbn_flwr.data.samples import Dataset
-from fedbn_flwr.data.shapes import Shape, reshaped
+from fedbn_flwr.data.samples import Dataset, Examples
+from fedbn_flwr.data.shapes import Shape, fitted
 from fedbn_flwr.errors import DataError
 
 __all__ = ["load_local_dataset"]
@@ -51,17 +51,17 @@ def load_local_dataset(
     if not where.is_absolute():
         raise DataError(f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path.")
     try:
+        both: tuple[Examples, Examples]
         if where.is_file():
-            train, test = read_archive(where, num_classes)
+            both = read_archive(where, num_classes)
         else:
             files = _class_files(where, classes or tuple(map(str, range(num_classes))))
-            refuse_too_large(len(files), shape, channels)
-            train, test = read_class_folders(files, shape)
+            both = read_class_folders(files, shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
+    train, test = (fitted(samples, shape).to(device) for samples in both)
     if not len(train):
         raise DataError(f"data-path={path!r} has no training images.")
-    train, test = (reshaped(samples, shape).to(device) for samples in (train, test))
     return Dataset(path, train, test, num_classes, _per_channel(info.mean, channels), _per_channel(info.std, channels))
 
 

@@ -19,20 +19,30 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
-from fedbn_flwr.data.samples import Samples
+from fedbn_flwr.data.samples import Examples, Samples
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.seeds import numpy_generator
 
-__all__ = ["READ_ERRORS", "Loaded", "Reader", "as_samples", "read_cifar", "read_digits", "read_idx", "read_svhn"]
-__all__ += ["read_usps"]
+__all__ = [
+    "READ_ERRORS",
+    "Loaded",
+    "Reader",
+    "as_samples",
+    "embedded_digits",
+    "read_cifar",
+    "read_digits",
+    "read_idx",
+    "read_svhn",
+]
+__all__ += ["read_svhn", "read_usps"]
 
 
 class Loaded(NamedTuple):
     """The result of a reader: both sets, and the names of the groups if the samples have groups."""
 
-    train: Samples
-    test: Samples
+    train: Examples
+    test: Examples
     group_names: tuple[str, ...] = ()
 
 
@@ -48,11 +58,16 @@ _DIGITS_TEST_SHARE = 0.2
 
 
 def read_digits(folder: Path, shape: Shape) -> Loaded:
+    """Return ``embedded_digits``; no file is in the folder."""
+    del folder, shape  # all readers have the same signature
+    return Loaded(*embedded_digits())
+
+
+def embedded_digits() -> tuple[Samples, Samples]:
     """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set.
 
     The file is the one that ``sklearn.datasets.load_digits`` reads; it is found without importing scikit-learn.
     """
-    del folder, shape  # the data are embedded; all readers have the same signature
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DataError("scikit-learn, whose files hold the digits, is not installed")
@@ -66,7 +81,7 @@ def read_digits(folder: Path, shape: Shape) -> Loaded:
         shuffled = numpy_generator(_DIGITS_SPLIT_SEED, "digits-split", label).permutation(members)
         in_test[shuffled[: round(_DIGITS_TEST_SHARE * len(members))]] = True
     targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
-    return Loaded(Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test]))
+    return Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test])
 
 
 def read_idx(class_name: str) -> Reader:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedbn_flwr.data.samples import Samples
+from fedbn_flwr.data.samples import Examples, Samples
 
-__all__ = ["Shape", "reshaped"]
+__all__ = ["Shape", "fitted", "reshaped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,17 @@ class Shape:
         channels: 1 or 3.
         height: in pixels.
         width: in pixels.
-        max_bytes: readers of image files refuse to decode more bytes of images and targets than this.
+        max_bytes: sets of image files with more bytes than this stay on the disk; so many decoded bytes are kept.
+        originals: image files stay on the disk, and what is kept of them has the size as stored.
+        workers: processes that decode images on the disk ahead of their use; 0 = the process that uses them decodes.
     """
 
     channels: int
     height: int
     width: int
     max_bytes: int
+    originals: bool = False
+    workers: int = 0
 
 
 def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
@@ -45,7 +49,12 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
         inputs = torch.cat([_resized(part, size) for part in torch.split(inputs, chunk)])
         if targets.ndim == 3:
             targets = F.interpolate(targets.unsqueeze(1), size, mode="nearest-exact").squeeze(1)
-    return Samples(inputs.expand(-1, shape.channels, -1, -1), targets, samples.groups)
+    return Samples(inputs.expand(-1, shape.channels, -1, -1), targets, samples.groups, samples.units)
+
+
+def fitted(samples: Examples, shape: Shape) -> Examples:
+    """Return the examples in this shape: images in memory are ``reshaped``, others have it already."""
+    return reshaped(samples, shape) if isinstance(samples, Samples) and samples.as_bytes else samples
 
 
 def _luma(images: Tensor) -> Tensor:

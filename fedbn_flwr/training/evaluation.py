@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.training.loop import Batches, kept_modes
+from fedbn_flwr.training.loop import Batches, kept_modes, with_positions
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
 
@@ -72,8 +72,8 @@ def evaluate(
     statistics = _without_running_statistics(model) if batch_statistics else nullcontext()
     with kept_modes(model), torch.inference_mode(), statistics:
         model.eval()
-        for positions in torch.split(torch.arange(len(data)), batch_size or task.test_batch):
-            inputs, targets = data.batch(positions)
+        order = torch.split(torch.arange(len(data)), batch_size or task.test_batch)
+        for _, (inputs, targets) in with_positions(data, order):
             outputs = model(prepared(inputs))
             targets = task.on_device(targets, device)
             task.check(outputs, targets)

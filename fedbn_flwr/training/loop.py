@@ -7,7 +7,8 @@ their running statistics once per step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -35,6 +36,7 @@ __all__ = [
     "kept_modes",
     "takes_one_example",
     "train",
+    "with_positions",
 ]
 
 LossAndOutputs = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
@@ -180,8 +182,8 @@ def train(
     dropped = 0
     singletons_fit: bool | None = None
     with seeded(stream("dropout").initial_seed()):
-        for step, positions in enumerate(settings.batches(len(data), stream("batches"))):
-            inputs, targets = data.batch(positions, augment)
+        order = settings.batches(len(data), stream("batches"))
+        for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
             inputs, targets = prepared(inputs), task.on_device(targets, device)
             if len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
                 singletons_fit = takes_one_example(model, inputs) if singletons_fit is None else singletons_fit
@@ -259,6 +261,25 @@ class _Totals:
             *(int(torch.stack(n).sum()) for n in (self.correct, self.counted)),
         )
         return TrainResult(total / processed, correct / max(counted, 1), processed, self.steps, dropped, metrics)
+
+
+def with_positions(
+    data: Batches, order: Iterable[Tensor], generator: torch.Generator | None = None
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """Yield the positions of each batch and the batch; data with a method ``batches`` may read some batches ahead."""
+    if not hasattr(data, "batches"):
+        for positions in order:
+            yield positions, data.batch(positions, generator)
+        return
+    asked: deque[Tensor] = deque()
+
+    def noted() -> Iterator[Tensor]:
+        for positions in order:
+            asked.append(positions)
+            yield positions
+
+    for batch in data.batches(noted(), generator):
+        yield asked.popleft(), batch
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from fedbn_flwr.data import folders
-from fedbn_flwr.data.folders import decoded, files_of_classes, image_files
-from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, load_dataset
+from fedbn_flwr.data import image_files as reading
+from fedbn_flwr.data.folders import files_of_classes, hold_files, image_files
+from fedbn_flwr.data.loading import load_dataset
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
 
@@ -32,11 +32,11 @@ def rows(image: np.ndarray) -> torch.Tensor:
 
 
 def test_images_of_every_mode_are_decoded_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "_CHUNK", 3)
+    monkeypatch.setattr(reading, "_CHUNK", 3)
     modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
     expected = [write(tmp_path / f"{at}.png", seed=at, mode=mode) for at, mode in enumerate(modes)]
     files = [(path, at) for at, path in enumerate(image_files(tmp_path))]
-    samples = decoded(files, Shape(3, 6, 8, LIMIT))
+    (samples,) = hold_files([files], Shape(3, 6, 8, LIMIT))
     assert torch.equal(samples.inputs, torch.stack([rows(image) for image in expected]))
     assert samples.targets.tolist() == list(range(7))
 
@@ -53,7 +53,7 @@ def test_jpegs_and_suffixes_in_upper_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize("centre", [False, True])
 def test_images_are_resized_or_cut_to_the_central_square(tmp_path: Path, centre: bool) -> None:
     image = rows(write(tmp_path / "wide.png", size=(9, 4)))
-    samples = decoded([(tmp_path / "wide.png", 0)], Shape(3, 3, 3, LIMIT), centre=centre)
+    (samples,) = hold_files([[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3, LIMIT), centre=centre)
     seen = image[:, :, 2:6] if centre else image
     expected = F.interpolate(seen[None].double(), (3, 3), mode="bilinear", antialias=True)
     assert (samples.inputs.double() - expected).abs().max() <= 0.5 + 1e-4
@@ -123,29 +123,6 @@ def test_too_many_classes_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"train/n{number}").mkdir(parents=True)
     with pytest.raises(DataError, match="has 201 class folders; 1 to 200 needed"):
         load_dataset("tiny-imagenet", tmp_path)
-
-
-def test_more_bytes_than_allowed_are_refused_before_a_file_is_decoded(tmp_path: Path) -> None:
-    for part in ("train", "val"):
-        for number in range(50):
-            path = tmp_path / f"{part}/n1/{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"never opened")
-    with pytest.raises(DataError) as caught:
-        load_dataset("imagenet", tmp_path, size=64, max_bytes=100 * 3 * 40 * 40)
-    message = str(caught.value)
-    assert "'imagenet': 100 images of 3x64x64 bytes" in message
-    assert "up to 40 pixels high" in message
-    assert "could not be read" not in message
-    with pytest.raises(DataError, match="cannot be read"):  # so much is allowed: the files are opened
-        load_dataset("imagenet", tmp_path, size=40, max_bytes=100 * 3 * 40 * 40)
-
-
-def test_imagenet_fits_up_to_the_size_its_summary_names() -> None:
-    images = 1_281_167 + 50_000
-    assert images * 3 * 65**2 <= MAX_BYTES < images * 3 * 66**2
-    assert "up to 65 pixels" in DATASETS["imagenet"].summary
-    assert f"{images:,} photographs" in DATASETS["imagenet"].summary
 
 
 def test_a_class_without_a_folder_or_images(tmp_path: Path) -> None:

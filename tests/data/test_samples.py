@@ -117,10 +117,10 @@ def test_mean_and_std_must_fit_the_channels(samples: Samples, mean: tuple[float]
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.int64), "inputs are torch.float32"),
+        (torch.zeros(2, 1, 3, 3).double(), torch.zeros(2, dtype=torch.int64), "inputs are torch.float64"),
         (torch.zeros(2, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), r"shape \(2, 3, 3\)"),
         (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), r"shape \(3,\)"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2), "targets are torch.float32"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2).double(), "targets are torch.float64"),
     ],
 )
 def test_samples_check_their_form(inputs: torch.Tensor, targets: torch.Tensor, message: str) -> None:

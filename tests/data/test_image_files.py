@@ -1,0 +1,131 @@
+"""Image files on the disk: the same bits as in memory, for any number of worker processes and any cache."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from fedbn_flwr.data import Augment, Subset
+from fedbn_flwr.data.folders import hold_files
+from fedbn_flwr.data.image_files import FileSamples, FileSet, ImageCache, unreadable
+from fedbn_flwr.data.samples import Examples
+from fedbn_flwr.data.shapes import Shape
+from fedbn_flwr.errors import DataError
+
+COUNT = 11
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    found = []
+    for at in range(COUNT):
+        height, width = 20 + at, 40 - at
+        path = folder / f"{at:02}.{'png' if at % 2 else 'jpg'}"
+        Image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(path)
+        found.append((path, at % 3))
+    return found
+
+
+def read(files: list[tuple[Path, int]], augment: Augment | None = None, **options: object) -> Examples:
+    options = {"max_bytes": 0, "originals": bool(augment and "resized-crop" in augment.each), **options}
+    (samples,) = hold_files([files], Shape(3, 16, 16, **options))
+    return samples
+
+
+def batches(samples: Examples, augment: Augment | None) -> list[torch.Tensor]:
+    """Two passes over a part of the images, in batches of unequal size."""
+    subset = Subset(samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment)
+    orders = [torch.randperm(COUNT - 1, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    positions = [part for order in orders for part in torch.split(order, 4)]
+    found = list(subset.batches(positions, torch.Generator().manual_seed(3)))
+    assert all(torch.equal(y, subset.targets[p]) for (_, y), p in zip(found, positions, strict=True))
+    return [inputs for inputs, _ in found]
+
+
+AUGMENTS = ["", "crop2,flip", "flip,color-jitter", "resized-crop,flip,crop1", "trivial-augment,resized-crop"]
+
+
+@pytest.mark.parametrize("text", AUGMENTS)
+def test_batches_do_not_depend_on_cache_workers_or_place(files, text: str) -> None:
+    augment = Augment.parse(text)
+    expected = batches(read(files, augment), augment)
+    others = [read(files, augment, max_bytes=5000), read(files, augment, max_bytes=5000, workers=2)]
+    if "resized-crop" not in text:
+        held = read(files, augment, max_bytes=2**20)
+        assert not isinstance(held, FileSamples)
+        others.append(held)
+    for samples in others:
+        assert all(torch.equal(a, b) for a, b in zip(batches(samples, augment), expected, strict=True))
+
+
+def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(files) -> None:
+    augment = Augment.parse("resized-crop")
+    state = torch.get_rng_state()
+    samples = read(files, augment)
+    draw = augment.draw(2, torch.Generator().manual_seed(5))
+    found, _ = samples.take(torch.tensor([3, 0]), augment, draw)
+    assert torch.equal(torch.get_rng_state(), state)
+    for image, number, seed in zip(found, (3, 0), draw.seeds.tolist(), strict=True):
+        torch.manual_seed(seed)
+        original = torch.from_numpy(np.array(Image.open(files[number][0]))).permute(2, 0, 1)
+        assert torch.equal(image, v2.RandomResizedCrop((16, 16), antialias=True)(original))
+
+
+def test_the_cache_keeps_what_fits_and_forks_share_it(files) -> None:
+    cache = ImageCache(3, 200)
+    image = np.arange(100, dtype=np.uint8).reshape(1, 10, 10)
+    if not (child := os.fork()):
+        cache.put(1, image)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert np.array_equal(cache.get(1), image)
+    assert cache.get(0) is None
+    cache.put(0, image)  # 128 bytes are used, 72 are free
+    assert cache.get(0) is None
+    cache.put(2, image[:, :5])
+    assert np.array_equal(cache.get(2), image[:, :5])
+
+
+def test_a_cached_image_is_not_read_again(files, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
+    kept, again = (FileSet([path], Shape(3, 2, 2, size)) for size in (100, 0))
+    before, _ = kept.read([0])
+    again.read([0])
+    path.unlink()
+    assert np.array_equal(kept.read([0])[0], before)
+    with pytest.raises(DataError, match=r"a\.png cannot be read"):
+        again.read([0])
+
+
+def test_all_damaged_files_are_named(files, tmp_path: Path) -> None:
+    whole = files[0][0].read_bytes()
+    bad = [(tmp_path / name, 0) for name in ("cut.jpg", "empty.png", "text.png")]
+    for (path, _), content in zip(bad, (whole[: len(whole) // 2], b"", b"no image"), strict=True):
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png"):
+        read([*files, *bad], max_bytes=2**20)
+    with pytest.raises(DataError, match=r"3 image files.*\n.*cut.jpg.* cut off\n.*it is empty\n.*text.png.*identify"):
+        read([*files, *bad])
+    assert list(unreadable([path for path, _ in [*files, *bad]])) == [COUNT, COUNT + 1, COUNT + 2]
+
+
+def test_a_worker_that_was_killed_ends_the_reading_with_an_error(files) -> None:
+    samples = read(files, workers=1)
+    subset = Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3)
+    reading = subset.batches(torch.arange(COUNT).repeat(40).split(1))
+    next(reading)
+    (process,) = samples.files._workers[1]._processes.values()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="a process that decodes images has ended"):
+        list(reading)
+    assert len(list(subset.batches([torch.tensor([0])]))) == 1  # with a new process
