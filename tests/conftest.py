@@ -36,7 +36,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
 from tests.support import federation
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
@@ -214,12 +214,13 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
         wrap: Callable[[Callable[[Context], Any]], ClientApp] = client_app,
         client: type[TorchClient] = TorchClient,
         seed: int = federation.SEED,
+        task: Task = CLASSIFICATION,
         **options: Any,
     ) -> Outcome:
         settings = {name: options.pop(name) for name in list(options) if name in TRAINING_SETTINGS}
         rate = rate if isinstance(rate, LearningRate) else LearningRate(rate)
         training = LocalTraining(learning_rate=rate, **{"batch_size": 4, **settings})
-        app = wrap(federation.torch_clients(model, datasets, training, client=client, seed=seed))
+        app = wrap(federation.torch_clients(model, datasets, training, client=client, seed=seed, task=task))
         if strategy.parts is None:
             strategy.parts = split_state(model())
         return run_strategy(strategy, app, model().state_dict(), len(datasets), **options)

@@ -85,7 +85,9 @@ class TorchClient(NumPyClient):
             its ``node_config["partition-id"]`` names the client.
         partition_id: replaces the partition id of the context.
         seed: seed of the run; batches, augmentation and dropout use streams of (seed, round, partition id).
-        task: the loss (``Task(loss=...)`` for your own), and which targets count in training and tests.
+        task: ``CLASSIFICATION``, ``BINARY``, ``MULTI_LABEL``, ``REGRESSION`` or ``SEGMENTATION`` of
+            ``fedbn_flwr.training``: targets, loss and metrics. ``dataclasses.replace(task, loss=...)`` has a loss of
+            your own, ``task.measuring(["auroc"])`` further metrics.
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed.
 
@@ -161,8 +163,8 @@ class TorchClient(NumPyClient):
 
         Returns:
             The shared entries, the size of the training set |D_i| (not the examples processed), and the metrics
-            ``train-loss``, ``train-accuracy``, ``examples-processed``, ``steps``, ``dropped-batches`` and those of the
-            client hooks.
+            ``train-loss``, ``train-accuracy`` (not for a regression), ``examples-processed``, ``steps``,
+            ``dropped-batches`` and those of the client hooks.
 
         Under FedTAN by messages it returns the one array of the next exchange, named ``fedtan/TAG``, until the
         synchronised step has all answers, and no array when it has.
@@ -209,7 +211,7 @@ class TorchClient(NumPyClient):
             store.keep({name: state[name] for name in local}, read.server_round)
         metrics: Config = {
             TRAIN_LOSS: result.loss,
-            TRAIN_ACCURACY: result.accuracy,
+            **({} if result.accuracy is None else {TRAIN_ACCURACY: result.accuracy}),
             EXAMPLES_PROCESSED: result.num_processed,
             STEPS: result.num_steps,
             DROPPED_BATCHES: result.num_dropped,
@@ -233,8 +235,8 @@ class TorchClient(NumPyClient):
 
         Returns:
             Mean loss on the first test set, its size, and for each set the metrics ``<name>-loss``,
-            ``<name>-accuracy``, ``<name>-num-examples`` and, for segmentation, ``<name>-miou`` (no prefix for a single
-            unnamed set).
+            ``<name>-num-examples`` and those of the task, such as ``<name>-accuracy`` (no prefix for a single unnamed
+            set). NaN where a test set does not define a metric.
         """
         read = EvaluateConfig.read(config)
         metrics: Config = {}

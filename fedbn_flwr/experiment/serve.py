@@ -176,10 +176,11 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
             report = RoundReport(server_round, "centralized")
             report.metrics = {
                 TRAIN_LOSS: result.loss,
-                TRAIN_ACCURACY: result.accuracy,
                 EXAMPLES_PROCESSED: result.num_processed,
                 DROPPED_BATCHES: result.num_dropped,
             }
+            if result.accuracy is not None:
+                report.metrics[TRAIN_ACCURACY] = result.accuracy
             recorder.write(report)
             if report.diverged and config.on_divergence == "stop":
                 break

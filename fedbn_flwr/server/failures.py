@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.report import RoundReport
 
 __all__ = ["TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "losses_not_finite", "nothing_trained"]
@@ -34,14 +35,16 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     Args:
         metrics: metrics by the label of the client; "" = the server's. A loss is a metric whose name ends in "loss". A
-            test in which no target counts has no loss: its accuracy is NaN, too.
+            test in which no target counts has no loss: its accuracy is NaN, too, or it has no examples.
     """
     found: dict[str, list[str]] = {}
     for label, values in metrics.items():
         losses = [name for name in values if name.endswith("loss")]
         for name in [name for name in losses if name != "loss"] or losses:  # "loss" repeats the first of several tests
-            loss, accuracy = values[name], values.get(f"{name.removesuffix('loss')}accuracy", 0.0)
+            loss, prefix = values[name], name.removesuffix("loss")
+            accuracy = values.get(f"{prefix}accuracy", 0.0)
             tested = not isinstance(accuracy, float) or not math.isnan(accuracy)
+            tested = tested and values.get(f"{prefix}{NUM_EXAMPLES}") != 0
             if tested and isinstance(loss, float) and not math.isfinite(loss):
                 found.setdefault(name, []).append(label or str(loss))
     return [

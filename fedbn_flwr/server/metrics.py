@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, NUM_EXAMPLES, STEPS
+from fedbn_flwr.training.tasks import METRICS
 
 __all__ = ["AVERAGED", "average_metrics"]
 
@@ -24,7 +25,8 @@ logger = logging.getLogger("flwr")
 def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
     """Return the average of each metric over the clients that report it, weighted by ``weighted_by_key``.
 
-    Counts of this package (steps, examples, dropped batches) are summed instead.
+    Counts of this package (steps, examples, dropped batches) are summed instead. A client whose test set does not
+    define a metric of a task (NaN) does not count for it.
 
     Flower's own average divides by the weight of all clients, even if only some report the metric. It also fails on
     values of different shapes; here these are left out with a warning.
@@ -44,6 +46,8 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         if key.endswith(_COUNTS):
             averaged[key] = int(sum(value for _, value in pairs))
             continue
+        if key.endswith(METRICS):
+            pairs = [(weight, value) for weight, value in pairs if value == value] or pairs
         total = sum(weight for weight, _ in pairs)
         terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]
         averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()

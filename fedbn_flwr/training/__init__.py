@@ -5,10 +5,13 @@ from __future__ import annotations
 from fedbn_flwr.training.loop import Batches, ClientHook, TrainResult, train
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 from fedbn_flwr.training.sgd import sgd
-from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
+from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, SEGMENTATION, Task
 
 __all__ = [
+    "BINARY",
     "CLASSIFICATION",
+    "MULTI_LABEL",
+    "REGRESSION",
     "SEGMENTATION",
     "Batches",
     "ClientHook",

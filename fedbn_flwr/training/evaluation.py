@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.loop import Batches, kept_modes, with_positions
@@ -23,20 +23,27 @@ class EvalResult:
 
     Attributes:
         loss: mean loss of the targets that count.
-        accuracy: share of these targets that is classified correctly.
-        num_examples: number of images.
-        miou: mean intersection over union, see ``tasks.mean_iou``; None for a task with another score.
+        num_examples: number of examples; 0 if a task whose targets may be unknown finds none that is known.
+        metrics: the metrics of the task by name; NaN where the test set does not define one.
     """
 
     loss: float
-    accuracy: float
     num_examples: int
-    miou: float | None = None
+    metrics: Mapping[str, float]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the targets that count that is right."""
+        return self.metrics["accuracy"]
+
+    @property
+    def miou(self) -> float:
+        """Mean intersection over union, see ``tasks.mean_iou``."""
+        return self.metrics["miou"]
 
     def named(self, prefix: str = "") -> dict[str, float]:
-        """Return the metrics that are not None, with ``prefix`` before each name."""
-        metrics = {"loss": self.loss, "accuracy": self.accuracy, "miou": self.miou}
-        return {prefix + name: value for name, value in metrics.items() if value is not None}
+        """Return loss and metrics, with ``prefix`` before each name."""
+        return {prefix + name: value for name, value in {"loss": self.loss, **self.metrics}.items()}
 
 
 def evaluate(
@@ -58,17 +65,19 @@ def evaluate(
             used nor changed, and all other layers are in eval mode.
 
     Returns:
-        Mean loss (every target has the same weight, also in a smaller last batch), accuracy in [0, 1], and mean IoU if
-        it is the task's score. NaN if no target counts.
+        Mean loss (every target has the same weight, also in a smaller last batch) and the metrics of the task. NaN if
+        no target counts.
 
     Raises:
-        DataError: the model gives one output per example, or the targets are not class numbers.
+        DataError: outputs or targets do not fit the task.
     """
     if len(data) == 0:
-        return EvalResult(float("nan"), float("nan"), 0)
+        return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = next(model.parameters()).device, inputs_for(model)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted
-    matrix: torch.Tensor | None = None
+    matrix: Tensor | None = None
+    gathered: list[tuple[Tensor, Tensor]] = []
+    unusable: list[Tensor] = []
     statistics = _without_running_statistics(model) if batch_statistics else nullcontext()
     with kept_modes(model), torch.inference_mode(), statistics:
         model.eval()
@@ -79,13 +88,25 @@ def evaluate(
             task.check(outputs, targets)
             counted = task.counted(targets)
             totals += torch.stack(
-                [task.loss(outputs, targets).double() * counted, (outputs.argmax(1) == targets).sum(), counted]
+                [task.loss(outputs, targets).double() * counted, task.correct(outputs, targets), counted]
             )
-            if task.score == "miou":
+            if "miou" in task.metrics:
                 counts = confusion(outputs, targets, task.ignore)
                 matrix = counts if matrix is None else matrix + counts
-    loss, correct, _ = (totals / totals[2]).tolist()
-    return EvalResult(loss, correct, len(data), None if matrix is None else mean_iou(matrix))
+            if task.gathers:
+                gathered.append((outputs, targets))
+            if (wrong := task.unusable(targets)) is not None:
+                unusable.append(wrong)
+        if unusable:
+            task.refuse(int(torch.stack(unusable).sum()))
+        loss, correct, _ = (totals / totals[2]).tolist()
+        found = {"accuracy": correct}
+        if matrix is not None:
+            found["miou"] = mean_iou(matrix)
+        if gathered:
+            found |= task.measure(*(torch.cat(parts).cpu() for parts in zip(*gathered, strict=True)))
+    tested = len(data) if not unusable or totals[2] else 0
+    return EvalResult(loss, tested, {name: found[name] for name in task.metrics})
 
 
 @contextmanager

@@ -123,7 +123,8 @@ class TrainResult:
 
     Attributes:
         loss: mean of the batch losses before each step over the processed examples, without penalties.
-        accuracy: share of the processed examples (or of their pixels that count) classified correctly before each step.
+        accuracy: share of the processed targets that count that is right before each step; None for a task without
+            accuracy.
         num_processed: processed examples; an example counts in each step that uses it.
         num_steps: optimizer steps.
         num_dropped: batches of one example that were left out because a BatchNorm would see one value per channel.
@@ -131,7 +132,7 @@ class TrainResult:
     """
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     num_processed: int
     num_steps: int
     num_dropped: int
@@ -162,8 +163,8 @@ def train(
         optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
 
     Raises:
-        DataError: there is no data, every batch has one example and was dropped, the model gives one output per
-            example, or the targets are not class numbers.
+        DataError: there is no data, every batch has one example and was dropped, or outputs or targets do not fit the
+            task.
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
@@ -242,17 +243,26 @@ class _Totals:
     sizes: list[int] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
     counted: list[Tensor] = field(default_factory=list)
+    unusable: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B, ...)."""
         self.steps += 1
         self.losses.append(loss)
         self.sizes.append(len(outputs))
-        self.correct.append((outputs.argmax(1) == targets).sum())
+        self.correct.append(self.task.correct(outputs, targets))
         self.counted.append(self.task.counted(targets))
+        if (wrong := self.task.unusable(targets)) is not None:
+            self.unusable.append(wrong)
 
     def result(self, dropped: int, metrics: dict[str, float]) -> TrainResult:
-        """Return the result of the round."""
+        """Return the result of the round.
+
+        Raises:
+            DataError: targets have values that the task does not have.
+        """
+        if self.unusable:
+            self.task.refuse(int(torch.stack(self.unusable).sum()))
         total = 0.0  # not sum(), which rounds differently from Python 3.12 on
         for loss, size in zip(torch.stack(self.losses).tolist(), self.sizes, strict=True):
             total += loss * size
@@ -260,7 +270,8 @@ class _Totals:
             sum(self.sizes),
             *(int(torch.stack(n).sum()) for n in (self.correct, self.counted)),
         )
-        return TrainResult(total / processed, correct / max(counted, 1), processed, self.steps, dropped, metrics)
+        accuracy = correct / max(counted, 1) if "accuracy" in self.task.metrics else None
+        return TrainResult(total / processed, accuracy, processed, self.steps, dropped, metrics)
 
 
 def with_positions(

@@ -1,8 +1,9 @@
-"""The learning tasks: a class for each image, or a class for each pixel. Torch only."""
+"""The learning tasks: their targets, losses and metrics. Torch only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.training.metrics import of_classes, of_labels, of_numbers
 
-__all__ = ["CLASSIFICATION", "SEGMENTATION", "LossFn", "Task", "confusion", "mean_iou", "pixel_cross_entropy"]
+__all__ = [
+    "BINARY",
+    "CLASSIFICATION",
+    "METRICS",
+    "MULTI_LABEL",
+    "REGRESSION",
+    "SEGMENTATION",
+    "TASKS",
+    "LabelTask",
+    "LossFn",
+    "RegressionTask",
+    "Task",
+    "confusion",
+    "in_percent",
+    "label_cross_entropy",
+    "mean_iou",
+    "pixel_cross_entropy",
+    "squared_error",
+]
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 _IGNORED_PIXEL = 255
+_COUNTED = ("accuracy", "miou")  # metrics that ``evaluate`` counts batch by batch
+_NO_SHARES = ("mae", "r2", "loss")
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -29,16 +51,51 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return total / (targets != _IGNORED_PIXEL).sum().clamp(min=1)
 
 
+def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean binary cross-entropy over the labels that are not NaN (unknown); 0 if all are.
+
+    Args:
+        outputs: logits (B, labels), or (B,) for one label.
+        targets: 0, 1 or NaN, of as many numbers.
+    """
+    outputs, targets, known = _known(outputs, targets)
+    return F.binary_cross_entropy_with_logits(outputs, targets, known, reduction="sum") / known.sum().clamp(min=1)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean squared error over the targets that are not NaN (unknown); 0 if all are.
+
+    Args:
+        outputs: (B, columns), or (B,) for one column.
+        targets: of as many numbers.
+    """
+    outputs, targets, known = _known(outputs, targets)
+    return F.mse_loss(outputs * known, targets, reduction="sum") / known.sum().clamp(min=1)
+
+
+def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, targets with 0 for NaN, and 1 where a target is known else 0, of one shape and dtype."""
+    targets = targets.to(outputs.dtype).view_as(outputs)
+    unknown = targets.isnan()
+    return outputs, targets.masked_fill(unknown, 0), (~unknown).to(outputs.dtype)
+
+
 @dataclass(frozen=True)
 class Task:
-    """A task: its loss, and the targets that its tests count.
+    """A task: its loss, the targets that its tests count, and its metrics.
+
+    Targets of this class are numbers of classes, one for each example or pixel; subclasses have others.
 
     Attributes:
         name: the name in messages.
         loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)).
         ignore: targets with this value neither train nor count.
-        score: the main metric of a run, "accuracy" or "miou".
+        score: the main metric of a run.
         test_batch: examples per test batch. It limits the memory, and it changes the last bits of sums.
+        metrics: names of the metrics of every test, in order; () = the accuracy and the score.
+
+    Raises:
+        ConfigError: the task does not have these metrics.
     """
 
     name: str = "classification"
@@ -46,10 +103,66 @@ class Task:
     ignore: int = -100
     score: str = "accuracy"
     test_batch: int = 500
+    metrics: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the metrics."""
+        names = self.metrics or tuple(dict.fromkeys(("accuracy", self.score)))
+        object.__setattr__(self, "metrics", names)
+        if wrong := [name for name in names if name not in self.allowed]:
+            raise ConfigError(f"metrics={', '.join(wrong)}: task {self.name} has {', '.join(self.allowed)}")
+
+    @property
+    def by_pixel(self) -> bool:
+        """Whether each pixel has a target."""
+        return self.score == "miou"
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The metrics that the task can have."""
+        return _COUNTED if self.by_pixel else ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "auprc")
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher score is better."""
+        return self.score != "mae"
+
+    @property
+    def gathers(self) -> list[str]:
+        """The metrics that need all outputs and targets of a test at once."""
+        return [name for name in self.metrics if name not in _COUNTED]
+
+    def measuring(self, names: Sequence[str]) -> Task:
+        """Return this task with further metrics.
+
+        Raises:
+            ConfigError: the task does not have them.
+        """
+        return dataclasses.replace(self, metrics=tuple(dict.fromkeys((*self.metrics, *names))))
+
+    def outputs(self, num_classes: int) -> int:
+        """Return the number of outputs of a model for data with this number of classes, labels or target columns."""
+        return num_classes
 
     def counted(self, targets: Tensor) -> Tensor:
         """Return how many targets count: images, or pixels."""
         return (targets != self.ignore).sum()
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return how many targets that count are right; 0 where the task has no accuracy."""
+        return (outputs.argmax(1) == targets).sum()
+
+    def unusable(self, targets: Tensor) -> Tensor | None:
+        """Return how many targets have values that the task does not have; None if the loss finds them."""
+        return None
+
+    def refuse(self, unusable: int) -> None:
+        """Raise DataError if there are unusable targets."""
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of ``gathers`` for all outputs (N, ...) and targets (N, ...) of a test."""
+        kept = targets != self.ignore
+        return of_classes(self.gathers, outputs[kept].double(), targets[kept])
 
     @staticmethod
     def on_device(targets: Any, device: torch.device) -> Tensor:
@@ -62,8 +175,7 @@ class Task:
             raise DataError(f"labels are a {type(targets).__name__}; a tensor of class numbers, int64, needed.")
         return targets.to(device)
 
-    @staticmethod
-    def check(outputs: Tensor, targets: Tensor) -> None:
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check that argmax over the outputs can be compared with the targets; their values are not read.
 
         Raises:
@@ -72,8 +184,9 @@ class Task:
         shape = tuple(outputs.shape)
         if outputs.ndim < 2 or shape[1] < 2:
             raise DataError(
-                f"the model gives one output per example, {shape}, and the built-in accuracy is the argmax over the "
-                "outputs of the classes. Give the model two outputs and train it with cross-entropy."
+                f"the model gives one output per example, {shape}, and task {self.name} takes the argmax over the "
+                "outputs of the classes. For yes or no from one logit use task=binary (TorchClient(task=BINARY)), for "
+                "a number task=regression (REGRESSION); or give the model an output for each class."
             )
         if targets.is_floating_point() or tuple(targets.shape) != (shape[0], *shape[2:]):
             raise DataError(
@@ -82,8 +195,146 @@ class Task:
             )
 
 
+class _ColumnTask(Task):
+    """A task with one output for each target, in columns; NaN = unknown: such a target neither trains nor counts."""
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """Return how many targets are known."""
+        return (~targets.isnan()).sum()
+
+    @staticmethod
+    def _columns(values: Tensor) -> Tensor:
+        """Return (N, columns) in float64."""
+        return values.double().reshape(len(values), -1)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Check that there is one output for each target; values are not read.
+
+        Raises:
+            DataError: they have other shapes, or the outputs are integers.
+        """
+        shapes = [tuple(tensor.shape) for tensor in (outputs, targets)]
+        widths = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
+        fits = all(len(shape) in (1, 2) for shape in shapes) and shapes[0][0] == shapes[1][0]
+        if not fits or widths[0] != widths[1] or not outputs.is_floating_point() or not self._takes(widths[0]):
+            raise DataError(
+                f"labels are {targets.dtype} of shape {shapes[1]} for {outputs.dtype} outputs of shape {shapes[0]}; "
+                f"task {self.name} needs {self._needs}."
+            )
+
+    def _takes(self, columns: int) -> bool:
+        return True
+
+    @property
+    def _needs(self) -> str:
+        return "one number for each target, both (B, columns), or (B,) for one column; NaN = unknown"
+
+
+@dataclass(frozen=True)
+class LabelTask(_ColumnTask):
+    """Yes or no for each label: one logit each, decided at 0; targets are 0, 1 or NaN (unknown), of any dtype.
+
+    Attributes:
+        single: there is one label (binary).
+    """
+
+    single: bool = False
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The metrics that the task can have."""
+        return ("accuracy", "balanced-accuracy", "f1" if self.single else "macro-f1", "auroc", "auprc")
+
+    def outputs(self, num_classes: int) -> int:
+        """Return 1 for one label, else the number of labels."""
+        return 1 if self.single else num_classes
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return how many known labels are decided rightly at logit 0."""
+        targets = targets.view_as(outputs)
+        return ((outputs > 0) == (targets > 0))[~targets.isnan()].sum()
+
+    def unusable(self, targets: Tensor) -> Tensor | None:
+        """Return how many labels are neither 0 nor 1 nor unknown."""
+        return ((targets != 0) & (targets != 1) & ~targets.isnan()).sum()
+
+    def refuse(self, unusable: int) -> None:
+        """Raise DataError if there are unusable labels."""
+        if unusable:
+            raise DataError(
+                f"{unusable} labels are neither 0 nor 1, and task {self.name} needs 0 = no, 1 = yes (NaN = unknown). "
+                "Rewrite them, or use task=classification (CLASSIFICATION) for numbers of classes."
+            )
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of ``gathers`` for all outputs and targets of a test."""
+        return of_labels(self.gathers, self._columns(outputs), self._columns(targets))
+
+    def _takes(self, columns: int) -> bool:
+        return columns == 1 or not self.single
+
+    @property
+    def _needs(self) -> str:
+        if self.single:
+            return (
+                "one logit and one label of 0 or 1 per example, each (B, 1) or (B,). For several classes use "
+                "task=classification (CLASSIFICATION), for several labels task=multi-label (MULTI_LABEL)"
+            )
+        return "one logit for each label of 0, 1 or NaN (unknown), both (B, labels)"
+
+
+@dataclass(frozen=True)
+class RegressionTask(_ColumnTask):
+    """One number for each target, or several in columns; targets are numbers or NaN (unknown), of any dtype."""
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The metrics that the task can have."""
+        return ("mae", "r2")
+
+    def outputs(self, num_classes: int) -> int:
+        """Return the number of target columns."""
+        return max(num_classes, 1)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return 0: a number is not right or wrong."""
+        return targets.new_zeros((), dtype=torch.int64)
+
+    def unusable(self, targets: Tensor) -> Tensor | None:
+        """Return how many targets are infinite."""
+        return targets.isinf().sum()
+
+    def refuse(self, unusable: int) -> None:
+        """Raise DataError if there are unusable targets."""
+        if unusable:
+            raise DataError(f"{unusable} targets are infinite: give numbers, or NaN where the target is unknown.")
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of ``gathers`` for all outputs and targets of a test."""
+        return of_numbers(self.gathers, self._columns(outputs), self._columns(targets))
+
+
 CLASSIFICATION = Task()
 SEGMENTATION = Task("segmentation", pixel_cross_entropy, _IGNORED_PIXEL, "miou", 8)
+BINARY = LabelTask(
+    "binary",
+    label_cross_entropy,
+    metrics=("accuracy", "balanced-accuracy", "f1", "auroc", "auprc"),
+    single=True,
+)
+MULTI_LABEL = LabelTask(
+    "multi-label", label_cross_entropy, score="auroc", metrics=("accuracy", "macro-f1", "auroc", "auprc")
+)
+REGRESSION = RegressionTask("regression", squared_error, score="mae", metrics=("mae", "r2"))
+TASKS = {task.name: task for task in (CLASSIFICATION, BINARY, MULTI_LABEL, REGRESSION, SEGMENTATION)}
+"""The tasks of the config key ``task``."""
+METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.allowed))
+"""The metrics of all tasks."""
+
+
+def in_percent(metric: str) -> bool:
+    """Return whether a metric, with any prefix such as ``test-``, is a share, which tables show in percent."""
+    return metric.rpartition("-")[2] not in _NO_SHARES
 
 
 def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
+import math
 import time
 
 import numpy as np
@@ -13,6 +15,8 @@ import torch
 import torchvision.models
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from sklearn import metrics as sk
+from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
@@ -23,11 +27,13 @@ from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
-from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training import BINARY, MULTI_LABEL, REGRESSION, LearningRate, LocalTraining, Task, train
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.federation import torch_clients
+from tests.support.points import Points
 
 SIZES = (6, 13, 9)
+NAN = float("nan")
 
 
 def local_round(model, data, partition: int, server_round: int):
@@ -321,3 +327,62 @@ def test_torchvisions_mnasnet_which_reads_the_version_of_its_state(federate, poi
     run = federate(strategy, model, data, rounds=1, local_steps=1, batch_size=0)
     assert run.strategy.reports[0].rejected == {}
     assert set(run.strategy.reports[0].evaluations) == {"0", "1"}
+
+
+@pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
+def test_a_step_of_a_task_is_the_weighted_mean_of_the_gradients(task: Task, federate, points) -> None:
+    """In float64 by hand; the mean over clients of a metric is over those that define it."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            head = nn.Linear(4, 3 if task is MULTI_LABEL else 1)
+            return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), head).double()
+
+    def by_hand(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if task is REGRESSION:
+            return (output - target) ** 2
+        return -(output if target else -output).sigmoid().log()
+
+    datasets = [points(size, seed, classes=2) for seed, size in enumerate(SIZES)]
+    for data in datasets:
+        labels = data.targets[:, None].double()
+        data.targets = torch.cat([labels, 1 - labels, labels * labels], 1) if task is MULTI_LABEL else labels
+    datasets[0].targets[:] = 1  # a client with one class
+    datasets[1].targets[2, 0] = NAN  # an unknown target
+    one_step = {"rounds": 1, "local_steps": 1, "batch_size": 0, "rate": 0.5}
+    run = federate(FedAvg(), build, datasets, task=task, **one_step)
+
+    start = build()
+    total = [torch.zeros_like(p) for p in start.parameters()]
+    for data in datasets:
+        model = copy.deepcopy(start)
+        pairs = zip(model(data.inputs).flatten(), data.targets.flatten(), strict=True)
+        losses = [by_hand(output, target) for output, target in pairs if not target.isnan()]
+        (sum(losses) / len(losses)).backward()
+        for mean, parameter in zip(total, model.parameters(), strict=True):
+            mean += len(data) / sum(SIZES) * parameter.grad
+    for (name, parameter), gradient in zip(start.named_parameters(), total, strict=True):
+        torch.testing.assert_close(run.tensors[name], parameter.data - 0.5 * gradient, rtol=1e-10, atol=1e-12)
+
+    trained = build()
+    trained.load_state_dict(run.tensors)
+    own = [evaluate(trained, data, task=task) for data in datasets]
+    result = run.result.evaluate_metrics_clientapp[1]
+    name, defined = {"binary": ("auroc", (1, 2)), "multi-label": ("auroc", (1, 2)), "regression": ("r2", (1, 2))}[
+        task.name
+    ]
+    assert math.isnan(own[0].metrics[name])
+    want = np.average([own[i].metrics[name] for i in defined], weights=[SIZES[i] for i in defined])
+    assert result[name] == pytest.approx(want, rel=1e-12)
+    assert ("train-accuracy" in run.strategy.reports[0].metrics) == (task is not REGRESSION)
+
+    union = Points(*(torch.cat([getattr(data, what) for data in datasets]) for what in ("inputs", "targets")))
+    outputs = trained.eval()(union.inputs).detach()
+    known = ~union.targets[:, 0].isnan()
+    truth, told = union.targets[known, 0].numpy(), outputs[known, 0].numpy()
+    pooled = evaluate(trained, union, task=task).metrics
+    if task is REGRESSION:
+        assert pooled["r2"] == pytest.approx(sk.r2_score(truth, told), rel=1e-6)
+    elif task is BINARY:
+        assert pooled["auroc"] == pytest.approx(sk.roc_auc_score(truth, told), rel=1e-6)

@@ -21,7 +21,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import LocalTraining
+from fedbn_flwr.training import CLASSIFICATION, LocalTraining, Task
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
 SEED = 7
@@ -183,12 +183,13 @@ def torch_clients(
     *,
     client: type[TorchClient] = TorchClient,
     seed: int = SEED,
+    task: Task = CLASSIFICATION,
 ) -> Callable[[Context], TorchClient]:
     """Return a ``client_fn`` whose client i trains and tests on ``datasets[i]``."""
 
     def client_fn(context: Context) -> TorchClient:
         data = datasets[int(context.node_config["partition-id"])]
-        return client(model(), data, data, training, context=context, seed=seed)
+        return client(model(), data, data, training, context=context, seed=seed, task=task)
 
     return client_fn
 

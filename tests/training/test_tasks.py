@@ -1,19 +1,32 @@
-"""The tasks: the loss over pixels, and the mean IoU compared with slow counts."""
+"""The tasks: the losses by hand, the mean IoU by slow counts, and every other metric by scikit-learn."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn import metrics as sk
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task, confusion, mean_iou, pixel_cross_entropy
+from fedbn_flwr.training.tasks import (
+    BINARY,
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    SEGMENTATION,
+    TASKS,
+    Task,
+    confusion,
+    mean_iou,
+    pixel_cross_entropy,
+)
 
 
 def pixels(count: int = 5, classes: int = 4) -> tuple[Tensor, Tensor]:
@@ -131,7 +144,7 @@ def test_what_argmax_cannot_judge_is_refused_before_it_is_counted(points) -> Non
                 loop()
             assert said in str(caught.value)
     flat = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
-    with pytest.raises(DataError, match=r"one output per example, \(6,\).*two outputs.*cross-entropy"):
+    with pytest.raises(DataError, match=r"one output per example, \(6,\).*task=binary"):
         evaluate(flat, Scenes(data.inputs, as_float), task=binary)
 
 
@@ -156,3 +169,172 @@ def test_training_counts_images_as_examples_and_pixels_for_accuracy() -> None:
     assert (result.num_processed, result.num_steps) == (5, 1)
     assert result.loss == pytest.approx(pixel_cross_entropy(logits, targets).item(), rel=1e-12)
     assert result.accuracy == (logits.argmax(1) == targets).sum().item() / (targets != 255).sum().item()
+
+
+# --- tasks with a number for each label or target ---------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:
+    """Outputs and targets with ties, uneven classes, a class that is absent, and unknown values."""
+    generator = torch.Generator().manual_seed(5)
+    width = {"classification": 5, "binary": 1, "multi-label": 4, "regression": 3}[task.name]
+    outputs = torch.randn(count, width, generator=generator, dtype=torch.float64).mul(3).round(decimals=1)
+    if task.name == "classification":
+        outputs[:, 4] -= 100  # neither a target nor told
+        targets = (torch.rand(count, generator=generator) ** 3 * 3).long()  # class 3 is told, but no target
+        return outputs, targets
+    if task.name == "regression":
+        targets = 2 * outputs + torch.randn(count, width, generator=generator, dtype=torch.float64) + 1e4
+    else:
+        targets = (torch.rand(count, width, generator=generator) < 0.3).double()
+    targets[torch.rand(count, width, generator=generator) < 0.1] = NAN
+    if task.name == "multi-label":
+        targets[:, 2] = targets[:, 2] * 0  # a label that no example has
+    return outputs, targets
+
+
+class Identity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.one
+
+
+def of_scikit_learn(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Each metric by scikit-learn; label by label and target by target, over those where it is defined."""
+    if task.name == "classification":
+        told, present = outputs.argmax(1), targets.unique().tolist()
+        chance = outputs.softmax(1)
+        return {
+            "accuracy": sk.accuracy_score(targets, told),
+            "balanced-accuracy": sk.balanced_accuracy_score(targets, told),
+            "macro-f1": sk.f1_score(targets, told, average="macro"),
+            "auroc": math.fsum(sk.roc_auc_score(targets == c, chance[:, c]) for c in present) / len(present),
+            "auprc": math.fsum(sk.average_precision_score(targets == c, chance[:, c]) for c in present) / len(present),
+        }
+    known = [~targets[:, i].isnan() for i in range(targets.shape[1])]
+    pairs = [(targets[k, i].numpy(), outputs[k, i].numpy()) for i, k in enumerate(known)]
+    if task.name == "regression":
+        mae = sum(abs(t - o).sum() for t, o in pairs) / sum(len(t) for t, _ in pairs)
+        return {"mae": mae, "r2": math.fsum(sk.r2_score(t, o) for t, o in pairs) / len(pairs)}
+    found = {
+        "accuracy": sum(((o > 0) == t).sum() for t, o in pairs) / sum(len(t) for t, _ in pairs),
+        "balanced-accuracy": np.mean([sk.balanced_accuracy_score(t, o > 0) for t, o in pairs]),
+        "macro-f1": np.nanmean([sk.f1_score(t, o > 0, zero_division=np.nan) for t, o in pairs]),
+        "auroc": np.mean([sk.roc_auc_score(t, o) for t, o in pairs if t.any()]),
+        "auprc": np.mean([sk.average_precision_score(t, o) for t, o in pairs if t.any()]),
+    }
+    return found if task is MULTI_LABEL else {**found, "f1": found["macro-f1"]}
+
+
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
+@pytest.mark.parametrize("task", [CLASSIFICATION, BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
+def test_every_metric_of_a_task_is_scikit_learns(task: Task) -> None:
+    """Also where softmax or sigmoid is 1 in float32, and for targets far from 0."""
+    outputs, targets = columns(task)
+    everything = task.measuring(task.allowed)
+    found = evaluate(Identity(), Scenes(outputs, targets), task=everything, batch_size=7)
+    want = of_scikit_learn(task, outputs, targets)
+    assert found.metrics.keys() == set(task.allowed) == set(everything.metrics)
+    for name, value in found.metrics.items():
+        assert value == pytest.approx(want[name], rel=1e-6), name  # torchmetrics divides in float32
+    known = targets.numel() - int(targets.isnan().sum())
+    whole = float(task.loss(outputs, targets))
+    assert (found.loss, found.num_examples) == (pytest.approx(whole, rel=1e-12), 61)
+    each = {
+        "binary": lambda o, t: math.log1p(math.exp(-o if t else o)),
+        "multi-label": lambda o, t: math.log1p(math.exp(-o if t else o)),
+        "regression": lambda o, t: (o - t) ** 2,
+    }.get(task.name)
+    if each:
+        pairs = zip(outputs.flatten().tolist(), targets.flatten().tolist(), strict=True)
+        assert whole == pytest.approx(math.fsum(each(o, t) for o, t in pairs if t == t) / known, rel=1e-12)
+
+
+def test_a_metric_that_a_test_set_does_not_define_is_nan() -> None:
+    def metrics(task: Task, outputs: list[float], targets: list[float]) -> dict[str, float]:
+        data = Scenes(torch.tensor(outputs).double(), torch.tensor(targets).double())
+        return evaluate(Identity(), data, task=task).metrics
+
+    negative = metrics(BINARY, [-3, -1], [0, 0])
+    assert [name for name, value in negative.items() if math.isnan(value)] == ["f1", "auroc", "auprc"]
+    assert metrics(BINARY, [2, 1], [1, 1])["auprc"] == 1
+    assert math.isnan(metrics(BINARY, [2, 1], [1, 1])["auroc"])
+    assert math.isnan(metrics(REGRESSION, [2], [1])["r2"])
+    assert math.isnan(metrics(REGRESSION, [2, 1], [3, 3])["r2"])
+    assert metrics(REGRESSION, [2e-6, 1e-6], [1e-6, 1e-6])["mae"] == pytest.approx(5e-7)
+    assert metrics(REGRESSION, [2e-6, 1e-6], [1e-6, 3e-6])["r2"] == pytest.approx(1 - 5 / 2)
+    diverged = metrics(BINARY, [NAN, 1], [0, 1])
+    assert math.isnan(diverged["auroc"])
+    unknown = evaluate(Identity(), Scenes(torch.ones(2, 1).double(), torch.full((2, 1), NAN)), task=REGRESSION)
+    assert unknown.num_examples == 0
+    assert all(math.isnan(value) for value in unknown.named().values())
+
+
+@pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
+def test_unknown_targets_neither_train_nor_count(task: Task) -> None:
+    outputs, targets = columns(task)
+    outputs.requires_grad_()
+    task.loss(outputs, targets).backward()
+    assert outputs.grad is not None
+    assert torch.equal(outputs.grad == 0, targets.isnan())
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
+    data, stream = Scenes(outputs.detach(), targets), lambda _: torch.Generator()
+    result = train(Identity(), data, settings, learning_rate=0.1, stream=stream, task=task)
+    known = ~targets.isnan()
+    right = ((outputs > 0) == (targets > 0))[known].double().mean().item()
+    assert result.accuracy == (None if task is REGRESSION else pytest.approx(right, rel=1e-12))
+
+
+def test_one_output_may_have_a_column_of_its_own_or_none() -> None:
+    outputs, targets = columns(BINARY)
+    labels = targets.nan_to_num(0)
+    forms = [(o, t) for o in (outputs, outputs[:, 0]) for t in (labels, labels[:, 0], labels[:, 0].long())]
+    found = [evaluate(Identity(), Scenes(o, t), task=BINARY) for o, t in forms]
+    assert all(one == found[0] for one in found)
+
+
+def test_targets_that_a_task_cannot_use_are_refused_in_both_loops() -> None:
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
+    cases = [
+        (BINARY, torch.ones(4, 2), torch.ones(4), "task binary needs one logit"),
+        (BINARY, torch.ones(4, 1), torch.tensor([1.0, 2, -1, NAN]), "2 labels are neither 0 nor 1"),
+        (BINARY, torch.ones(4, 1), torch.tensor([1, 2, 1, 0]), "1 labels are neither 0 nor 1"),
+        (MULTI_LABEL, torch.ones(4, 3), torch.ones(4, 2), "labels are torch.float32 of shape (4, 2)"),
+        (REGRESSION, torch.ones(4, 2), torch.ones(4), "(4, 2); task regression needs"),
+        (REGRESSION, torch.ones(4), torch.tensor([1, 2, math.inf, 0]), "1 targets are infinite"),
+    ]
+    for task, outputs, targets, said in cases:
+        data = Scenes(outputs.double(), targets)
+        with pytest.raises(DataError) as tested:
+            evaluate(Identity(), data, task=task)
+        with pytest.raises(DataError) as trained:
+            train(Identity(), data, settings, learning_rate=0.1, stream=lambda _: torch.Generator(), task=task)
+        assert said in str(tested.value) == str(trained.value)
+
+
+def test_metrics_of_another_task_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics=miou, f1: task classification has accuracy, balanced-accuracy"):
+        CLASSIFICATION.measuring(["miou", "auroc", "f1"])
+    assert SEGMENTATION.metrics == ("accuracy", "miou")
+    assert Task(loss=F.cross_entropy).metrics == ("accuracy",)
+
+
+def test_the_number_of_outputs() -> None:
+    assert {name: task.outputs(7) for name, task in TASKS.items()} == {
+        **{"classification": 7, "binary": 1, "multi-label": 7, "regression": 7, "segmentation": 7}
+    }
+    assert REGRESSION.outputs(0) == 1
+
+
+@pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
+def test_losses_under_mixed_precision(task: Task) -> None:
+    outputs, targets = columns(task)
+    model, data = nn.Linear(outputs.shape[1], outputs.shape[1]), Scenes(outputs.float(), targets)
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0, amp=True)
+    result = train(model, data, settings, learning_rate=1e-9, stream=lambda _: torch.Generator(), task=task)
+    assert math.isfinite(result.loss)

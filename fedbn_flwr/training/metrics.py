@@ -1,0 +1,130 @@
+"""The metrics of torchmetrics, from all outputs and targets of a test. NaN where a test set does not define one.
+
+torchmetrics is imported when a metric is computed, which takes seconds the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["of_classes", "of_labels", "of_numbers"]
+
+_NAN = float("nan")
+_SCALE = 1e6  # torchmetrics' R2 takes sums of squares below 1e-4 for 0
+
+
+def of_classes(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return metrics of a classification.
+
+    Args:
+        names: ``balanced-accuracy``: mean recall over the classes with targets. ``macro-f1``: mean F1 over the classes
+            with targets or predictions. ``auroc``, ``auprc``: mean over the classes with targets, each against the
+            others.
+        logits: float64 (N, classes).
+        targets: int64 (N,), each in 0..classes-1.
+    """
+    classes = logits.shape[1]
+    truth, told = (F.one_hot(labels, classes) for labels in (targets, logits.argmax(1)))
+    # Not the probabilities, which are equal for all large logits.
+    return _over_columns({"balanced-accuracy": _recall}, names, logits.log_softmax(1), told, truth)
+
+
+def of_labels(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return metrics of yes or no, decided at logit 0; with several labels the mean over those that define it.
+
+    Args:
+        names: ``balanced-accuracy``: mean of the recalls of yes and no, of those present. ``f1``, ``macro-f1``,
+            ``auroc``, ``auprc``: of yes.
+        logits: float64 (N, labels).
+        targets: float64 (N, labels), 0, 1 or NaN (unknown).
+    """
+    return _over_columns({"balanced-accuracy": _mean_recall}, names, logits, (logits > 0).long(), targets)
+
+
+def of_numbers(names: Iterable[str], outputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return metrics of a regression.
+
+    Args:
+        names: ``mae``: mean absolute error over all known targets. ``r2``: coefficient of determination, the mean over
+            the columns with two different targets.
+        outputs: float64 (N, columns).
+        targets: float64 (N, columns), NaN = unknown.
+    """
+    from torchmetrics.functional.regression import mean_absolute_error
+
+    known = ~targets.isnan()
+    found = {"mae": lambda: float(mean_absolute_error(outputs[known], targets[known])) if known.any() else _NAN}
+    found["r2"] = lambda: _mean(_r2(outputs[k, i], targets[k, i]) for i, k in enumerate(known.T))
+    return {name: _NAN if bool(outputs.isnan().any()) else found[name]() for name in names}
+
+
+_OfColumn = Callable[[Tensor, Tensor, Tensor], float]
+"""A metric of scores, decisions and truth, each (n,)."""
+
+
+def _over_columns(
+    own: dict[str, _OfColumn], names: Iterable[str], scores: Tensor, told: Tensor, truth: Tensor
+) -> dict[str, float]:
+    """Return for each name its mean over the columns where it is defined; NaN if a score is NaN."""
+    known = [~column.isnan() for column in truth.T]
+    columns = [(scores[k, i], told[k, i], truth[k, i].long()) for i, k in enumerate(known)]
+    diverged = bool(scores.isnan().any())
+    return {
+        name: _NAN if diverged else _mean(({**_OF_COLUMN, **own})[name](*column) for column in columns)
+        for name in names
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    defined = [value for value in values if value == value]
+    return sum(defined) / len(defined) if defined else _NAN
+
+
+def _recall(_: Tensor, told: Tensor, truth: Tensor) -> float:
+    from torchmetrics.functional.classification import binary_recall
+
+    return float(binary_recall(told, truth).double()) if truth.any() else _NAN
+
+
+def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
+    return _mean((_recall(scores, told, truth), _recall(scores, 1 - told, 1 - truth)))
+
+
+def _f1(_: Tensor, told: Tensor, truth: Tensor) -> float:
+    from torchmetrics.functional.classification import binary_f1_score
+
+    return float(binary_f1_score(told, truth).double()) if (truth | told).any() else _NAN
+
+
+def _auroc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
+    from torchmetrics.functional.classification import binary_auroc
+
+    return float(binary_auroc(_ranks(scores), truth)) if 0 < truth.sum() < len(truth) else _NAN
+
+
+def _auprc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
+    from torchmetrics.functional.classification import binary_average_precision
+
+    return float(binary_average_precision(_ranks(scores), truth)) if truth.any() else _NAN
+
+
+_OF_COLUMN: dict[str, _OfColumn] = {"f1": _f1, "macro-f1": _f1, "auroc": _auroc, "auprc": _auprc}
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Return the ranks of the scores in [0, 1], which torchmetrics takes as they are: its sigmoid would make ties."""
+    ranks: Tensor = torch.unique(scores, return_inverse=True)[1]
+    return ranks.double() / len(scores)
+
+
+def _r2(outputs: Tensor, targets: Tensor) -> float:
+    from torchmetrics.functional.regression import r2_score
+
+    if len(targets) < 2 or bool((targets == targets[0]).all()):
+        return _NAN
+    mean, scale = targets.mean(), _SCALE / targets.std()
+    return float(r2_score((outputs - mean) * scale, (targets - mean) * scale))
