@@ -57,6 +57,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "domain-share": (0.5, {"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "model": "lenet"}),
     "classes-per-client": (3, {}),
     "num-clients": (4, {}),
+    "mlp-hidden": ("20,10", {}),
     "num-server-rounds": (8, {}),
     "fraction-train": (0.5, {}),
     "fraction-evaluate": (0.5, {"eval-on": "personal-own"}),

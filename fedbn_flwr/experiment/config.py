@@ -103,6 +103,8 @@ class Config(_MethodSettings):
         ge=0,
     )
 
+    mlp_hidden: str = _key("own data and models", "", "comma list: widths of `model=mlp`'s hidden layers; empty = 30")
+
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
     fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
@@ -180,7 +182,7 @@ class Config(_MethodSettings):
             raise ValueError(f"{str(value).lower()} is neither a number nor text")
         return value
 
-    @field_validator("lr_decay_factor", "lr_decay_at", mode="before")
+    @field_validator("lr_decay_factor", "lr_decay_at", "mlp_hidden", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
@@ -203,6 +205,7 @@ class Config(_MethodSettings):
         _try(problems, lambda: self._known("partition", self.partition, PARTITIONS))
         _try(problems, lambda: Augment.parse(self.augment))
         _try(problems, self.decays)
+        _try(problems, self.hidden)
         _try(problems, lambda: [self._known("eval-on", name, EVALUATIONS) for name in split(self.eval_on)])
         classes = self.data_info().num_classes if self.dataset in DATASETS else 0
         if self.partition == "classes" and classes and self.classes_per_client > classes:
@@ -224,13 +227,17 @@ class Config(_MethodSettings):
 
     def _one_task(self) -> None:
         """Check that the model is known, and that it is for the task of the data set."""
-        task = model_info(self.model).task
-        needed = self.learning_task() if self.dataset in DATASETS else task
-        if task != needed:
-            allowed = ", ".join(name for name, info in MODELS.items() if info.task == needed)
+        per_pixel = model_info(self.model).per_pixel
+        if self.dataset not in DATASETS or per_pixel is None:
+            return
+        task = self.learning_task()
+        needed = task.name == "segmentation"  # the outputs of all other tasks are one vector per example
+        if per_pixel != needed:
+            allowed = ", ".join(name for name, info in MODELS.items() if info.per_pixel in (needed, None))
+            gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
             raise ConfigError(
-                f"dataset={self.dataset} is for {needed.name}, model={self.model} for {task.name}. Use another data "
-                f"set, or one of the models {allowed}"
+                f"dataset={self.dataset} is for {task.name}, model={self.model} gives {gives}. Use another data set, "
+                f"or one of the models {allowed}"
             )
 
     @staticmethod
@@ -245,6 +252,13 @@ class Config(_MethodSettings):
     def learning_task(self) -> Task:
         """Return the learning task: the loss, the metrics, and which targets count."""
         return self.data_info().task
+
+    def hidden(self) -> tuple[int, ...]:
+        """Return the widths of the hidden layers of ``mlp``; empty = its own."""
+        widths = [_number(text) for text in split(self.mlp_hidden)]
+        if not all(isinstance(width, int) and width > 0 for width in widths):
+            raise ConfigError(f"mlp-hidden={self.mlp_hidden!r} must be a comma list of whole numbers above 0")
+        return tuple(int(width or 0) for width in widths)
 
     def decays(self) -> tuple[tuple[int | str, ...], tuple[float, ...]]:
         """Return the rounds after which the learning rate decays (or "freeze") and the factor of each."""
@@ -338,6 +352,7 @@ class Config(_MethodSettings):
             "renorm_rmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "renorm_dmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
+            "mlp_hidden": (self.model == "mlp", "it is for model=mlp"),
             "image_size": (self.image_size in (0, size), f"model={self.model} takes images of {size} pixels"),
             "data_dir": (bool(info.files), f"dataset={self.dataset} needs no files"),
             "partition_alpha": (self.partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),

@@ -82,6 +82,7 @@ def make_model(config: Config) -> nn.Module:
         num_classes=config.num_classes or info.num_classes,
         channels=channels,
         size=size,
+        hidden=config.hidden(),
         norm=config.norm,
         norm_groups=config.norm_groups,
         norm_options={

@@ -7,22 +7,30 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-
 __all__ = ["ModelInfo"]
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model: ``build(num_classes, channels, size)`` with BatchNorm, ``shape(channels, size)`` of its input, its task.
+    """A model with BatchNorm: how it is built, and what it takes and gives.
 
-    The size is the height of the images; networks that do not need squares take any width. ``smallest`` is a size below
-    that of ``shape`` at which the network also works; a config must ask for it (``image-size``). 0 = none.
+    The size is the height of the images; networks that do not need squares take any width.
+
+    Attributes:
+        summary: one line.
+        source: the publication.
+        build: ``build(num_classes, channels, size)`` returns the model for images.
+        shape: ``shape(channels, size)`` returns the (channels, size) of its input for images of a data set.
+        per_pixel: whether there is a vector of outputs per pixel, not per example; None = not known (a user's model).
+        smallest: a size below that of ``shape`` at which the network also works; a config must ask for it
+            (``image-size``). 0 = none.
+        rows: ``rows(num_classes, features)`` returns the model for rows of numbers; None = it takes images only.
     """
 
     summary: str
     source: str
-    build: Callable[[int, int, int], nn.Module]
+    build: Callable[..., nn.Module]
     shape: Callable[[int, int], tuple[int, int]]
-    task: Task = CLASSIFICATION
+    per_pixel: bool | None = False
     smallest: int = 0
+    rows: Callable[..., nn.Module] | None = None

@@ -5,39 +5,57 @@ hidden layer with 30 neurons is followed by a BN layer"). Its Table 5 counts 23,
 statistics.
 
 Ours, because neither the paper nor the authors' code says: ReLU after BatchNorm, and torch's default initialisation.
-The hidden layer has a bias, which the 23,920 entries include.
+The hidden layer has a bias, which the 23,920 entries include. Ours, too: other widths and more hidden layers, and
+rows of numbers (tables) in place of images.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
-__all__ = ["MLP", "mlp", "mlp_shape"]
+__all__ = ["MLP", "mlp", "mlp_of_rows", "mlp_shape"]
 
 SIDE = 28
-HIDDEN = 30
+HIDDEN = (30,)
 
 
 class MLP(nn.Module):
-    """Linear(784, 30) - BatchNorm1d - ReLU - Linear(30, classes) on images (N, 1, 28, 28)."""
+    """Hidden layers of Linear - BatchNorm1d - ReLU, and a last Linear to the classes.
 
-    def __init__(self, num_classes: int) -> None:
-        """Build the layers."""
+    The second hidden layer's entries are called ``hidden2`` and ``norm2``, and so on.
+    """
+
+    def __init__(self, num_classes: int, num_inputs: int = SIDE * SIDE, hidden: Sequence[int] = HIDDEN) -> None:
+        """Build the layers; ``hidden`` are the widths of one or more hidden layers."""
         super().__init__()
-        self.hidden = nn.Linear(SIDE * SIDE, HIDDEN)
-        self.norm = nn.BatchNorm1d(HIDDEN)
+        self._depth = len(hidden)
+        for index, (before, after) in enumerate(itertools.pairwise((num_inputs, *hidden)), 1):
+            number = "" if index == 1 else str(index)
+            self.add_module(f"hidden{number}", nn.Linear(before, after))
+            self.add_module(f"norm{number}", nn.BatchNorm1d(after))
         self.relu = nn.ReLU()
-        self.fc = nn.Linear(HIDDEN, num_classes)
+        self.fc = nn.Linear(hidden[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, classes) of images (N, 1, 28, 28)."""
-        logits: Tensor = self.fc(self.relu(self.norm(self.hidden(x.flatten(1)))))
+        """Return logits (N, classes) of rows (N, inputs), or of images with as many pixels."""
+        x = x.flatten(1)
+        for number in ("", *map(str, range(2, self._depth + 1))):
+            x = self.relu(getattr(self, f"norm{number}")(getattr(self, f"hidden{number}")(x)))
+        logits: Tensor = self.fc(x)
         return logits
 
 
-def mlp(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Return the network; its input is always (1, 28)."""
-    return MLP(num_classes)
+def mlp(num_classes: int, channels: int, size: int, *, hidden: Sequence[int] = HIDDEN) -> nn.Module:
+    """Return the network for images; its input is always (1, 28)."""
+    return MLP(num_classes, hidden=hidden)
+
+
+def mlp_of_rows(num_classes: int, features: int, *, hidden: Sequence[int] = HIDDEN) -> nn.Module:
+    """Return the network for rows (N, features)."""
+    return MLP(num_classes, features, hidden)
 
 
 def mlp_shape(channels: int, size: int) -> tuple[int, int]:

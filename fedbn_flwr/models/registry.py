@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from fedbn_flwr.models.digits import digits_cnn, digits_shape
 from fedbn_flwr.models.fedbs import cifar_net, cifar_shape, mnist_net, mnist_shape
 from fedbn_flwr.models.info import ModelInfo
 from fedbn_flwr.models.lenet import lenet, lenet_shape
-from fedbn_flwr.models.mlp import mlp, mlp_shape
+from fedbn_flwr.models.mlp import mlp, mlp_of_rows, mlp_shape
 from fedbn_flwr.models.resnet import resnet_shape, small_resnet
 from fedbn_flwr.models.segmentation import SEGMENTATION_PREFIX, segmentation_info, segmentation_names
 from fedbn_flwr.models.zoo import PREFIX, zoo_info, zoo_names
@@ -25,7 +25,13 @@ from fedbn_flwr.seeds import derive_seed
 __all__ = ["MODELS", "build_model", "input_shape", "model_info"]
 
 MODELS: dict[str, ModelInfo] = {
-    "mlp": ModelInfo("784-30-classes, one BN layer, for MNIST", "FedTAN, arXiv:2301.02982, 6.1", mlp, mlp_shape),
+    "mlp": ModelInfo(
+        "784-30-classes, one BN layer, for MNIST; also for rows of numbers (tables)",
+        "FedTAN, arXiv:2301.02982, 6.1",
+        mlp,
+        mlp_shape,
+        rows=mlp_of_rows,
+    ),
     "lenet": ModelInfo("LeNet-like CNN, two BN layers", "FixBN, arXiv:2303.06530, 4", lenet, lenet_shape),
     **{
         f"resnet{depth}": ModelInfo(
@@ -101,45 +107,54 @@ def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> 
     return taken, max(size, info.smallest) if asked and info.smallest else default
 
 
+_image_input = input_shape  # an argument of ``build_model`` has its name
+
+
 def build_model(
     name: str,
     *,
     num_classes: int,
-    channels: int,
-    size: int,
+    channels: int = 0,
+    size: int = 0,
+    input_shape: Sequence[int] = (),
+    hidden: Sequence[int] = (),
     norm: str = "batch",
     norm_groups: int = 2,
     norm_options: Mapping[str, object] | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Return a model on the CPU in training mode that maps images to logits (N, num_classes).
+    """Return a model on the CPU in training mode that maps inputs to logits (N, num_classes, ...).
 
-    The model is built with BatchNorm for ``input_shape(name, channels, size)``, then ``replace_norm`` is applied: with
-    every norm all other initial weights are the same (``fixup`` changes some of them). Equal arguments give equal
-    weights. The global random state does not change (a thread that draws from it during the call changes the result).
+    The model is built with BatchNorm for rows, or for images of ``input_shape(name, channels, size)``. Then
+    ``replace_norm`` is applied: with every norm all other initial weights are the same (``fixup`` changes some of
+    them). Equal arguments give equal weights. The global random state does not change (a thread that draws from it
+    during the call changes the result).
 
     Args:
         name: a model name, see ``model_info``.
         num_classes: number of logits.
         channels: channels of the data set's images.
         size: height of the data set's images in pixels.
+        input_shape: of an example, in place of ``channels`` and ``size``: (features,) for rows of numbers, or
+            (channels, height, width) for images.
+        hidden: widths of the hidden layers of ``mlp``; empty = 30.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
         norm_options: other options of norms by name, see ``replace_norm``; options of other norms are ignored.
         seed: seed of the run.
 
     Raises:
-        ConfigError: a name is unknown, or a number is below 1.
+        ConfigError: a name is unknown, a number is below 1, or the model does not take such inputs.
         NormLayerError: the norm does not fit the model's layers.
     """
     _at_least_one(num_classes=num_classes)
     if norm not in NORMS:
         raise unknown_name("norm", norm, NORMS)
-    shape = input_shape(name, channels, size)
+    build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size), tuple(hidden))
     with _BUILDING, torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also reseed the generators of all accelerators, which are not forked here.
         torch.default_generator.manual_seed(derive_seed(seed, "model"))
-        model = model_info(name).build(num_classes, *shape)
+        model = build()
     options = {"groups": norm_groups, **(norm_options or {})}
     known = {option for info in NORMS.values() for option in info.options}
     for option in options:
@@ -147,6 +162,26 @@ def build_model(
             raise unknown_name("option of a norm", option, known)
     taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
     return replace_norm(model, norm, **taken)[0]
+
+
+def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[int, ...]) -> Callable[[], nn.Module]:
+    """Return the function that builds the model for inputs of this shape."""
+    info, options = model_info(name), {"hidden": hidden} if hidden else {}
+    if hidden and name != "mlp":
+        raise ConfigError(f"hidden={hidden} is for model 'mlp'; model {name!r} has layers of its own.")
+    _at_least_one(**{f"hidden[{index}]": width for index, width in enumerate(hidden)})
+    if len(shape) == 3:
+        return partial(info.build, num_classes, *_image_input(name, *shape[:2]), **options)
+    if len(shape) != 1:
+        raise ConfigError(f"input_shape {shape} is neither (features,) nor (channels, height, width).")
+    _at_least_one(features=shape[0])
+    if info.rows is None:
+        fitting = ", ".join(key for key, other in MODELS.items() if other.rows)
+        raise ConfigError(
+            f"model {name!r} takes images, and the examples are rows of {shape[0]} features. Use {fitting}, or your "
+            "own model (module:function)."
+        )
+    return partial(info.rows, num_classes, *shape, **options)
 
 
 def _at_least_one(**values: int) -> None:

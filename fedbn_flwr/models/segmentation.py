@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.models.info import ModelInfo
-from fedbn_flwr.training.tasks import SEGMENTATION
 
 __all__ = ["SEGMENTATION_PREFIX", "Segmenter", "segmentation_info", "segmentation_names"]
 
@@ -44,7 +43,7 @@ def segmentation_info(name: str) -> ModelInfo:
         "torchvision.models.segmentation",
         partial(_build, name),
         partial(_shape, name),
-        SEGMENTATION,
+        per_pixel=True,
     )
 
 

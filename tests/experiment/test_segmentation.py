@@ -90,13 +90,13 @@ def test_segmentation_learns_visible_classes(settings: dict[str, Any], tmp_path:
     [
         (
             {"model": "lenet"},
-            "dataset=cityscapes is for segmentation, model=lenet for classification. Use another data set, or one of "
-            "the models torchvision-seg:<name>",
+            "dataset=cityscapes is for segmentation, model=lenet gives one vector of outputs for each "
+            "example. Use another data set, or one of the models torchvision-seg:<name>",
         ),
         (
             {"dataset": "digits"},
-            "dataset=digits is for classification, model=torchvision-seg:lraspp_mobilenet_v3_large for segmentation. "
-            "Use another data set, or one of the models mlp, lenet",
+            "dataset=digits is for classification, model=torchvision-seg:lraspp_mobilenet_v3_large gives outputs for "
+            "each pixel. Use another data set, or one of the models mlp, lenet",
         ),
     ],
 )

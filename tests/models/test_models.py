@@ -280,3 +280,28 @@ def test_registry_lines_are_complete() -> None:
         "torchvision-seg:<name>",
     ]
     assert all(info.summary and info.source and "\n" not in info.summary for info in MODELS.values())
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "batch-renorm", "none"])
+def test_mlp_takes_rows(norm: str) -> None:
+    model = build_model("mlp", num_classes=1, input_shape=(13,), norm=norm)
+    assert model(torch.randn(4, 13)).shape == (4, 1)
+    wide = build_model("mlp", num_classes=2, input_shape=(13,), hidden=(64, 32), norm=norm)
+    shapes = [tuple(m.weight.shape) for m in wide.modules() if isinstance(m, nn.Linear)]
+    assert shapes == [(64, 13), (32, 64), (2, 32)]
+    assert wide(torch.randn(4, 13)).shape == (4, 2)
+
+
+def test_an_input_shape_of_an_image_is_its_channels_and_size() -> None:
+    for name in ("mlp", "lenet"):
+        old, new = build(name), build_model(name, num_classes=10, input_shape=(3, 32, 48))
+        assert all(torch.equal(old.state_dict()[key], value) for key, value in new.state_dict().items())
+
+
+def test_models_for_images_are_refused_for_rows() -> None:
+    with pytest.raises(ConfigError, match=r"model 'lenet' takes images.*13 features.*Use mlp, or your own"):
+        build_model("lenet", num_classes=2, input_shape=(13,))
+    with pytest.raises(ConfigError, match=r"input_shape \(3, 32\)"):
+        build_model("mlp", num_classes=2, input_shape=(3, 32))
+    with pytest.raises(ConfigError, match=r"hidden=\(8,\) is for model 'mlp'"):
+        build_model("lenet", num_classes=2, channels=1, size=28, hidden=(8,))
