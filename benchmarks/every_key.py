@@ -75,6 +75,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd-momentum": (0.9, {}),
     "momentum-scope": ("local", {"sgd-momentum": 0.9}),
     "weight-decay": (0.01, {}),
+    "optimizer": ("adam", {}),
+    "gradient-clip-norm": (0.01, {}),
     "bn-momentum": (0.5, {}),
     "agc": (0.01, {}),
     "amp": (True, {}),

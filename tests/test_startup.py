@@ -30,8 +30,16 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
 small = {"dataset": "digits", "strategy": "fedavg", "partition": "iid", "num-clients": 2, "local-steps": 1}
 config = Config.make({**small, "num-server-rounds": 1, "checkpoint-every": 1})
+import torch
+from fedbn_flwr.training import LearningRate, LocalTraining, train
+adam = LocalTraining(learning_rate=LearningRate(0.1), optimizer="adamw", gradient_clip_norm=0.1)
+class Two:
+    __len__ = lambda self: 2
+    batch = lambda self, positions, generator=None: (torch.ones(2, 2), torch.zeros(2, dtype=torch.int64))
 def end(line):
     look("round 1 of a run")
+    train(torch.nn.Linear(2, 2), Two(), adam, learning_rate=0.1, stream=lambda purpose: torch.Generator())
+    look("a round of AdamW")
     print(json.dumps(found))
     sys.exit()
 run(config, Path("out"), on_round=end)
@@ -49,4 +57,5 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
         "the Flower app": [],
         "fedbn-flwr run --help": [],
         "round 1 of a run": [],
+        "a round of AdamW": [],
     }

@@ -33,7 +33,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    watch(loop, "sgd_step", "steps")
+    watch(loop, "take_step", "steps")
     watch(numpy_client, "encode", "entries encoded by clients")
     watch(numpy_client, "decode", "entries copied from messages")
     real = in_process.stamped

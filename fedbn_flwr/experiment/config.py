@@ -26,7 +26,7 @@ from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.memory_format import MemoryFormat
-from fedbn_flwr.training.settings import Sampling, share_of
+from fedbn_flwr.training.settings import OptimizerName, Sampling, share_of
 from fedbn_flwr.training.tasks import Task
 
 __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split", "state_in_out"]
@@ -133,11 +133,23 @@ class Config(_MethodSettings):
     )
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
     augment: str = _key("local training", "", "comma list of `cropN` (pad N, crop back) and `flip`; empty = none")
-    learning_rate: float = _key("local training", 0.1, "learning rate of SGD in round 1", gt=0)
+    learning_rate: float = _key("local training", 0.1, "learning rate of the optimizer in round 1", gt=0)
     lr_decay_at: str = _key("local training", "", "comma list: decay after a round (int), a fraction of R, or `freeze`")
     lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
+    optimizer: OptimizerName = _key(
+        "local training",
+        "sgd",
+        "torch's SGD, Adam or AdamW, new in each round; scaffold and momentum-scope need sgd",
+    )
     sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; see momentum-scope", ge=0, lt=1)
     weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
+    gradient_clip_norm: float = _key(
+        "local training",
+        0.0,
+        "largest norm of the gradient of all trainable parameters together; 0 = any. Clipped with penalties, before "
+        "SCAFFOLD's correction, weight decay and momentum; not together with agc",
+        ge=0,
+    )
     bn_momentum: float = _key(
         "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
     )
@@ -299,7 +311,14 @@ class Config(_MethodSettings):
 
     def run_settings(self) -> RunSettings:
         """Return the settings of the run that the method checks its own against."""
-        return RunSettings(self.num_server_rounds, self.norm, self.sgd_momentum, self.evaluations())
+        return RunSettings(
+            self.num_server_rounds,
+            self.norm,
+            self.sgd_momentum,
+            self.evaluations(),
+            self.optimizer,
+            self.gradient_clip_norm,
+        )
 
     def without_effect(self) -> dict[str, tuple[Any, str]]:
         """Return the keys that differ from their default and that this run cannot use: value, and what they need."""
@@ -369,6 +388,7 @@ class Config(_MethodSettings):
                 f"freeze is for fixbn and fedtan2, and {self.title} never freezes BN",
             ),
             "sampling": (bool(self.local_steps), "it is for local-steps"),
+            "sgd_momentum": (self.optimizer == "sgd", "it is for optimizer=sgd"),
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
         }
         return {name: use for name, (used, use) in conditions.items() if not used}

@@ -27,7 +27,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import sgd, train
+from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.wrappers import unwrap
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
@@ -161,7 +161,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
     try:
-        optimizer = sgd(model, settings)
+        optimizer = make_optimizer(model, settings)
         union = data.train_view()
         for server_round in range(1, config.num_server_rounds + 1):
             result = train(

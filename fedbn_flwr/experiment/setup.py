@@ -108,8 +108,10 @@ def local_training(config: Config) -> LocalTraining:
         sampling=config.sampling,
         local_epochs=config.local_epochs,
         batch_size=config.batch_size,
+        optimizer=config.optimizer,
         sgd_momentum=config.sgd_momentum,
         weight_decay=config.weight_decay,
+        gradient_clip_norm=config.gradient_clip_norm,
         amp=config.amp,
         memory_format=config.memory_format,
     )

@@ -130,6 +130,8 @@ class RunSettings:
         num_rounds: R.
         norm: the normalisation of the model.
         sgd_momentum: momentum of the clients' SGD.
+        optimizer: the clients' optimizer.
+        gradient_clip_norm: largest norm of a client's gradient; 0 = any.
         tests: the names in ``eval-on``.
     """
 
@@ -137,6 +139,8 @@ class RunSettings:
     norm: str = "batch"
     sgd_momentum: float = 0.0
     tests: tuple[str, ...] = ()
+    optimizer: str = "sgd"
+    gradient_clip_norm: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -54,18 +54,24 @@ class MomentumBuffers(ClientHook):
         self._local = local
         self._start: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizer: torch.optim.SGD | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's buffers; kept buffers replace them."""
         self._start = {**sent.get(MOMENTUM, {}), **kept}
 
-    def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the buffers into the optimizer.
 
         Raises:
-            ConfigError: the optimizer has no momentum.
+            ConfigError: the optimizer is not SGD, or has no momentum.
         """
+        if not isinstance(optimizer, torch.optim.SGD):
+            kind = type(optimizer).__name__.lstrip("_")
+            raise ConfigError(
+                f"momentum-scope={self._scope} keeps SGD's momentum, and optimizer {kind} has none: its moments "
+                "start at zero in each round. Use SGD, or momentum-scope=none"
+            )
         if not optimizer.param_groups[0]["momentum"]:
             raise ConfigError(f"momentum-scope={self._scope} needs sgd-momentum above 0")
         self._optimizer = optimizer

@@ -127,8 +127,17 @@ class FedAvg(Server[P]):
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
         """Return why these settings cannot be used in such a run, one line each."""
         found = cls._test_conflicts(params, run.tests)
-        if params.momentum_scope != "none" and not run.sgd_momentum:
+        if params.momentum_scope != "none" and run.optimizer != "sgd":
+            found.append(
+                f"momentum-scope={params.momentum_scope} keeps SGD's momentum, and optimizer={run.optimizer} has none: "
+                "its moments start at zero in each round. Use optimizer=sgd or momentum-scope=none"
+            )
+        elif params.momentum_scope != "none" and not run.sgd_momentum:
             found.append(f"momentum-scope={params.momentum_scope} needs sgd-momentum above 0")
+        if params.agc and run.gradient_clip_norm:
+            found.append(
+                f"agc={params.agc} and gradient-clip-norm={run.gradient_clip_norm} both limit gradients; set one to 0"
+            )
         return found
 
     @classmethod

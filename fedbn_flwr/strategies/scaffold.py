@@ -27,7 +27,8 @@ $$x \leftarrow x + \eta_g \, \mathrm{mean}(y_i - x), \qquad c \leftarrow c + \fr
 
 $\eta_l$ is the round's learning rate, $\eta_g$ is `server_learning_rate`, $K_i$ the number of the client's steps. The
 variates $c$ and $c_i$ are over trainable parameters only and start at zero. The correction is for plain SGD: momentum
-is refused.
+and other optimizers are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean gradient under plain SGD only. With
+`gradient-clip-norm` $g$ is the clipped gradient, and the correction is added to it as it is.
 
 ## What travels
 
@@ -68,6 +69,11 @@ from fedbn_flwr.training.loop import ClientHook, Entries, Extras
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldParams"]
 
+_NEEDS_SGD = (
+    "scaffold corrects plain SGD: its variates are differences of the weights over K * eta, which are mean gradients "
+    "under SGD only"
+)
+
 VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server")
 
 
@@ -95,7 +101,7 @@ class ControlVariates(ClientHook):
         self._local = local
         self._server: Entries = {}
         self._own: Entries = {}
-        self._optimizer: torch.optim.SGD | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self._start: dict[str, Tensor] = {}
         self._correction: dict[str, Tensor] = {}
         self._change: dict[str, Tensor] = {}
@@ -106,12 +112,14 @@ class ControlVariates(ClientHook):
         """Take c and c_i; missing entries are zero."""
         self._server, self._own = sent.get(VARIATES, {}), kept
 
-    def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Store x and the names of the parameters.
 
         Raises:
-            ConfigError: a group of the optimizer has momentum, or is maximised.
+            ConfigError: the optimizer is not SGD, or a group has momentum or is maximised.
         """
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise ConfigError(f"{_NEEDS_SGD}; the client has the optimizer {type(optimizer).__name__.lstrip('_')}")
         if momentum := max(float(group["momentum"]) for group in optimizer.param_groups):
             raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0")
         if any(group.get("maximize") for group in optimizer.param_groups):
@@ -178,8 +186,10 @@ class Scaffold(FedAvg[ScaffoldParams]):
 
     @classmethod
     def conflicts(cls, params: ScaffoldParams, run: RunSettings) -> list[str]:
-        """Refuse momentum."""
+        """Refuse momentum and other optimizers."""
         found = super().conflicts(params, run)
+        if run.optimizer != "sgd":
+            found.append(f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd")
         if run.sgd_momentum:
             found.append(f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
         return found

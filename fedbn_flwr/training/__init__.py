@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr.training.loop import Batches, ClientHook, TrainResult, train
+from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 from fedbn_flwr.training.sgd import sgd
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, SEGMENTATION, Task
@@ -19,6 +20,7 @@ __all__ = [
     "LocalTraining",
     "Task",
     "TrainResult",
+    "make_optimizer",
     "sgd",
     "train",
 ]

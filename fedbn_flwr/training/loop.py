@@ -19,9 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.sgd import sgd, sgd_step
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import unwrap
 
@@ -78,7 +78,7 @@ class ClientHook:
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's extra records, and the entries that this hook kept in the last round."""
 
-    def start(self, model: nn.Module, optimizer: torch.optim.SGD) -> None:
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prepare the optimizer, which has the learning rate of the round."""
 
     def penalty(self, model: nn.Module) -> Tensor | None:
@@ -86,7 +86,7 @@ class ClientHook:
         return None
 
     def gradients(self, model: nn.Module) -> None:
-        """Change the gradients of a step, before weight decay and momentum."""
+        """Change the gradients of a step, after their norm was clipped, before weight decay and momentum."""
 
     def synchronises(self, step: int) -> bool:
         """Return whether BN in step ``step`` (from 0) uses all clients' batches, so that a batch of one is enough."""
@@ -148,7 +148,7 @@ def train(
     stream: Stream,
     hooks: Sequence[ClientHook] = (),
     task: Task = CLASSIFICATION,
-    optimizer: torch.optim.SGD | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -173,7 +173,7 @@ def train(
     bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
     for hook in hooks:
         hook.begin(bare)
-    optimizer = optimizer or sgd(model, settings)
+    optimizer = optimizer or make_optimizer(model, settings)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     for hook in hooks:
@@ -195,9 +195,11 @@ def train(
             for hook in hooks:
                 compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
             loss, outputs = compute()
+            if settings.gradient_clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip_norm)
             for hook in hooks:
                 hook.gradients(bare)
-            sgd_step(optimizer)
+            take_step(optimizer)
             totals.add(loss, outputs, targets)
     metrics = {key: value for hook in hooks for key, value in hook.end(bare).items()}
     if not totals.steps:
@@ -212,7 +214,7 @@ def _compute(
     model: nn.Module,
     inputs: Tensor,
     targets: Tensor,
-    optimizer: torch.optim.SGD,
+    optimizer: torch.optim.Optimizer,
     hooks: Sequence[ClientHook],
     task: Task,
     amp: bool,

@@ -7,16 +7,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.training.memory_format import MemoryFormat
 
-__all__ = ["LearningRate", "LocalTraining", "Sampling", "share_of"]
+__all__ = ["LearningRate", "LocalTraining", "OptimizerName", "Sampling", "share_of"]
 
+OptimizerName = Literal["sgd", "adam", "adamw"]
 Sampling = Literal["with-replacement", "without-replacement"]
 
 
@@ -66,8 +67,12 @@ class LocalTraining:
             the data in a new order each; the last batch of a pass may be smaller.
         local_epochs: passes over the data per round, each in a new order; the last batch may be smaller.
         batch_size: examples per step; 0 = the whole local data set in every step.
-        sgd_momentum: momentum of SGD (not of BatchNorm); the optimizer is new in each round.
+        optimizer: torch's SGD, Adam or AdamW; it is new in each round, except in the centralized reference.
+        sgd_momentum: momentum of SGD (not of BatchNorm).
         weight_decay: L2 coefficient on every trainable parameter.
+        gradient_clip_norm: largest norm of the gradient of all trainable parameters together, penalties included
+            (``torch.nn.utils.clip_grad_norm_``); 0 = any. A larger gradient is scaled down before the client hooks
+            change it (SCAFFOLD's correction is added unclipped), and before weight decay and momentum.
         amp: bfloat16 autocast in forward passes; parameters and statistics stay in their dtype.
         memory_format: of 4-d weights and inputs, see ``training.memory_format``.
     """
@@ -77,18 +82,26 @@ class LocalTraining:
     sampling: Sampling = "with-replacement"
     local_epochs: int = 1
     batch_size: int = 32
+    optimizer: OptimizerName = "sgd"
     sgd_momentum: float = 0.0
     weight_decay: float = 0.0
+    gradient_clip_norm: float = 0.0
     amp: bool = False
     memory_format: MemoryFormat = "auto"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for key in ("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay"):
+        for key in (
+            *("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay", "gradient_clip_norm"),
+        ):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"{key}={getattr(self, key)} must be at least 0")
         if not self.local_steps and not self.local_epochs:
             raise ConfigError("local_steps and local_epochs are both 0: nothing to train")
+        if self.optimizer not in get_args(OptimizerName):
+            raise unknown_name("optimizer", self.optimizer, get_args(OptimizerName))
+        if self.sgd_momentum and self.optimizer != "sgd":
+            raise ConfigError(f"sgd_momentum={self.sgd_momentum} is for optimizer='sgd'; it is {self.optimizer!r}")
 
     def first_batch(self, num_examples: int) -> int:
         """Return the number of examples in the first step's batch."""

@@ -121,6 +121,13 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
         ({"norm": "group", "variance": "pooled"}, "variance='pooled' has no effect: it is for norm=batch"),
         ({"strategy": "fixbn", "client-hooks": "fixbn"}, "fixbn: named twice in strategy, local-part"),
         ({"norm-groups": 4}, "norm-groups=4 has no effect: it is for norm=group and group+ws"),
+        ({"optimizer": "adamw", "sgd-momentum": 0.9}, "sgd-momentum=0.9 has no effect: it is for optimizer=sgd"),
+        (
+            {"strategy": "scaffold", "optimizer": "adam"},
+            "mean gradients under SGD only: optimizer=adam must be sgd",
+        ),
+        ({"momentum-scope": "local", "optimizer": "adam"}, "momentum-scope=local keeps SGD's momentum, and optimizer="),
+        ({"agc": 0.1, "gradient-clip-norm": 1.0}, "agc=0.1 and gradient-clip-norm=1.0 both limit gradients"),
         ({"norm": "group", "bn-momentum": 0.5}, "bn-momentum=0.5 has no effect: it is for norm=batch"),
         ({"partition": "iid", "classes-per-client": 3}, "classes-per-client=3 has no effect: it is for partition="),
         ({"local-epochs": 2, "sampling": "without-replacement"}, "has no effect: it is for local-steps"),

@@ -1,4 +1,4 @@
-"""The step of plain SGD has the bits of torch's optimizer."""
+"""Optimizers of local training have the bits of torch's own; the gradient's norm is clipped before them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.server.gradient_clipping import ClipGradients
+from fedbn_flwr.server.momentum import MomentumBuffers
+from fedbn_flwr.strategies.scaffold import ControlVariates
+from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.sgd import sgd, sgd_step
 
 
@@ -59,3 +65,76 @@ def test_a_step_of_a_large_model_takes_as_many_calls_as_of_a_small_one(monkeypat
         sgd_step(optimizer)
         counts.append(len(calls))
     assert counts == [4, 4]
+
+
+def stream(purpose: str) -> torch.Generator:
+    return torch_generator(3, purpose)
+
+
+def torchs_round(model, data, settings, optimizer, rate, amp=False):
+    """A plain loop over the batches that ``train`` draws, with torch's own functions."""
+    model.train()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for positions in settings.batches(len(data), stream("batches")):
+        inputs, targets = data.batch(positions)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        if settings.gradient_clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip_norm)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_round_equals_torchs_loop_bit_for_bit(points, mlp, name: str, amp: bool, clip: float) -> None:
+    """In mixed precision, too: bfloat16 has float32's range, so no gradient is scaled before it is clipped."""
+    data, ours = points(12, 1), mlp().float()
+    data.inputs = data.inputs.float()
+    theirs = copy.deepcopy(ours)
+    common = {"local_epochs": 2, "batch_size": 4, "weight_decay": 0.01, "amp": amp}
+    settings = LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, gradient_clip_norm=clip, **common)
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    train(ours, data, settings, learning_rate=0.03, stream=stream)
+    torchs_round(theirs, data, settings, kind(theirs.parameters(), lr=1.0, weight_decay=0.01), 0.03, amp)
+    for (key, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert a.dtype == b.dtype == (torch.int64 if "num_batches" in key else torch.float32)
+        assert torch.equal(a, b), key
+
+
+def test_the_norm_of_the_whole_gradient_with_penalties_is_clipped_before_the_hooks_change_it(points, mlp) -> None:
+    """SCAFFOLD's new variate is then the mean of the clipped gradients, which is why its correction is not clipped."""
+    seen: list[torch.Tensor] = []
+
+    class Look(ClientHook):
+        def penalty(self, model):
+            return 5 * sum(p.square().sum() for p in model.parameters())
+
+        def gradients(self, model):
+            seen.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=6, gradient_clip_norm=0.25)
+    model, variates = mlp(), ControlVariates()
+    server = {name: torch.full_like(p, 0.5) for name, p in model.named_parameters()}
+    variates.receive({"variates": server}, {})
+    train(model, points(13), settings, learning_rate=0.1, stream=stream, hooks=[Look(), variates])
+    norms = [float(gradient.norm()) for gradient in seen]
+    assert norms == pytest.approx([0.25, 0.25])
+    kept = torch.cat([variates.keep()[name].flatten() for name, _ in model.named_parameters()])
+    torch.testing.assert_close(kept, torch.stack(seen).mean(0))
+
+
+def test_a_method_that_needs_sgd_refuses_another_optimizer_in_a_client_too(points, mlp) -> None:
+    settings = LocalTraining(learning_rate=LearningRate(0.1), optimizer="adam")
+    with pytest.raises(ConfigError, match=r"scaffold corrects plain SGD.*optimizer Adam"):
+        train(mlp(), points(6), settings, learning_rate=0.1, stream=stream, hooks=[ControlVariates()])
+    with pytest.raises(ConfigError, match="momentum-scope=local keeps SGD's momentum, and optimizer Adam"):
+        train(
+            mlp(), points(6), settings, learning_rate=0.1, stream=stream, hooks=[MomentumBuffers("local", frozenset())]
+        )
+    with pytest.raises(ConfigError, match=r"sgd_momentum=0.9 is for optimizer='sgd'; it is 'adam'"):
+        LocalTraining(learning_rate=LearningRate(0.1), optimizer="adam", sgd_momentum=0.9)
+    train(mlp(), points(6), settings, learning_rate=0.1, stream=stream, hooks=[ClipGradients(0.1)])

@@ -1,0 +1,45 @@
+"""The optimizers of local training: torch's SGD, Adam and AdamW, with torch's defaults beside our settings."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+
+from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.sgd import sgd, sgd_step
+
+__all__ = ["make_optimizer", "take_step"]
+
+
+class _Adam(torch.optim.Adam):
+    """Adam whose methods are called without torch's wrappers, which import the compiler; see ``sgd``."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+class _AdamW(_Adam, torch.optim.AdamW):
+    """AdamW, in the same way."""
+
+
+def make_optimizer(model: nn.Module, settings: LocalTraining) -> torch.optim.Optimizer:
+    """Return a new optimizer over the trainable parameters.
+
+    SGD and Adam add the weight decay to the gradient; AdamW shrinks the weights by learning rate times weight decay.
+    """
+    if settings.optimizer == "sgd":
+        return sgd(model, settings)
+    kind = _Adam if settings.optimizer == "adam" else _AdamW
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return kind(parameters, settings.learning_rate.initial, weight_decay=settings.weight_decay)
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """Do ``optimizer.step()``, with the same bits."""
+    if isinstance(optimizer, torch.optim.SGD):
+        sgd_step(optimizer)
+    else:
+        optimizer.step()
