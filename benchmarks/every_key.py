@@ -70,6 +70,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sampling": ("without-replacement", {}),
     "augment": ("crop2", {}),
     "learning-rate": (0.1, {}),
+    "learning-rate-schedule": ("cosine", {}),
+    "learning-rate-warm-up": (1, {}),
     "lr-decay-at": ("1", {}),
     "lr-decay-factor": ("0.5", {"lr-decay-at": "1"}),
     "sgd-momentum": (0.9, {}),

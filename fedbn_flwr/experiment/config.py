@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, field_validator, model_validator
@@ -26,7 +26,7 @@ from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.memory_format import MemoryFormat
-from fedbn_flwr.training.settings import OptimizerName, Sampling, share_of
+from fedbn_flwr.training.settings import LearningRate, OptimizerName, Sampling, share_of
 from fedbn_flwr.training.tasks import Task
 
 __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split", "state_in_out"]
@@ -134,6 +134,15 @@ class Config(_MethodSettings):
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
     augment: str = _key("local training", "", "comma list of `cropN` (pad N, crop back) and `flip`; empty = none")
     learning_rate: float = _key("local training", 0.1, "learning rate of the optimizer in round 1", gt=0)
+    learning_rate_schedule: Literal["", "constant", "step", "cosine"] = _key(
+        "local training",
+        "",
+        "learning rate over the rounds; step = lr-decay-at, cosine = to 0 at the end of round R; empty = step if "
+        "lr-decay-at is set, else constant",
+    )
+    learning_rate_warm_up: int = _key(
+        "local training", 0, "rounds W of a linear warm-up: the rate of round r <= W is multiplied by r / (W + 1)", ge=0
+    )
     lr_decay_at: str = _key("local training", "", "comma list: decay after a round (int), a fraction of R, or `freeze`")
     lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
     optimizer: OptimizerName = _key(
@@ -229,6 +238,13 @@ class Config(_MethodSettings):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not problems and self.strategy != CENTRALIZED:
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
+        if self.learning_rate_schedule == "step" and not self.lr_decay_at:
+            problems.append("learning-rate-schedule=step needs lr-decay-at")
+        if self.learning_rate_warm_up >= self.num_server_rounds:
+            problems.append(
+                f"learning-rate-warm-up={self.learning_rate_warm_up} must be below "
+                f"num-server-rounds={self.num_server_rounds}"
+            )
         if not self.local_steps and not self.local_epochs:
             problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
         if self.series and not SERIES_PATTERN.fullmatch(self.series):
@@ -293,6 +309,24 @@ class Config(_MethodSettings):
                 f"{len(after)} entries of lr-decay-at"
             )
         return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
+
+    def learning_rate_over_rounds(self) -> LearningRate:
+        """Return the learning rate with its schedule, the same in every engine."""
+        after, factors = self.decays()
+        cosine = self.num_server_rounds if self.learning_rate_schedule == "cosine" else 0
+        return LearningRate(self.learning_rate, after, factors, cosine, self.learning_rate_warm_up)
+
+    def schedule_changes(self, begun_with: int) -> list[str]:
+        """Return a warning for each setting of the learning rate that counts in R, if the run began with another R."""
+        if begun_with in (0, self.num_server_rounds):
+            return []
+        shares = [text for text in split(self.lr_decay_at) if isinstance(_number(text), float)]
+        found = ["learning-rate-schedule=cosine"] * (self.learning_rate_schedule == "cosine")
+        return [
+            f"the run began with {begun_with} rounds and now has {self.num_server_rounds}: {what} is of the new "
+            "number, also where earlier rounds followed the old one"
+            for what in found + [f"lr-decay-at={text}" for text in shares]
+        ]
 
     def _added(self, role: str) -> list[str]:
         """Return the methods that the config key of a role adds to the strategy."""
@@ -362,7 +396,7 @@ class Config(_MethodSettings):
         """Return the keys outside the method's settings that have no effect under the other keys."""
         info = self.data_info()
         _, size = input_shape(self.model, info.channels, self.image_size or info.size, asked=True)
-        tracks = self.norm.startswith("batch")
+        tracks, steps = self.norm.startswith("batch"), self.learning_rate_schedule in ("", "step")
         conditions: dict[str, tuple[bool, str]] = {
             "variance": (tracks, "it is for norm=batch and batch-renorm"),
             "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),
@@ -384,8 +418,10 @@ class Config(_MethodSettings):
                 "no test of eval-on is done by clients",
             ),
             "lr_decay_at": (
-                "freeze" not in split(self.lr_decay_at) or self._freezes(),
-                f"freeze is for fixbn and fedtan2, and {self.title} never freezes BN",
+                steps and ("freeze" not in split(self.lr_decay_at) or self._freezes()),
+                f"freeze is for fixbn and fedtan2, and {self.title} never freezes BN"
+                if steps
+                else "it is for learning-rate-schedule=step",
             ),
             "sampling": (bool(self.local_steps), "it is for local-steps"),
             "sgd_momentum": (self.optimizer == "sgd", "it is for optimizer=sgd"),

@@ -82,6 +82,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     begun = config.resume and RunFolder.begun(out)
     if begun:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
+        for line in config.schedule_changes(int(RunFolder.settings(out).get("num-server-rounds", 0))):
+            logger.warning("%s", line)
     saved = checkpoints.latest() if begun else None
     if begun and saved is None and read_metrics(out / "metrics.jsonl"):
         raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")

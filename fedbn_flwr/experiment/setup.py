@@ -21,7 +21,7 @@ from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.memory_format import set_memory_format
-from fedbn_flwr.training.settings import LearningRate, LocalTraining
+from fedbn_flwr.training.settings import LocalTraining
 
 __all__ = [
     "check",
@@ -101,9 +101,8 @@ def make_model(config: Config) -> nn.Module:
 
 def local_training(config: Config) -> LocalTraining:
     """Return the settings of local training."""
-    after, factors = config.decays()
     return LocalTraining(
-        learning_rate=LearningRate(config.learning_rate, after, factors),
+        learning_rate=config.learning_rate_over_rounds(),
         local_steps=config.local_steps,
         sampling=config.sampling,
         local_epochs=config.local_epochs,

@@ -28,28 +28,47 @@ def share_of(fraction: float | str, count: int) -> int:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate over server rounds: ``initial``, times the factor of every decay that has passed.
+    """The learning rate over server rounds, eta(r) for round r = 1, 2, ...
+
+    - constant: eta(r) = initial.
+    - step: eta(r) = initial times the factor of every decay that has passed.
+    - cosine over R rounds: eta(r) = initial (1 + cos(pi (r - 1 - W) / (R - W))) / 2. It would be 0 in round R + 1.
+    - a linear warm-up of W rounds: up to round W, eta(r) is multiplied by r / (W + 1); the cosine begins after it.
 
     Args:
-        initial: the rate of round 1.
+        initial: the rate of round 1, or after the warm-up.
         decay_after: round r means "from round r + 1"; the word "freeze" means "after the method froze BN".
         factors: one factor for each entry of ``decay_after``.
+        cosine_over: R of a cosine; 0 = no cosine.
+        warm_up: W.
+
+    Raises:
+        ConfigError: ``initial`` is not a finite number above 0, or the arguments do not fit each other.
     """
 
     initial: float
     decay_after: tuple[int | str, ...] = ()
     factors: tuple[float, ...] = ()
+    cosine_over: int = 0
+    warm_up: int = 0
 
     def __post_init__(self) -> None:
-        """Check that every decay has a factor."""
+        """Check the arguments."""
         if not (math.isfinite(self.initial) and self.initial > 0):
             raise ConfigError(f"learning rate {self.initial} must be a finite number above 0")
         if len(self.decay_after) != len(self.factors):
             raise ConfigError(f"{len(self.decay_after)} decays of the learning rate but {len(self.factors)} factors")
+        if self.cosine_over and self.decay_after:
+            raise ConfigError("a learning rate decays in steps and as a cosine; choose one")
+        if self.cosine_over and self.warm_up >= self.cosine_over:
+            raise ConfigError(f"a warm-up of {self.warm_up} rounds must be below the {self.cosine_over} of the cosine")
 
     def at(self, server_round: int, frozen: bool = False) -> float:
         """Return the learning rate of a round (counted from 1)."""
-        rate = self.initial
+        rate = self.initial * min(1.0, server_round / (self.warm_up + 1))
+        if self.cosine_over and server_round > self.warm_up:
+            passed = (server_round - 1 - self.warm_up) / (self.cosine_over - self.warm_up)
+            rate *= (1 + math.cos(math.pi * min(1.0, passed))) / 2
         for after, factor in zip(self.decay_after, self.factors, strict=True):
             if frozen if isinstance(after, str) else server_round > after:
                 rate *= factor

@@ -121,6 +121,11 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
         ({"norm": "group", "variance": "pooled"}, "variance='pooled' has no effect: it is for norm=batch"),
         ({"strategy": "fixbn", "client-hooks": "fixbn"}, "fixbn: named twice in strategy, local-part"),
         ({"norm-groups": 4}, "norm-groups=4 has no effect: it is for norm=group and group+ws"),
+        (
+            {"learning-rate-schedule": "cosine", "lr-decay-at": "3"},
+            "lr-decay-at='3' has no effect: it is for learning-rate",
+        ),
+        ({"learning-rate-schedule": "constant", "lr-decay-at": "3"}, "it is for learning-rate-schedule=step"),
         ({"optimizer": "adamw", "sgd-momentum": 0.9}, "sgd-momentum=0.9 has no effect: it is for optimizer=sgd"),
         (
             {"strategy": "scaffold", "optimizer": "adam"},
@@ -221,6 +226,8 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"variance": "mode"}, "variance='mode': input should be 'mean' or 'pooled'"),
         ({"eval-on": "global,own"}, f"unknown eval-on 'own'. Allowed: {', '.join(sorted(EVALUATIONS))}."),
         ({"num-classes": 5}, "num-classes=5 is fewer than the 10 of dataset=digits"),
+        ({"learning-rate-schedule": "step"}, "learning-rate-schedule=step needs lr-decay-at"),
+        ({"learning-rate-warm-up": 20}, "learning-rate-warm-up=20 must be below num-server-rounds=20"),
         ({"local-epochs": 0}, "local-steps and local-epochs are both 0: nothing to train; set one of them above 0"),
         (
             {"strategy": "fixbn", "freeze-at": "auto", "freeze-window": 30},
