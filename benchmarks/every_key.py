@@ -60,6 +60,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mlp-hidden": ("20,10", {}),
     "num-server-rounds": (8, {}),
     "fraction-train": (0.5, {}),
+    "validation-share": (0.3, {}),
     "fraction-evaluate": (0.5, {"eval-on": "personal-own"}),
     "eval-every": (2, {}),
     "eval-on": ("personal-own,personal-global", {}),

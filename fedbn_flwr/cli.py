@@ -215,7 +215,7 @@ def partition(
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="Picture (PNG) of classes by clients to write; a new file.")] = None,
 ) -> None:
-    """Show the split of the training data: each client's examples by class, and by domain if there are domains."""
+    """Show the split of the training and validation data: each client's examples by class, and by domain if any."""
     from fedbn_flwr.data import partition_table
     from fedbn_flwr.experiment.config import Config
     from fedbn_flwr.experiment.splitting import count_split, draw_split
@@ -224,7 +224,7 @@ def partition(
         settings = Config.load(config, set_ or [])
         tables = count_split(settings)
         for table in tables:
-            console.print(f"training examples by {table.what}", highlight=False)
+            console.print(f"{table.of} examples by {table.what}", highlight=False)
             text = partition_table(table.counts, table.names)
             console.print(text + "\n", markup=False, highlight=False, soft_wrap=True)
         if out:

@@ -43,6 +43,7 @@ from fedbn_flwr.messages.protocol import (
     TRAIN_ACCURACY,
     TRAIN_LOSS,
     UNUSABLE,
+    VALIDATION,
     EvaluateConfig,
     MessageConfig,
     NodeProperties,
@@ -88,6 +89,8 @@ class TorchClient(NumPyClient):
         task: ``CLASSIFICATION``, ``BINARY``, ``MULTI_LABEL``, ``REGRESSION`` or ``SEGMENTATION`` of
             ``fedbn_flwr.training``: targets, loss and metrics. ``dataclasses.replace(task, loss=...)`` has a loss of
             your own, ``task.measuring(["auroc"])`` further metrics.
+        validation_data: a part of the client's examples that it does not train on; it is the test set "validation", and
+            FedBS may weigh the client by its loss there.
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed.
 
@@ -108,10 +111,13 @@ class TorchClient(NumPyClient):
         seed: int = 0,
         task: Task = CLASSIFICATION,
         state_dir: Path | None = None,
+        validation_data: Batches | None = None,
     ) -> None:
         self.model = model
         self.train_data = train_data
-        self.test_data = test_data if isinstance(test_data, Mapping) else {"": test_data}
+        self.test_data = dict(test_data) if isinstance(test_data, Mapping) else {"": test_data}
+        if validation_data is not None:
+            self.test_data[VALIDATION] = validation_data
         self.settings = settings
         self._lend = lender(model, settings.memory_format)
         self.context = context

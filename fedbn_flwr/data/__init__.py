@@ -16,6 +16,7 @@ from fedbn_flwr.data.partitioning import (
 )
 from fedbn_flwr.data.picture import partition_picture, partition_table
 from fedbn_flwr.data.samples import Dataset, Samples, Subset
+from fedbn_flwr.data.validation import split_off
 
 __all__ = [
     "DATASETS",
@@ -36,4 +37,5 @@ __all__ = [
     "partition_table",
     "partition_test_set",
     "split_dataset",
+    "split_off",
 ]

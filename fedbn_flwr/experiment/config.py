@@ -104,6 +104,14 @@ class Config(_MethodSettings):
     )
 
     mlp_hidden: str = _key("own data and models", "", "comma list: widths of `model=mlp`'s hidden layers; empty = 30")
+    validation_share: float = _key(
+        "own data and models",
+        0.0,
+        "share of each client's training examples that is never trained on, stratified by class: its tests are "
+        "`validation-*` of each tested round; early-stopping and fedbs use them",
+        ge=0,
+        lt=1,
+    )
 
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context
 
@@ -15,9 +16,10 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import Augment, Subset, load_local_dataset
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data, put_aside
 from fedbn_flwr.experiment.setup import image_shape, local_training, pick_device, training_model
 from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
+from fedbn_flwr.seeds import derive_seed
 
 __all__ = ["client_fn", "num_examples"]
 
@@ -33,7 +35,7 @@ def client_fn(context: Context) -> TorchClient:
     """
     config, build = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)
-    train, tests = _node_data(config, context)
+    train, tests, validation = _node_data(config, context)
     return TorchClient(
         build,
         train,
@@ -43,6 +45,7 @@ def client_fn(context: Context) -> TorchClient:
         seed=config.seed,
         task=config.learning_task(),
         state_dir=_state_dir(config, context),
+        validation_data=validation,
     )
 
 
@@ -67,8 +70,8 @@ def _state_dir(config: Config, context: Context) -> Path | None:
     return state_dir(context, config.state_dir)
 
 
-def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset]]:
-    """Return a node's training data and its test sets."""
+def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
+    """Return a node's training data, its test sets, and its validation data if the run has some."""
     node = context.node_config
     if DATA_PATH in node:
         data = load_local_dataset(
@@ -79,9 +82,13 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
             device=str(pick_device(config.device)),
             num_classes=config.num_classes,
         )
-        augment = Augment.parse(config.augment)
-        own = Subset(data.test, None, mean=data.mean, std=data.std)
-        return Subset(data.train, None, mean=data.mean, std=data.std, augment=augment), {"own": own}
+        augment, mean, std = Augment.parse(config.augment), data.mean, data.std
+        own, rest, validation = Subset(data.test, None, mean=mean, std=std), None, None
+        if config.validation_share:
+            seed = derive_seed(config.seed, "validation", int(node.get(PARTITION_ID, 0)))
+            rest, aside = put_aside(data.train, np.arange(len(data.train)), config.validation_share, seed)
+            validation = Subset(data.train, aside, mean=mean, std=std)
+        return Subset(data.train, rest, mean=mean, std=std, augment=augment), {"own": own}, validation
     try:
         partition_id, num_clients = (int(node[key]) for key in (PARTITION_ID, NUM_PARTITIONS))
     except KeyError as error:
@@ -91,7 +98,9 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
             "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
         ) from error
     split = partitioned_data(config, num_clients)
-    return split.train_view(partition_id), {"own": split.test_view(partition_id), "global": split.test_view()}
+    tests = {"own": split.test_view(partition_id), "global": split.test_view()}
+    validation = split.validation_view(partition_id) if config.validation_share else None
+    return split.train_view(partition_id), tests, validation
 
 
 @functools.lru_cache(maxsize=4)  # called for every message

@@ -9,23 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbn_flwr.data import PARTITIONS, Augment, Dataset, Subset, load_dataset, split_dataset
+from fedbn_flwr.data import PARTITIONS, Augment, Dataset, Samples, Subset, load_dataset, split_dataset, split_off
+from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import image_shape, pick_device
+from fedbn_flwr.seeds import derive_seed
 
-__all__ = ["PartitionedData", "count_clients", "partitioned_data"]
+__all__ = ["PartitionedData", "count_clients", "partitioned_data", "put_aside"]
 
 DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
 
 
 @dataclass(frozen=True)
 class PartitionedData:
-    """The data of a run and its split: indices of each client's training and test examples."""
+    """The data of a run and its split: indices of each client's training, test and validation examples."""
 
     dataset: Dataset
-    train: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
-    test: tuple[np.ndarray[Any, np.dtype[np.int64]], ...]
+    train: tuple[Indices, ...]
+    test: tuple[Indices, ...]
     augment: Augment | None
+    validation: tuple[Indices, ...] = ()
 
     def train_view(self, partition_id: int | None = None) -> Subset:
         """Return a client's training data; without a partition id that of all clients together."""
@@ -36,6 +39,15 @@ class PartitionedData:
         """Return a client's own test data; without a partition id the whole test set."""
         own = None if partition_id is None else self.test[partition_id]
         return Subset(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
+
+    def validation_view(self, partition_id: int | None = None) -> Subset:
+        """Return a client's validation data, which it does not train on; without a partition id that of all clients.
+
+        They are a part of the training examples, and not augmented. Empty if ``validation-share`` is 0.
+        """
+        parts = self.validation if partition_id is None else self.validation[partition_id : partition_id + 1]
+        own = np.concatenate([np.empty(0, np.int64), *parts])
+        return Subset(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std)
 
     def domain_views(self) -> dict[str, Subset]:
         """Return the test set of each domain (group) by name; empty if the data have no groups."""
@@ -85,7 +97,7 @@ def _dataset(config: Config) -> Dataset:
 
 
 _SPLIT_KEYS = (
-    *("augment", "seed", "partition", "partition_alpha"),
+    *("augment", "seed", "validation_share", "partition", "partition_alpha"),
     *("classes_per_client", "num_shards", "shards_per_client", "domain_share"),
 )
 
@@ -94,6 +106,19 @@ _SPLIT_KEYS = (
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
     options = dict(zip(_SPLIT_KEYS, values, strict=True))
-    augment, partition, alpha = (options.pop(key) for key in ("augment", "partition", "partition_alpha"))
+    names = ("augment", "partition", "partition_alpha", "validation_share")
+    augment, partition, alpha, share = (options.pop(key) for key in names)
     train, test = split_dataset(data, partition, num_clients, alpha=alpha, **options)
-    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment))
+    validation: tuple[Indices, ...] = ()
+    if share:
+        seeds = [derive_seed(options["seed"], "validation", client) for client in range(num_clients)]
+        pairs = [put_aside(data.train, part, share, seed) for part, seed in zip(train, seeds, strict=True)]
+        train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
+    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment), validation)
+
+
+def put_aside(samples: Samples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+    """Return a client's training and validation examples, given all of its examples."""
+    units = getattr(samples, "units", None)
+    own = None if units is None else units.cpu().numpy()
+    return split_off(indices, samples.labels.cpu().numpy(), share, seed, own)

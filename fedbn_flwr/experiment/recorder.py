@@ -26,6 +26,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     TRAIN_ACCURACY,
     TRAIN_LOSS,
+    VALIDATION,
 )
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors
 from fedbn_flwr.server.failures import losses_not_finite
@@ -70,6 +71,7 @@ class Recorder:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
         self._test, self._task = (data.test_view() if data else None), config.learning_task()
+        self._validation = data.validation_view() if data else None
         self._domains = data.domain_views() if data else {}
         self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
         untrained = [name for name in config.evaluations() if name.startswith("global")]
@@ -145,6 +147,8 @@ class Recorder:
     def _tested(self, state: State | None) -> dict[str, Any]:
         """Return the tests of ``eval-on`` with the global model, on the whole test set and each domain's.
 
+        The first one is done on the validation examples of all clients, too.
+
         ``state`` is loaded into the model first; None = the model is up to date.
         """
         line: dict[str, Any] = {}
@@ -160,6 +164,8 @@ class Recorder:
             by_batch, prefix = name == "global-batch-statistics", GLOBAL_TESTS[name] + "-"
             test = functools.partial(evaluate, self._model, task=self._task, batch_statistics=by_batch)
             line |= test(self._test).named(prefix)
+            if self._validation and name == self._config.evaluations()[0]:
+                line |= test(self._validation).named(f"{VALIDATION}-")
             if self._domains:
                 metric = prefix + self._task.score
                 domains[metric] = {domain: test(v).named(prefix)[metric] for domain, v in self._domains.items()}
@@ -172,7 +178,7 @@ class Recorder:
         measured = [line for line in lines if line.get(headline) is not None]
         best = max(measured, key=lambda line: line[headline], default={})
         last = measured[-1] if measured else {}
-        kept = ("train-", "test-", "personal-", "domains")
+        kept = ("train-", "test-", "personal-", f"{VALIDATION}-", "domains")
         final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
         summary: dict[str, Any] = {
             "strategy": strategy.name if strategy else self._config.strategy,
@@ -236,7 +242,7 @@ def _personal(report: RoundReport, trained: Collection[str]) -> dict[str, float]
     """
     values: dict[str, list[tuple[float, float, bool]]] = {}  # value, test examples, has trained
     for client, metrics in report.evaluations.items():
-        for name in ("own", "global"):
+        for name in ("own", "global", VALIDATION):
             for what in ("accuracy", "loss", "miou"):
                 count = metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
                 if f"{name}-{what}" in metrics and count > 0:

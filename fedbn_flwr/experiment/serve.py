@@ -21,7 +21,14 @@ from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, re
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
 from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, training_model
-from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TEST_SETS, TRAIN_ACCURACY, TRAIN_LOSS
+from fedbn_flwr.messages.protocol import (
+    DROPPED_BATCHES,
+    EXAMPLES_PROCESSED,
+    TEST_SETS,
+    TRAIN_ACCURACY,
+    TRAIN_LOSS,
+    VALIDATION,
+)
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
@@ -95,6 +102,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
     if not personal:
         strategy.fraction_evaluate = 0.0
+    elif config.validation_share and config.evaluations()[0].startswith("personal"):
+        personal.append(VALIDATION)
     folder = RunFolder(out, config, (saved.server_round if saved else 0) if begun else None)
     recorder = Recorder(folder, config, model, data, strategy, on_round)
 

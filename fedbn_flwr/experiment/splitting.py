@@ -17,15 +17,18 @@ __all__ = ["Counts", "count_split", "draw_split"]
 
 @dataclass(frozen=True)
 class Counts:
-    """Training examples by ``what``, int64 (clients, columns), and the columns' names."""
+    """Training or validation examples by ``what``, int64 (clients, columns), and the columns' names."""
 
     what: str
     counts: Indices
     names: tuple[str, ...]
+    of: str = "training"
 
 
 def count_split(config: Config) -> tuple[Counts, ...]:
     """Return the tables of a config's split: by class if images have one class, and by group if there are groups.
+
+    With ``validation-share``, the tables of the validation examples follow those of the training examples.
 
     Raises:
         ConfigError: the split does not fit the data, or the number of clients.
@@ -39,7 +42,9 @@ def count_split(config: Config) -> tuple[Counts, ...]:
     if samples.groups is not None:
         columns.append(("group", samples.groups, groups))
     return tuple(
-        Counts(what, partition_counts(split.train, labels.cpu().numpy(), len(names)), names)
+        Counts(what, partition_counts(part, labels.cpu().numpy(), len(names)), names, of)
+        for of, part in (("training", split.train), ("validation", split.validation))
+        if part
         for what, labels, names in columns or [("image", samples.labels, ("images",))]
     )
 

@@ -39,6 +39,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
 | `fedbn-flwr.client-mod` | str: name of the mod with the client part | mod | TorchClient | 0.1 |
 | `num-examples` | int: training examples, the weight | client | server | 0.1 |
+| `validation-loss` | float: after training, on the client's validation data | client | server | 0.1 |
 | `loss` | float: mean loss on the first test set | client | server | 0.1 |
 | `train-loss` | float | client | server | 0.1 |
 | `train-accuracy` | float | client | server | 0.1 |
@@ -201,6 +202,8 @@ STEP_ONLY = Key("fedbn-flwr.fedtan-step-only", "bool: the training ends after it
 UNION = Key("fedbn-flwr.fedtan-union", "int: examples in the union of the first batches", "server", "client")
 FIRST_BATCH = Key("fedbn-flwr.fedtan-batch-size", "int: examples of this client's first batch", "server", "client")
 
+VALIDATION = "validation"  # in TEST_SETS: the client's validation data
+
 # --- arrays as a NumPyClient takes them -------------------------------------------------------------------------------
 ARRAY_NAMES = Key(
     "fedbn-flwr.array-names", "str, JSON list: names of the arrays, in order", "codec, NumPyClient", "NumPyClient"
@@ -209,6 +212,7 @@ MOD = Key("fedbn-flwr.client-mod", "str: name of the mod with the client part", 
 
 # --- metrics of a reply -----------------------------------------------------------------------------------------------
 NUM_EXAMPLES = Key("num-examples", "int: training examples, the weight", "client", "server")
+VALIDATION_LOSS = Key("validation-loss", "float: after training, on the client's validation data", "client", "server")
 LOSS = Key("loss", "float: mean loss on the first test set", "client", "server")
 TRAIN_LOSS = Key("train-loss", "float", "client", "server")
 TRAIN_ACCURACY = Key("train-accuracy", "float", "client", "server")

@@ -66,13 +66,14 @@ def archives(tmp_path: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "fedtan"])
-def test_a_local_dataset_and_a_partition_give_the_same_bits(strategy, served, archives) -> None:
-    config = config_of(strategy=strategy)
+@pytest.mark.parametrize(("strategy", "share"), [("fedavg", 0.0), ("fedbn", 0.2), ("fedtan", 0.0)])
+def test_a_local_dataset_and_a_partition_give_the_same_bits(strategy, share, served, archives) -> None:
+    config = config_of(strategy=strategy, validation_share=share)
     partitions, _ = served(config, [{}] * NODES, "partitions")
     files, _ = served(config, [{"data-path": str(path)} for path in archives], "files")
     assert files["sha256"] == partitions["sha256"]
     assert files["final"] == partitions["final"]
+    assert ("personal-validation-loss" in files["final"]) == bool(share)
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedtan"])

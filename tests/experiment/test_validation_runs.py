@@ -1,0 +1,75 @@
+"""Validation examples in a run: put aside on each client, never trained on, tested in each tested round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+from typer.testing import CliRunner
+
+from fedbn_flwr import global_state, personal_state
+from fedbn_flwr.cli import app
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.node import client_fn, num_examples
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.training.evaluation import evaluate
+
+SHARE = {"validation-share": 0.2}
+
+
+def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(quick_config) -> None:
+    config, whole = quick_config(**SHARE), quick_config()
+    split, before = (partitioned_data(one, 3) for one in (config, whole))
+    labels = split.dataset.train.labels.numpy()
+    for client in range(3):
+        train, aside = split.train[client], split.validation[client]
+        assert np.array_equal(np.sort(np.concatenate([train, aside])), before.train[client])
+        for label in np.unique(labels[before.train[client]]):
+            held = (labels[before.train[client]] == label).sum()
+            assert abs((labels[aside] == label).sum() - 0.2 * held) < 1
+        context = Context(1, 1, {"partition-id": client, "num-partitions": 3}, RecordDict(), config.to_mapping())
+        assert num_examples(context) == len(client_fn(context).train_data) == len(train)
+        assert len(split.validation_view(client)) == len(aside)
+        assert np.array_equal(split.test[client], before.test[client]), "the test part does not change"
+    assert len(split.validation_view()) == sum(map(len, split.validation))
+    assert len(before.validation_view()) == 0
+
+
+def test_the_global_model_is_tested_on_all_validation_examples(quick_run) -> None:
+    summary, out = quick_run(**SHARE)
+    model = make_model(Config.load(out / "config.yaml"))
+    model.load_state_dict(global_state(out))
+    split = partitioned_data(Config.load(out / "config.yaml"), 3)
+    found = evaluate(model, split.validation_view())
+    last = read_metrics(out / "metrics.jsonl")[-1]
+    assert last["validation-accuracy"] == summary["final"]["validation-accuracy"] == found.accuracy
+    assert last["validation-loss"] == pytest.approx(found.loss)
+
+
+def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -> None:
+    _, out = quick_run(strategy="fedbn", **SHARE, **{"eval-on": "personal-own,global"})
+    split = partitioned_data(Config.load(out / "config.yaml"), 3)
+    model, scores = make_model(Config.load(out / "config.yaml")), []
+    for client in range(3):
+        model.load_state_dict(personal_state(out, client))
+        scores.append(evaluate(model, split.validation_view(client)).accuracy)
+    last = read_metrics(out / "metrics.jsonl")[-1]
+    assert last["personal-validation-accuracy"] == pytest.approx(sum(scores) / 3)
+    assert "validation-accuracy" not in last
+    assert last["clients"]["1"]["validation-num-examples"] == len(split.validation[1])
+
+
+def test_the_command_partition_shows_the_validation_examples() -> None:
+    settings: list[Any] = ["--set", "num-clients=2", "--set", "partition=iid", "--set", "validation-share=0.25"]
+    shown = CliRunner().invoke(app, ["partition", *settings]).output
+    first, second = shown.split("validation examples by class")
+    assert first.startswith("training examples by class")
+    sizes = [
+        [int(line.split()[-1]) for line in text.splitlines() if line.split()[:1] in (["0"], ["1"])]
+        for text in (first, second)
+    ]
+    assert [round(4 * b / (a + b), 2) for a, b in zip(*sizes, strict=True)] == [1.0, 1.0]
