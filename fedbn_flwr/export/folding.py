@@ -1,0 +1,232 @@
+"""BatchNorm folded into the convolution or linear layer before it. Torch only.
+
+In eval mode BatchNorm is a scale and a shift per channel, y = a * x + b with a = gamma / sqrt(var + eps) and b = beta -
+a * mean. After a layer x = W u + c this is one layer with the weight a * W and the bias a * c + b. Batch renormalisation
+is BatchNorm in eval mode. Filters that are derived from a weight (``norm=wsconv``, ``group+ws``) become plain weights.
+
+Which layer is before which is seen in a forward pass, never read from names: a BatchNorm is folded only if each of its
+inputs is the output of one layer, and nothing else uses this output or the parameters of both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fedbn_flwr.norms.convolution import DerivedWeightConv
+from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.norms.report import shown_path
+
+__all__ = ["Folding", "fold"]
+
+_PLAIN = {nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear}
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchRenorm)
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What ``fold`` did, by layer path.
+
+    Attributes:
+        folded: the layer that each BatchNorm is in now, by path of the BatchNorm.
+        baked: convolutions whose derived filters are now plain weights.
+        left: norm layers that stay as they are, and why.
+    """
+
+    folded: Mapping[str, str]
+    baked: tuple[str, ...]
+    left: Mapping[str, str]
+
+    def lines(self, shown: int = 1_000_000) -> list[str]:
+        """Return a report: what was done, and for each reason the layers that stay, at most ``shown`` by name."""
+        found = [f"{len(self.folded)} BatchNorm layers folded"] if self.folded else []
+        found += [f"{len(self.baked)} convolutions have plain weights instead of derived ones"] if self.baked else []
+        reasons: defaultdict[str, list[str]] = defaultdict(list)
+        for path, reason in self.left.items():
+            reasons[reason].append(shown_path(path))
+        for reason, paths in reasons.items():
+            names = ", ".join(paths[:shown]) + (", ..." if len(paths) > shown else "")
+            found.append(f"{len(paths)} not folded ({names}): {reason}")
+        return found or ["nothing to fold: the model has no norm layer"]
+
+
+def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
+    """Return a copy of the model in eval mode with BatchNorm folded where that is exact, and what was done.
+
+    Args:
+        model: any model; it does not change.
+        example: a batch of inputs; the model runs on it once.
+    """
+    model = copy.deepcopy(model).eval()
+    paths = {layer: path for path, layer in reversed(list(model.named_modules(remove_duplicate=False)))}
+    uses = _uses(model, example)
+    new: dict[nn.Module, nn.Module] = {}
+    folded, left = {}, {}
+    for norm, path in ((module, path) for path, module in model.named_modules() if _is_norm(module)):
+        layer, reason = _layer_before(norm, uses, paths)
+        if layer is None or not isinstance(norm, _BatchNorm):
+            left[path] = reason
+            continue
+        new |= {layer: _fused(layer, norm), norm: nn.Identity()}
+        folded[path] = paths[layer]
+    derived = [module for module in model.modules() if isinstance(module, DerivedWeightConv)]
+    new |= {conv: _plain(conv) for conv in derived if conv not in new}
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child in new:
+                module.add_module(name, new[child])
+    return new.get(model, model), Folding(folded, tuple(paths[conv] for conv in derived), left)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm))
+
+
+def _layer_before(
+    norm: nn.Module, uses: _Uses, paths: Mapping[nn.Module, str]
+) -> tuple[nn.Conv2d | nn.Linear | None, str]:
+    """Return the layer that a norm layer can be folded into; else None, and why."""
+    if not isinstance(norm, _BatchNorm):
+        return None, f"{type(norm).__name__} computes its statistics from each example"
+    if _unusual(norm) or type(norm).forward not in {kind.forward for kind in _NORMS}:
+        return None, f"{type(norm).__name__} has hooks or a forward of its own"
+    if norm.running_mean is None or norm.training:
+        return None, "it has no running statistics in use"
+    before = uses.before[norm]
+    if not before:
+        return None, "the forward pass does not call it"
+    (layer, *others) = before
+    if others or layer is None:
+        return None, "its input is not the output of one convolution or linear layer"
+    if _unusual(layer) or not (type(layer) in _PLAIN or isinstance(layer, DerivedWeightConv)):
+        return None, f"{paths[layer]} is no plain layer"
+    if isinstance(layer, _ConvTransposeNd) and layer.groups > 1:
+        return None, f"{paths[layer]} is a transposed convolution with groups"
+    if uses.after[layer] != {norm} or {layer, norm} & uses.shared:
+        return None, f"the output or the weight of {paths[layer]} is used elsewhere, too"
+    return layer, ""  # type: ignore[return-value]  # the types of _PLAIN
+
+
+def _unusual(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks) or is_parametrized(layer)
+
+
+def _fused(layer: nn.Conv2d | nn.Linear, norm: _BatchNorm) -> nn.Module:
+    """Return a plain layer for both; computed in double precision."""
+    entries = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    mean, var, gamma, beta = (None if entry is None else entry.detach().double() for entry in entries)
+    plain = _plain(layer)
+    bias = None if plain.bias is None else plain.bias.double()
+    if isinstance(plain, nn.Linear):
+        fused = fuse_linear_bn_weights(plain.weight.double(), bias, mean, var, norm.eps, gamma, beta)
+    else:
+        transposed = isinstance(plain, _ConvTransposeNd)
+        fused = fuse_conv_bn_weights(plain.weight.double(), bias, mean, var, norm.eps, gamma, beta, transposed)
+    plain.weight, plain.bias = (nn.Parameter(value.to(layer.weight.dtype), False) for value in fused)
+    return plain
+
+
+def _plain(layer: nn.Module) -> Any:
+    """Return a copy of a layer of torch's own class; filters derived from a weight are its weight."""
+    plain = copy.deepcopy(layer).requires_grad_(False)
+    if isinstance(plain, DerivedWeightConv):
+        weight = nn.Parameter(plain.derived_weight(), False)
+        for name in set(plain._parameters) - {"weight", "bias"}:
+            delattr(plain, name)
+        plain.weight = weight
+        plain.__class__ = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(plain, kind))
+    return plain
+
+
+@dataclass
+class _Uses:
+    """Who uses what in a forward pass.
+
+    Attributes:
+        before: the layers whose outputs each norm layer gets; None for any other value.
+        after: the norm layers that use the outputs of each layer; None for any other use.
+        shared: layers whose parameters are used outside of them.
+    """
+
+    before: defaultdict[nn.Module, set[nn.Module | None]] = field(default_factory=lambda: defaultdict(set))
+    after: defaultdict[nn.Module, set[nn.Module | None]] = field(default_factory=lambda: defaultdict(set))
+    shared: set[nn.Module] = field(default_factory=set)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes each operation that uses the output or a parameter of a watched layer."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.uses = _Uses()
+        self._calls: list[nn.Module | None] = [None]
+        self._outputs: dict[int, tuple[nn.Module, Tensor]] = {}  # the tensor is kept, so that its id stays its own
+        self._owners: defaultdict[int, set[nn.Module]] = defaultdict(set)
+        for layer in layers:
+            for parameter in layer.parameters():
+                self._owners[id(parameter)].add(layer)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operation, and do it."""
+        self.note((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, values: Any) -> None:
+        """Note the use of these values by the layer that is being called, if any."""
+        caller = self._calls[-1]
+        for value in (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
+            self.uses.shared |= self._owners.get(id(value), set()) - {caller}
+            if layer := self._layer_of(value):
+                self.uses.after[layer].add(caller)
+
+    def begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the start of a layer's call; a pre-hook."""
+        self._calls.append(layer)
+        if _is_norm(layer):
+            self.uses.before[layer].add(self._layer_of(args[0] if args else kwargs["input"]))
+
+    def end(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Note the end of a layer's call; a hook."""
+        self._calls.pop()
+        features_last = isinstance(layer, nn.Linear) and isinstance(output, Tensor) and output.dim() > 2
+        if isinstance(output, Tensor) and not _is_norm(layer) and not features_last:
+            self._outputs[id(output)] = (layer, output)
+
+    def _layer_of(self, value: Tensor) -> nn.Module | None:
+        return self._outputs.get(id(value), (None,))[0]
+
+
+@torch.no_grad()
+def _uses(model: nn.Module, example: Tensor) -> _Uses:
+    layers = [module for module in model.modules() if _is_norm(module) or isinstance(module, (_ConvNd, nn.Linear))]
+    # Layers with hooks or parametrizations are not folded, and their outputs count as any other value.
+    watch = _Watch(watched := [layer for layer in layers if not _unusual(layer)])
+    with _hooked(watch, watched), watch:
+        watch.note(model(example))
+    return watch.uses
+
+
+@contextmanager
+def _hooked(watch: _Watch, layers: list[nn.Module]) -> Iterator[None]:
+    handles = []
+    for layer in layers:
+        handles += [layer.register_forward_pre_hook(watch.begin, with_kwargs=True)]
+        handles += [layer.register_forward_hook(watch.end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

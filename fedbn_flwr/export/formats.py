@@ -1,0 +1,92 @@
+"""Two formats with the graph of a model: torch.export and ONNX. Each file is loaded and run as its user would do it.
+
+The number of examples of a batch is free. TorchScript is not offered: torch has deprecated it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["check_onnx_is_installed", "encode_onnx", "encode_torch_export", "run_onnx", "run_torch_export"]
+
+Run = Callable[[Tensor], Tensor]
+
+
+def encode_torch_export(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
+    """Return the ``.pt2`` file of a model, with ``about`` as the extra file ``about.KEY`` for each key.
+
+    Args:
+        model: in eval mode.
+        example: a batch of at least two inputs.
+        about: what to write beside the graph.
+    """
+    program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    file = BytesIO()
+    torch.export.save(program, file, extra_files={f"about.{key}": value for key, value in about.items()})
+    return file.getvalue()
+
+
+def run_torch_export(path: Path) -> Run:
+    """Return the function of a ``.pt2`` file, from inputs to outputs."""
+    return torch.export.load(path).module()
+
+
+def check_onnx_is_installed() -> None:
+    """Raise ConfigError if a package of the extra ``onnx`` is absent."""
+    names = ("onnx", "onnxscript", "onnxruntime")
+    if absent := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"format=onnx needs {', '.join(absent)}, which is not installed. Install the extra: pip install "
+            "'fedbn-flwr[onnx]'. format=torch-export needs nothing more."
+        )
+
+
+def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
+    """Return the ``.onnx`` file of a model, one file with input "input" and output "output"; as for ``.pt2``."""
+    with _quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        program = torch.onnx.export(
+            model,
+            (example,),
+            dynamo=True,
+            verbose=False,
+            input_names=["input"],
+            output_names=["output"],
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+        )
+    if program is None:
+        raise ConfigError("torch.onnx.export gave no program")
+    proto = program.model_proto
+    for key, value in about.items():
+        proto.metadata_props.add(key=key, value=value)
+    return proto.SerializeToString()
+
+
+def run_onnx(path: Path) -> Run:
+    """Return the function of an ``.onnx`` file under onnxruntime on the CPU, from inputs to outputs."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run(["output"], {"input": inputs.numpy()})[0])
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Hide the messages of these loggers below an error."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

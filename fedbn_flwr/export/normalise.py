@@ -1,0 +1,50 @@
+"""The first layer of an exported model: it takes what the data hold, so that nobody has to repeat the preprocessing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Normalise", "with_normalise"]
+
+
+class Normalise(nn.Module):
+    """(x / scale - mean) / std, in float32, with the operations and the bits of the tests of a run.
+
+    Args:
+        mean: per channel of images (N, C, H, W), or per feature of rows (N, F).
+        std: in the same way, above 0.
+        scale: 255 for pixels 0..255, 1 for features.
+        images: inputs have two more dimensions.
+        missing: a NaN becomes the mean.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        scale: float = 255.0,
+        *,
+        images: bool = True,
+        missing: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, values in (("mean", mean), ("std", std)):
+            tensor = torch.tensor(values, dtype=torch.float32)
+            self.register_buffer(name, tensor.view(-1, 1, 1) if images else tensor)
+        self.scale, self.missing = scale, missing
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised inputs (N, C, H, W) or (N, F), float32."""
+        x = (x.to(torch.float32) / self.scale - self.mean) / self.std
+        return torch.where(torch.isnan(x), torch.zeros_like(x), x) if self.missing else x
+
+
+def with_normalise(model: nn.Module, normalise: Normalise | None) -> nn.Module:
+    """Return the model behind ``normalise``, in eval mode; without one the model itself."""
+    return (nn.Sequential(normalise, model) if normalise else model).eval()
