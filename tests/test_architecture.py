@@ -12,7 +12,7 @@ PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
     ("errors", "seeds"),
     ("training", "norms", "compat/flower"),
-    ("batchnorm", "data", "models"),
+    ("batchnorm", "data", "models", "export"),
     ("messages", "transport", "checked_file"),
     ("server", "engines"),
     ("strategies",),
@@ -22,7 +22,7 @@ LEVELS = (
     ("cli", "app"),
 )
 """Each room may import from its own level and from those above it in this list."""
-TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "data", "models")
+TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "data", "models", "export")
 APART = (("server", "engines"), ("norms", "compat/flower"), ("training", "compat/flower"))
 """Rooms of one level that do not know each other."""
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.checked_file import read_checked
+from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.messages.protocol import FINGERPRINT, KEPT
+from fedbn_flwr.messages.records import tensors
 
-__all__ = ["ABSENT", "client_file", "global_state", "personal_state", "why_absent"]
+__all__ = [
+    "ABSENT",
+    "AVERAGED",
+    "KEPT_HASHES",
+    "SiteState",
+    "client_file",
+    "global_state",
+    "metadata",
+    "personal_state",
+    "read_state",
+    "site_state",
+    "why_absent",
+]
 
 ABSENT = "absent: it stays with the clients"
 """The metadata of ``model.safetensors`` for a part of the state whose entries are left out."""
+
+AVERAGED = "weighted average of the clients' latest: this part stays with the clients"
+"""The metadata of ``model.safetensors`` for a part of the state that is the average of what the clients kept."""
+
+KEPT_HASHES = "kept-sha256"
+"""The metadata of ``model.safetensors`` with the SHA-256 of what each client kept at the end of the run, JSON."""
 
 
 def client_file(run: Path, client: int | str) -> Path:
@@ -69,7 +92,7 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     folder = Path(run)
     state, absent = _shared(folder)
     if (file := client_file(folder, client)).is_file():
-        return {**state, **_read(file)[0]}
+        return {**state, **read_state(file)[0]}
     if absent:
         raise StateError(
             f"{run}: client={client} has no entries of its own ({_here(_clients(folder))}). It did not train in this "
@@ -78,9 +101,75 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     return state
 
 
+class SiteState(NamedTuple):
+    """A site's own model: its state, its partition id, and the file with what it kept."""
+
+    state: dict[str, torch.Tensor]
+    client: int
+    file: Path
+
+
+def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client: int | None = None) -> SiteState:
+    """Return the state of a site's own model: the shared entries, and those in the site's state folder.
+
+    What the site kept never left it. The server knows its SHA-256 only, so that no other run's entries are used.
+
+    Args:
+        run: a folder with ``model.safetensors`` of the run.
+        state_dir: the state folder of the site's node.
+        fingerprint: the fingerprint of the model, see ``Parts.fingerprint``.
+        client: the partition id; None = the only one in the folder.
+
+    Raises:
+        StateError: the folder has no file that this run left; the error says what each file is.
+        ConfigError: the folder has several clients of this run, and ``client`` is None.
+    """
+    state, _ = _shared(Path(run))
+    expected = json.loads(metadata(run).get(KEPT_HASHES, "{}"))
+    if not expected:
+        raise StateError(
+            f"{run}: model.safetensors does not say what its clients kept. The run kept nothing with them (leave "
+            "--state-dir out), or it is of an older version (continue the run, or start it again)."
+        )
+    found: dict[int, Path] = {}
+    entries: dict[int, dict[str, torch.Tensor]] = {}
+    others: list[str] = []
+    for path in sorted(Path(state_dir).glob("*/partition-*/*.safetensors")):
+        try:
+            content = read_checked(path)
+            if content.get("kind") != "client":
+                raise StateError(f"{path} is not what a client kept")
+            if content[FINGERPRINT] != fingerprint:
+                raise StateError(f"{path} belongs to another model: its names, layer types or shapes differ")
+            if content["sha256"] != expected.get(str(content["partition"])):
+                raise StateError(f"{path} is of another run, or of another round than the last of this one")
+        except StateError as error:
+            others.append(str(error))
+            continue
+        found[content["partition"]] = path
+        entries[content["partition"]] = tensors(content["kept"].get(KEPT, {}))
+    if client is None and len(found) > 1:
+        here = ", ".join(map(str, sorted(found)))
+        raise ConfigError(f"{state_dir} has what several clients of this run kept: {here}. Choose one with --client.")
+    chosen = next(iter(found), None) if client is None else client
+    if chosen is None or chosen not in found:
+        who = "a client" if client is None else f"client={client}"
+        why = "\n".join(others) or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(found)}."
+        raise StateError(
+            f"{state_dir} has nothing that {who} kept at the end of the run in {run}. Give the state folder of the "
+            f"node that took part in this run, and the model.safetensors of this run.\n{why}"
+        )
+    return SiteState({**state, **entries[chosen]}, chosen, found[chosen])
+
+
+def metadata(run: str | Path) -> Mapping[str, str]:
+    """Return the metadata of a run's ``model.safetensors``."""
+    return read_state(Path(run) / "model.safetensors")[1]
+
+
 def _shared(run: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the entries of ``model.safetensors``, and the parts that it lacks."""
-    state, about = _read(run / "model.safetensors")
+    state, about = read_state(run / "model.safetensors")
     return state, [part for part in Part if about.get(part) == ABSENT]
 
 
@@ -95,7 +184,12 @@ def _here(clients: Sequence[str]) -> str:
     return f"here: client {', '.join(clients)}"
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
+def read_state(path: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
+    """Return the entries and the metadata of a safetensors file of a run.
+
+    Raises:
+        StateError: the file is absent or cannot be read.
+    """
     if not path.is_file():
         raise StateError(f"{path} is absent. A run writes it at its end.")
     try:

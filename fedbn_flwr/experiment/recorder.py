@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,11 +15,12 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.client.saved_state import ABSENT, why_absent
+from fedbn_flwr.client.saved_state import ABSENT, AVERAGED, KEPT_HASHES, why_absent
 from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.preprocessing import INPUTS, Preprocessing
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
@@ -52,7 +54,6 @@ GLOBAL_TESTS |= {name: f"test-{name}" for name in _COMPLETED}
 
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
-_AVERAGED = "weighted average of the clients' latest: this part stays with the clients"
 _WHAT_MEAN = " (mean over clients)"
 
 
@@ -70,6 +71,7 @@ class Recorder:
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
+        self._inputs = Preprocessing.of(config, data.dataset if data else None)
         self._test, self._task = (data.test_view() if data else None), config.learning_task()
         self._validation = data.validation_view() if data else None
         self._domains = data.domain_views() if data else {}
@@ -205,7 +207,10 @@ class Recorder:
             summary["model-note"] = why_absent(absent, clients)
             logger.info("%s", summary["model-note"])
             state = {name: array for name, array in state.items() if strategy.run.parts.part_of[name] not in absent}
-        self._folder.finish(state, {"format": "pt", **about, **({DIVERGED_AT: str(since)} if since else {})}, summary)
+        more = {"sha256": summary["sha256"], INPUTS: self._inputs.to_json()}  # what using the model elsewhere needs
+        more |= {KEPT_HASHES: json.dumps(dict(sorted(local.items())))} if strategy and strategy.local else {}
+        more |= {DIVERGED_AT: str(since)} if since else {}
+        self._folder.finish(state, {"format": "pt", **about, **more}, summary)
         return summary
 
     def close(self) -> None:
@@ -280,7 +285,7 @@ def _contents(strategy: FedAvg[Any] | None) -> dict[str, str]:
     if strategy:
         averaged = strategy.completion(SHARED_BN)
         kept = {part for part in strategy.local if strategy.run.parts.select([part])}
-        about |= dict.fromkeys(kept, _AVERAGED if averaged else ABSENT)
+        about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
         if strategy.recalibrates and strategy.run.reestimated:
             about[Part.STATISTICS.value] = "re-estimated from the clients' data under these weights"
             if about[Part.COUNTERS.value] == ABSENT:

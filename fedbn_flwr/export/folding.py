@@ -1,7 +1,7 @@
 """BatchNorm folded into the convolution or linear layer before it. Torch only.
 
-In eval mode BatchNorm is a scale and a shift per channel, y = a * x + b with a = gamma / sqrt(var + eps) and b = beta -
-a * mean. After a layer x = W u + c this is one layer with the weight a * W and the bias a * c + b. Batch renormalisation
+In eval mode BatchNorm is a scale and a shift per channel, y = a * x + b, a = gamma / sqrt(var + eps), b = beta - a *
+mean. After a layer x = W u + c both are one layer with the weight a * W and the bias a * c + b. Batch renormalisation
 is BatchNorm in eval mode. Filters that are derived from a weight (``norm=wsconv``, ``group+ws``) become plain weights.
 
 Which layer is before which is seen in a forward pass, never read from names: a BatchNorm is folded only if each of its
@@ -95,9 +95,7 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm))
 
 
-def _layer_before(
-    norm: nn.Module, uses: _Uses, paths: Mapping[nn.Module, str]
-) -> tuple[nn.Conv2d | nn.Linear | None, str]:
+def _layer_before(norm: nn.Module, uses: _Uses, paths: Mapping[nn.Module, str]) -> tuple[nn.Module | None, str]:
     """Return the layer that a norm layer can be folded into; else None, and why."""
     if not isinstance(norm, _BatchNorm):
         return None, f"{type(norm).__name__} computes its statistics from each example"
@@ -117,37 +115,41 @@ def _layer_before(
         return None, f"{paths[layer]} is a transposed convolution with groups"
     if uses.after[layer] != {norm} or {layer, norm} & uses.shared:
         return None, f"the output or the weight of {paths[layer]} is used elsewhere, too"
-    return layer, ""  # type: ignore[return-value]  # the types of _PLAIN
+    return layer, ""
 
 
 def _unusual(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks) or is_parametrized(layer)
 
 
-def _fused(layer: nn.Conv2d | nn.Linear, norm: _BatchNorm) -> nn.Module:
+def _fused(layer: nn.Module, norm: _BatchNorm) -> nn.Module:
     """Return a plain layer for both; computed in double precision."""
-    entries = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    mean, var, gamma, beta = (None if entry is None else entry.detach().double() for entry in entries)
     plain = _plain(layer)
-    bias = None if plain.bias is None else plain.bias.double()
+    mean, var = (entry.double() for entry in (norm.running_mean, norm.running_var) if entry is not None)
+    gamma = torch.ones_like(var) if norm.weight is None else norm.weight.detach().double()
+    beta = torch.zeros_like(var) if norm.bias is None else norm.bias.detach().double()
+    weight, bias, dtype = plain.weight.double(), None if plain.bias is None else plain.bias.double(), plain.weight.dtype
     if isinstance(plain, nn.Linear):
-        fused = fuse_linear_bn_weights(plain.weight.double(), bias, mean, var, norm.eps, gamma, beta)
+        fused = fuse_linear_bn_weights(weight, bias, mean, var, norm.eps, gamma, beta)
     else:
         transposed = isinstance(plain, _ConvTransposeNd)
-        fused = fuse_conv_bn_weights(plain.weight.double(), bias, mean, var, norm.eps, gamma, beta, transposed)
-    plain.weight, plain.bias = (nn.Parameter(value.to(layer.weight.dtype), False) for value in fused)
-    return plain
+        fused = fuse_conv_bn_weights(weight, bias, mean, var, norm.eps, gamma, beta, transposed)
+    plain.weight, plain.bias = (nn.Parameter(value.to(dtype), False) for value in fused)
+    found: nn.Module = plain
+    return found
 
 
 def _plain(layer: nn.Module) -> Any:
     """Return a copy of a layer of torch's own class; filters derived from a weight are its weight."""
     plain = copy.deepcopy(layer).requires_grad_(False)
-    if isinstance(plain, DerivedWeightConv):
-        weight = nn.Parameter(plain.derived_weight(), False)
-        for name in set(plain._parameters) - {"weight", "bias"}:
-            delattr(plain, name)
-        plain.weight = weight
-        plain.__class__ = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(plain, kind))
+    if not isinstance(plain, DerivedWeightConv):
+        return plain
+    weight = nn.Parameter(plain.derived_weight(), False)
+    for name in set(plain._parameters) - {"weight", "bias"}:
+        delattr(plain, name)
+    plain.weight = weight
+    kind: Any = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(plain, kind))
+    plain.__class__ = kind
     return plain
 
 
@@ -166,11 +168,11 @@ class _Uses:
     shared: set[nn.Module] = field(default_factory=set)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
     """Notes each operation that uses the output or a parameter of a watched layer."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.uses = _Uses()
         self._calls: list[nn.Module | None] = [None]
         self._outputs: dict[int, tuple[nn.Module, Tensor]] = {}  # the tensor is kept, so that its id stays its own

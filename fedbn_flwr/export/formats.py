@@ -68,7 +68,8 @@ def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> 
     proto = program.model_proto
     for key, value in about.items():
         proto.metadata_props.add(key=key, value=value)
-    return proto.SerializeToString()
+    content: bytes = proto.SerializeToString()
+    return content
 
 
 def run_onnx(path: Path) -> Run:

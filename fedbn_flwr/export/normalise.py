@@ -44,6 +44,11 @@ class Normalise(nn.Module):
         x = (x.to(torch.float32) / self.scale - self.mean) / self.std
         return torch.where(torch.isnan(x), torch.zeros_like(x), x) if self.missing else x
 
+    def inverse(self, x: Tensor) -> Tensor:
+        """Return what the data hold for normalised inputs; pixels are whole numbers."""
+        raw = (x * self.std + self.mean) * self.scale
+        return raw.round() if self.scale == 255 else raw
+
 
 def with_normalise(model: nn.Module, normalise: Normalise | None) -> nn.Module:
     """Return the model behind ``normalise``, in eval mode; without one the model itself."""

@@ -75,6 +75,7 @@ def test_convolutions(layer: nn.Conv2d, norm: Callable[[int], nn.Module]) -> Non
 def test_linear_and_other_dimensions() -> None:
     points = images().flatten(1)
     check(net(nn.Linear(192, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), points, 1)
+    check(net(nn.Linear(192, 4), nn.BatchNorm1d(4, affine=False)), points, 1)
     check(net(nn.Flatten(2), nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)), images(), 1)
     check(net(nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)), images(), 1)
     # The features of this linear layer are its last dimension, the channels of BatchNorm the second.

@@ -1,0 +1,197 @@
+"""``MODEL_CARD.md``: what an exported model is, how it was made and tested, and how to use it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fedbn_flwr.data import partition_table
+from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar
+from fedbn_flwr.experiment.output import PLACES, read_metrics, versions
+from fedbn_flwr.experiment.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.saved_model import SavedModel
+from fedbn_flwr.experiment.setup import image_shape
+from fedbn_flwr.experiment.splitting import count_split
+from fedbn_flwr.export import Folding
+
+if TYPE_CHECKING:
+    from fedbn_flwr.experiment.export import Check
+
+__all__ = ["CARD", "model_card", "without_places"]
+
+CARD = "MODEL_CARD.md"
+
+_WHERE = {
+    "test-": "on the whole test set, all examples together",
+    "personal-own-": "each client's own model on its own test data",
+    "personal-global-": "each client's own model on the whole test set",
+    "train-": "on the examples of the last round's training, while it trains",
+}
+_MEANS = {
+    "-weighted": "mean weighted by the clients' test examples",
+    "-seen": "plain mean over the clients that trained",
+    "-unseen": "plain mean over the clients that never trained",
+    "": "plain mean over the clients",
+}
+_USE = {
+    "torch": """from fedbn_flwr.experiment.export import load_exported
+
+model = load_exported("{name}")
+logits = model(inputs)""",
+    "torch-export": """import torch
+
+model = torch.export.load("{name}").module()
+logits = model(inputs)""",
+    "onnx": """import onnxruntime
+
+session = onnxruntime.InferenceSession("{name}")
+(logits,) = session.run(["output"], {{"input": inputs}})""",
+}
+
+
+def model_card(
+    saved: SavedModel,
+    data: PartitionedData | None,
+    file: Path,
+    format: str,
+    check: Check,
+    folding: Folding | None,
+    normalise: bool,
+) -> str:
+    """Return the card of an exported model, Markdown.
+
+    Args:
+        saved: the evaluated model.
+        data: the data of the run; None if they are elsewhere.
+        file: the exported file.
+        format: its format.
+        check: the comparison of the file with the evaluated model.
+        folding: what was folded, if anything.
+        normalise: whether the normalisation is in the file.
+    """
+    config = saved.config
+    content = file.read_bytes()
+    sections = [
+        f"# {config.model}, trained on {config.dataset} with {config.title}",
+        _list(
+            {
+                "file": f"`{file.name}`, {format}, {len(content):,} bytes",
+                "SHA-256 of the file": f"`{hashlib.sha256(content).hexdigest()}`",
+                "model": f"{config.model}, norm={config.norm}",
+                "what it is": saved.what,
+                "check": f"{check}",
+                **({"folded": "; ".join(folding.lines())} if folding else {}),
+            }
+        ),
+        "## Use",
+        f"```python\n{_USE[format].format(name=file.name)}\n```",
+        _list(dict(_inputs(saved, format, normalise))),
+        "## Training",
+        _list(dict(_training(saved))),
+        "## Data",
+        *_data(saved, data),
+        "## Metrics",
+        *_metrics(saved.run),
+        "## Versions and settings",
+        _list({name: version for name, version in versions().items() if version != "not installed"}),
+        f"```yaml\n{yaml.safe_dump(without_places(config), sort_keys=False).strip()}\n```",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def without_places(config: Config) -> dict[str, Scalar]:
+    """Return the settings without folders of the machine that did the run."""
+    return {key: value for key, value in config.to_mapping().items() if key not in PLACES}
+
+
+def _list(items: Mapping[str, Any]) -> str:
+    return "\n".join(f"- {name}: {value}" for name, value in items.items())
+
+
+def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[str, str]]:
+    """Yield what the model takes and gives."""
+    taken, shape = saved.preprocessing, "(N, {}, {}, {})".format(*image_shape(saved.config))
+    mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
+    formula = f"(pixels / {taken.scale:g} - mean) / std, mean {mean}, std {std} per channel"
+    bytes_too = " or uint8" if format == "torch" and normalise else ""
+    if normalise:
+        yield "inputs", f"float32{bytes_too} {shape}, pixels 0 to {taken.scale:g}; any number N"
+        yield "normalisation, in the file", formula
+    else:
+        yield "inputs", f"float32 {shape}, normalised before the model; any number N"
+        yield "normalisation, not in the file", formula
+    yield "outputs", "float32 logits (N, classes, ...), before any softmax"
+    if names := taken.classes:
+        yield "classes", ", ".join(f"{number} = {name}" for number, name in enumerate(names))
+
+
+def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
+    config = saved.config
+    yield "method", config.title
+    if config.strategy != CENTRALIZED:
+        own = {name.replace("_", "-") for name in config.method().Params.model_fields} & {*config.keys("methods")}
+        if settings := [f"{key}={value}" for key, value in config.to_mapping().items() if key in own]:
+            yield "settings of the method", ", ".join(settings)
+    summary = _summary(saved.run)
+    yield "rounds", summary.get("rounds", f"{config.num_server_rounds} (from the settings)")
+    yield "clients", config.num_clients or "as many as the federation had"
+    yield "seed", config.seed
+    if "diverged-at" in saved.about:
+        yield "diverged", f"since round {saved.about['diverged-at']}: **not a model to use**"
+    yield "SHA-256 of the run's final state", f"`{saved.about.get('sha256', 'not recorded')}`"
+
+
+def _data(saved: SavedModel, data: PartitionedData | None) -> Iterator[str]:
+    config = saved.config
+    yield _list({"data set": config.dataset, "split over the clients": config.partition})
+    if data is None:
+        yield "The data of the run are not where this card was written, so there are no counts here."
+        return
+    for table in count_split(config.model_copy(update={"device": "cpu"})):
+        yield f"Training examples by {table.what}, one row per client:"
+        yield f"```text\n{partition_table(table.counts, table.names)}\n```"
+    yield f"{len(data.dataset.test)} test examples."
+
+
+def _metrics(run: Path) -> Iterator[str]:
+    summary, lines = _summary(run), read_metrics(run / "metrics.jsonl")
+    if not summary:
+        yield f"summary.json is not in {run.name}: whoever did the run has the metrics."
+        return
+    final = {key: value for key, value in summary["final"].items() if isinstance(value, (int, float))}
+    yield f"After round {final.pop('round', '?')}:"
+    yield _table(["metric", "value", "definition"], [[key, _shown(v), _definition(key)] for key, v in final.items()])
+    for metric, values in summary["final"].get("domains", {}).items():
+        yield f"{metric} by domain:"
+        yield _table(list(values), [[_shown(value) for value in values.values()]])
+    tested: dict[str, dict[str, Any]] = next((line["clients"] for line in reversed(lines) if "clients" in line), {})
+    names = sorted({name for metrics in tested.values() for name in metrics if name.startswith(("own-", "global-"))})
+    if tested:
+        yield "By client, each on its own test data (`own-`) or on the whole test set (`global-`):"
+        rows = [[client, *(_shown(metrics.get(name)) for name in names)] for client, metrics in tested.items()]
+        yield _table(["client", *names], rows)
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    path = run / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _definition(metric: str) -> str:
+    """Return the definition of a metric of ``summary.json``."""
+    where = next((text for prefix, text in _WHERE.items() if metric.startswith(prefix)), "")
+    mean = next(text for suffix, text in _MEANS.items() if metric.endswith(suffix))
+    return f"{where}; {mean}" if metric.startswith("personal-") else where
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])

@@ -1,0 +1,67 @@
+"""What the inputs of a run's model are: their mean and standard deviation, and the names of the classes.
+
+``model.safetensors`` holds it in its metadata, since the data may be elsewhere when the model is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedbn_flwr.data import Dataset
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.setup import image_shape
+from fedbn_flwr.export import Normalise
+
+__all__ = ["INPUTS", "Preprocessing"]
+
+INPUTS = "inputs"
+"""The metadata of ``model.safetensors`` with the preprocessing, JSON."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Inputs become (x / scale - mean) / std, per channel or feature.
+
+    Attributes:
+        mean: of the training data after the division by ``scale``; () if inputs are taken as they are.
+        std: in the same way.
+        scale: 255 for pixels 0..255, 1 for features.
+        classes: names of the classes 0, 1, ...; () if they have none.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 255.0
+    classes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, data: Dataset | None) -> Preprocessing:
+        """Return that of a run's data; None = the data are not here, and the description of the data set is used."""
+        classes = tuple(getattr(data, "class_names", ()))
+        if data is not None:
+            return cls(data.mean, data.std, classes=classes)
+        info, channels = config.data_info(), image_shape(config)[0]
+        mean, std = info.mean, info.std
+        if channels != info.channels:
+            mean, std = (v * 3 if channels == 3 else (sum(v) / len(v),) for v in (mean, std))
+        return cls(mean, std)
+
+    @classmethod
+    def saved(cls, config: Config, about: Mapping[str, str]) -> Preprocessing:
+        """Return that of the metadata of ``model.safetensors``; a file of an older version has none."""
+        if INPUTS not in about:
+            return cls.of(config, None)
+        values: dict[str, Any] = json.loads(about[INPUTS])
+        values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Return the text for the metadata."""
+        return json.dumps(asdict(self))
+
+    def layer(self) -> Normalise:
+        """Return the layer that does it."""
+        return Normalise(self.mean or (0.0,), self.std or (1.0,), self.scale)
