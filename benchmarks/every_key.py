@@ -112,6 +112,7 @@ ELSEWHERE = {
     "data-dir": "tests/data/test_loading.py",
     "min-replies": "tests/server/test_bad_replies.py",
     "round-timeout": "tests/experiment/test_setup.py",
+    "init": "tests/experiment/test_init.py",
     "device": "tests/experiment/test_setup.py",
     "torch-threads": "tests/engines/test_in_process.py",
     "compile": "tests/experiment/test_setup.py",

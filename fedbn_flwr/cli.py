@@ -211,7 +211,7 @@ def inspect(
     """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
     from fedbn_flwr.experiment.config import Config, read_overrides
     from fedbn_flwr.experiment.inspection import inspect_model
-    from fedbn_flwr.experiment.setup import make_model
+    from fedbn_flwr.experiment.setup import initialise, make_model
     from fedbn_flwr.strategies import STRATEGIES
 
     with _exit_codes():
@@ -219,8 +219,12 @@ def inspect(
             raise unknown_name("strategy", strategy, STRATEGIES)
         chosen = {"model": model, "norm": norm, "dataset": dataset, "strategy": strategy}
         settings = Config.make({**chosen, **read_overrides(set_ or [])})
-        found = inspect_model(make_model(settings), strategy, num_clients, settings)
+        built = make_model(settings)
+        loaded = initialise(built, settings)
+        found = inspect_model(built, strategy, num_clients, settings)
         _print_inspection(f"{model} (norm={norm})", settings.title, num_clients, found, layers)
+        for line in loaded.lines() if loaded else ():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: fedbn-flwr partition --set partition=dirichlet --set num-clients=10 --out split.png")

@@ -113,6 +113,13 @@ class Config(_MethodSettings):
         lt=1,
     )
 
+    init: str = _key(
+        "own data and models",
+        "",
+        "initial weights, loaded by name and shape: an absolute path of a .safetensors, .pt or .pth file, or "
+        "torchvision, torchvision:NAME, timm or smp (published weights, downloaded); read by the server alone",
+    )
+
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
     fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)

@@ -20,7 +20,15 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
-from fedbn_flwr.experiment.setup import check, local_training, make_model, make_strategy, on_device, training_model
+from fedbn_flwr.experiment.setup import (
+    check,
+    initialise,
+    local_training,
+    make_model,
+    make_strategy,
+    on_device,
+    training_model,
+)
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
@@ -30,6 +38,7 @@ from fedbn_flwr.messages.protocol import (
     VALIDATION,
 )
 from fedbn_flwr.messages.records import from_record, to_record, to_state
+from fedbn_flwr.models import InitReport
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
 from fedbn_flwr.server.report import RoundReport
@@ -94,6 +103,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     saved = checkpoints.latest() if begun else None
     if begun and saved is None and read_metrics(out / "metrics.jsonl"):
         raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
+    if saved is None:
+        _log_initial(initialise(model, config))
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
@@ -167,6 +178,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
     data = partitioned_data(config, count_clients(config))
     model = training_model(config)
     plain = unwrap(model)
+    _log_initial(initialise(plain, config))
     settings = local_training(config)
     recorder = Recorder(RunFolder(out, config), config, plain, data, None, on_round)
     before = torch.get_num_threads()
@@ -202,6 +214,12 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
     if report.diverged and config.on_divergence == "stop":
         raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
     return summary
+
+
+def _log_initial(report: InitReport | None) -> None:
+    """Log what the initial weights hold: as a warning if some of them, or of the model's entries, found no partner."""
+    if report is not None:
+        logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)
 
 
 def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:

@@ -16,7 +16,8 @@ from fedbn_flwr.data import Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
-from fedbn_flwr.models import build_model, input_shape
+from fedbn_flwr.models import InitReport, build_model, input_shape, load_initial
+from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.strategies import FedAvg
@@ -26,6 +27,7 @@ from fedbn_flwr.training.settings import LocalTraining
 __all__ = [
     "check",
     "image_shape",
+    "initialise",
     "local_training",
     "make_model",
     "make_strategy",
@@ -99,6 +101,17 @@ def make_model(config: Config) -> nn.Module:
     return model
 
 
+def initialise(model: nn.Module, config: Config) -> InitReport | None:
+    """Load the initial weights of a config into the model, in place; return the report, None without ``init``.
+
+    The server alone does so, and sends them: the nodes need no such file, and a resumed run has its checkpoint.
+
+    Raises:
+        ConfigError: the weights cannot be read, or none fits.
+    """
+    return load_initial(model, config.init, config.model, image_shape(config)[0]) if config.init else None
+
+
 def local_training(config: Config) -> LocalTraining:
     """Return the settings of local training."""
     return LocalTraining(
@@ -157,6 +170,11 @@ def check(config: Config) -> None:
         )
     elif config.data_dir and not Path(config.data_dir).is_dir():
         problems.append(f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data.")
+    if config.init.endswith(FILES) and not Path(config.init).is_absolute():
+        problems.append(
+            f"init={config.init!r} is relative, and the server may run in another folder. Write the absolute path "
+            f"(seen from the folder of this process: {str(Path(config.init).absolute())!r})."
+        )
     if config.state_dir == STATE_IN_OUT and not config.out:
         problems.append(f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set it to an absolute path")
     elif config.state_dir not in ("", STATE_IN_OUT) and not Path(config.state_dir).is_absolute():
@@ -176,6 +194,8 @@ def check(config: Config) -> None:
             f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "
             "Leave it out."
         )
+    if not config.resume:  # a resumed run needs no initial weights
+        initialise(model, config)
     _try_model(config, model)
 
 

@@ -1,8 +1,9 @@
-"""Models: the registry, the input that each model needs, and the seeded build (torch and torchvision only)."""
+"""Models: the registry, the input of each model, the seeded build, and initial weights. Torch and torchvision."""
 
 from __future__ import annotations
 
 from fedbn_flwr.models.info import ModelInfo
+from fedbn_flwr.models.initial import InitReport, load_initial
 from fedbn_flwr.models.registry import MODELS, build_model, input_shape, model_info
 
-__all__ = ["MODELS", "ModelInfo", "build_model", "input_shape", "model_info"]
+__all__ = ["MODELS", "InitReport", "ModelInfo", "build_model", "input_shape", "load_initial", "model_info"]
