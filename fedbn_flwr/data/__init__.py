@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedbn_flwr.data.augment import Augment
 from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.data.local_dataset import load_local_dataset
+from fedbn_flwr.data.own import OwnData, is_own, own_info, own_notes
 from fedbn_flwr.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -15,7 +16,8 @@ from fedbn_flwr.data.partitioning import (
     split_dataset,
 )
 from fedbn_flwr.data.picture import partition_picture, partition_table
-from fedbn_flwr.data.samples import Dataset, Samples, Subset
+from fedbn_flwr.data.samples import Dataset, Examples, Samples, Subset
+from fedbn_flwr.data.standardise import Scale, Standardise, standardised
 from fedbn_flwr.data.validation import split_off
 
 __all__ = [
@@ -25,17 +27,25 @@ __all__ = [
     "Augment",
     "Dataset",
     "DatasetInfo",
+    "Examples",
+    "OwnData",
     "PartitionInfo",
     "PartitionRequest",
     "Samples",
+    "Scale",
+    "Standardise",
     "Subset",
+    "is_own",
     "load_dataset",
     "load_local_dataset",
     "make_partition",
+    "own_info",
+    "own_notes",
     "partition_counts",
     "partition_picture",
     "partition_table",
     "partition_test_set",
     "split_dataset",
     "split_off",
+    "standardised",
 ]

@@ -50,6 +50,7 @@ def hold(
     centre: bool = False,
     masks: Sequence[Path] = (),
     mask_table: Bytes | None = None,
+    checked: bool = False,
 ) -> list[Examples]:
     """Return the images of each part, in the requested shape and in the order of ``paths``.
 
@@ -61,6 +62,7 @@ def hold(
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
+        checked: the files' headers and ends have been read already, see ``unreadable``.
 
     Raises:
         DataError: files are damaged; the message names them. Of a set that stays on the disk only the headers and ends
@@ -75,7 +77,8 @@ def hold(
         if targets is None:
             return [Samples(inputs[own], classes[own]) for own in numbers]
         return [Samples(inputs[own], targets[own], classes[own]) for own in numbers]
-    files.check()
+    if not checked:
+        files.check()
     if masks:
         return [FileSamples(files, own, None, classes[own]) for own in numbers]
     return [FileSamples(files, own, classes[own]) for own in numbers]

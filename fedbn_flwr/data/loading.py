@@ -12,24 +12,27 @@ from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.data.samples import Dataset
 from fedbn_flwr.data.shapes import Shape, fitted
-from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, unknown_name
 
 __all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
 
-MAX_BYTES = 16 * 2**30
-"""Limit on the decoded images of one data set (ours): ImageNet fits at 65 pixels, Cityscapes at 786x1572."""
+MAX_BYTES = 4 * 2**30
+"""The default of ``cache-gib``: image files with more decoded bytes stay on the disk."""
 
 # With functools.cache alone, two threads could load the same data set; with this lock the second one waits.
 _LOADING = threading.Lock()
 
 
 def load_dataset(
-    name: str,
+    name: str | DatasetInfo,
     data_dir: str | Path = "",
     channels: int | None = None,
     size: int | None = None,
     device: str | torch.device = "cpu",
     max_bytes: int = MAX_BYTES,
+    *,
+    originals: bool = False,
+    workers: int = 0,
 ) -> Dataset:
     """Return a data set in the shape that a model needs, on a device.
 
@@ -37,7 +40,7 @@ def load_dataset(
     depends only on the arguments (there is no seed) and no code writes into it.
 
     Args:
-        name: a name of ``DATASETS``.
+        name: a name of ``DATASETS``, or the description of own data.
         data_dir: the folder that has the files or gets the downloads; embedded data sets do not use it. Folders of
             image files are decoded once per process and never downloaded.
         channels: 1 or 3; None = as published. Grey is repeated over 3 channels (without a copy); RGB becomes grey by
@@ -46,43 +49,49 @@ def load_dataset(
             are resized once, bilinear with antialiasing, and rounded to bytes; mean and std are those of the published
             size.
         device: device of the samples.
-        max_bytes: image files that need more memory after decoding are refused before the first one is decoded.
+        max_bytes: image files that need more memory after decoding stay on the disk, see ``data.image_files``; so many
+            bytes of them are kept.
+        originals: image files stay on the disk, for augmentation of the images as stored (``resized-crop``).
+        workers: processes that decode images on the disk.
 
     Raises:
         ConfigError: the name is unknown, or channels or size are not possible.
         DataError: data_dir is not set or not a folder, or the files are too large, or absent and not downloadable.
     """
-    if name not in DATASETS:
+    if isinstance(name, str) and name not in DATASETS:
         raise unknown_name("dataset", name, DATASETS)
-    info = DATASETS[name]
+    info = DATASETS[name] if isinstance(name, str) else name
     channels = info.channels if channels is None else channels
     size = info.size if size is None else size
-    if channels not in (1, 3) or size < 1:
-        raise ConfigError(f"data set {name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1.")
+    if not info.input_shape and (channels not in (1, 3) or size < 1):
+        raise ConfigError(
+            f"data set {info.name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1."
+        )
     # The cache must not hold a second copy under other spellings of the arguments, so these get one form first.
-    shape = Shape(channels, size, info.aspect * size, max_bytes)
+    shape = Shape(channels, size, info.aspect * size, max_bytes, originals, workers)
     with _LOADING:
-        return _load(name, _folder(info, data_dir), shape, str(torch.device(device)))
+        return _load(info, _folder(info, data_dir), shape, str(torch.device(device)))
 
 
 @functools.cache
-def _load(name: str, folder: Path, shape: Shape, device: str) -> Dataset:
-    info = DATASETS[name]
+def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset:
     try:
         train, test, group_names = info.loader(folder, shape)
     except READ_ERRORS as error:
+        if isinstance(error, FedBNError) and not info.files:  # own data: the message says it all
+            raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise DataError(
-            f"data set {name!r} could not be read from {folder}{' or downloaded to it' if info.downloads else ''}: "
-            f"{reason}. Expected in the folder: "
+            f"data set {info.name!r} could not be read from {folder}"
+            f"{' or downloaded to it' if info.downloads else ''}: {reason}. Expected in the folder: "
             f"{info.files}. Put these files there, or set data-dir to the folder that holds them, or use "
             f"dataset='digits', which is embedded."
         ) from error
     mean, std = info.mean, info.std
-    if shape.channels != info.channels:
+    if info.mean and shape.channels != info.channels:
         mean, std = (values * 3 if shape.channels == 3 else (sum(values) / 3,) for values in (mean, std))
     train, test = (fitted(part, shape).to(device) for part in (train, test))
-    return Dataset(name, train, test, info.num_classes, mean, std, group_names)
+    return Dataset(info.name, train, test, info.num_classes, mean, std, group_names, info.class_names)
 
 
 def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:

@@ -146,33 +146,46 @@ def split_dataset(
         name: a name of ``PARTITIONS``.
         num_clients: number of parts.
         seed: the run's seed.
-        settings: other keyword arguments of ``make_partition``; classes and groups come from the data set.
+        settings: other keyword arguments of ``make_partition``; classes and groups come from the data set. Examples of
+            one unit go to one client, as the first of them would.
 
     Raises:
         ConfigError: as ``make_partition``, or the split is by class and the images have a class for each pixel.
         DataError: as ``make_partition``.
     """
-    if name in PARTITIONS and PARTITIONS[name].by_class and dataset.train.by_pixel:
+    if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
         allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
+        what = "the images" if dataset.train.by_pixel else "the examples"
+        has = "have a class for each pixel" if dataset.train.by_pixel else "have no single class"
         raise ConfigError(
-            f"partition {name!r} splits by class; the images of dataset {dataset.name!r} have a class for each pixel. "
-            f"Use one of {allowed}."
+            f"partition {name!r} splits by class; {what} of dataset {dataset.name!r} {has}. Use one of {allowed}."
         )
     labels, test_labels = (part.labels.cpu().numpy() for part in (dataset.train, dataset.test))
     groups, test_groups = (
         None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
     )
+    units = None if dataset.train.units is None else dataset.train.units.cpu().numpy()
+    of_unit, members = (np.arange(len(labels)), None) if units is None else _by_unit(units)
     train = make_partition(
         name,
-        labels,
+        labels[of_unit],
         num_clients,
         seed=seed,
-        num_classes=dataset.num_classes,
-        groups=groups,
+        num_classes=max(dataset.num_classes, int(labels.max()) + 1),  # one output may stand for two classes
+        groups=None if groups is None else groups[of_unit],
         group_names=dataset.group_names,
         **settings,
     )
+    if members is not None:
+        train = [np.sort(np.concatenate([members[unit] for unit in part])) for part in train]
     return train, partition_test_set(train, labels, test_labels, seed, groups, test_groups)
+
+
+def _by_unit(units: Indices) -> tuple[Indices, list[Indices]]:
+    """Return the first example of each unit, and all examples of each."""
+    order = np.argsort(units, kind="stable")
+    starts = np.flatnonzero(np.diff(units[order], prepend=-1))
+    return order[starts], np.split(order, starts[1:])
 
 
 def _refuse_empty(name: str, partition: Sequence[Indices]) -> None:

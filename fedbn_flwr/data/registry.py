@@ -11,7 +11,7 @@ from fedbn_flwr.data.folders import read_imagenet, read_tiny_imagenet
 from fedbn_flwr.data.readers import Reader, read_cifar, read_digits, read_idx, read_svhn, read_usps
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
 
-__all__ = ["DATASETS", "DatasetInfo"]
+__all__ = ["DATASETS", "IMAGENET", "DatasetInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class DatasetInfo:
         grouped: the samples have groups (domains, cities), for the splits that need them.
         task: the learning task.
         downloads: absent files are downloaded if there is a network.
+        input_shape: shape of an example that is no image, such as (features,); () for images.
+        class_names: names of the classes, () = numbers.
+        feature_names: names of the features of rows, or ().
+        by_file: the images are files, which may stay on the disk.
     """
 
     name: str
@@ -50,9 +54,13 @@ class DatasetInfo:
     grouped: bool = False
     task: Task = CLASSIFICATION
     downloads: bool = True
+    input_shape: tuple[int, ...] = ()
+    class_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    by_file: bool = False
 
 
-_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _IDX_FILES = "{}/raw/ with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and \
 t10k-labels-idx1-ubyte, each as it is or with .gz"
 
@@ -105,30 +113,30 @@ _INFOS = (
         "office-caltech10", 10, 3, 64, "2,533 photographs of 10 kinds of things in 4 domains", "Gong et al. 2012",
         read_domains(("office_caltech10",), *OFFICE_CALTECH10),
         "office_caltech10/ with amazon, caltech, dslr and webcam, each as NAME.npz or NAME/CLASS/*.jpg",
-        (0.6747, 0.6690, 0.6653), (0.3267, 0.3280, 0.3318), grouped=True, downloads=False,
+        (0.6747, 0.6690, 0.6653), (0.3267, 0.3280, 0.3318), grouped=True, downloads=False, by_file=True,
     ),
     DatasetInfo(
         "domainnet10", 10, 3, 64, "10 classes of pictures in 6 domains, as FedBN's authors chose them",
         "Peng et al. 2019; Li et al. 2021 (FedBN)", read_domains(("domainnet10", "domainnet"), *DOMAINNET10),
         "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw, real and sketch, each as NAME.npz or "
-        "NAME/CLASS/*.jpg", *_IMAGENET, grouped=True, downloads=False,
+        "NAME/CLASS/*.jpg", *IMAGENET, grouped=True, downloads=False, by_file=True,
     ),
     DatasetInfo(
         "tiny-imagenet", 200, 3, 64, "110,000 photographs of 200 kinds of things, 64x64 RGB", "Le & Yang 2015",
         read_tiny_imagenet, "tiny-imagenet-200/ with train/WNID/images/*.JPEG, val/images/*.JPEG and "
-        "val/val_annotations.txt", (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821), downloads=False,
+        "val/val_annotations.txt", (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821), downloads=False, by_file=True,
     ),
     DatasetInfo(
         "imagenet", 1000, 3, 224,
-        "1,331,167 photographs of 1000 kinds of things; fits in memory up to 65 pixels, or some of its classes",
+        "1,331,167 photographs of 1000 kinds of things",
         "Russakovsky et al. 2015", read_imagenet, "imagenet/ with train/WNID/*.JPEG and val/WNID/*.JPEG",
-        *_IMAGENET, downloads=False,
+        *IMAGENET, downloads=False, by_file=True,
     ),
     DatasetInfo(
         "cityscapes", 19, 3, 512, "3,475 street scenes of 21 cities with 19 classes of pixels, 1024x512 RGB",
         "Cordts et al. 2016", read_cityscapes, "cityscapes/ with leftImg8bit/{train,val}/CITY/*_leftImg8bit.png and "
         "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
-        *_IMAGENET, aspect=2, grouped=True, task=SEGMENTATION, downloads=False,
+        *IMAGENET, aspect=2, grouped=True, task=SEGMENTATION, downloads=False, by_file=True,
     ),
 )  # fmt: skip
 

@@ -253,24 +253,28 @@ class Subset:
         Args:
             samples: the shared samples.
             indices: integers (n,), the example at each position; None = all examples in order.
-            mean: subtracted per channel from pixels scaled to [0, 1]; for other inputs (), they are taken as they are.
-            std: divisor per channel, above 0; or ().
+            mean: subtracted per channel from pixels scaled to [0, 1], or per feature (channel) of other inputs, where a
+                missing value (NaN) becomes the mean; () = other inputs are taken as they are.
+            std: divisor per channel or feature, above 0; or ().
             augment: ``batch`` applies it if it gets a generator.
 
         Raises:
             DataError: indices are not a vector of integers within the samples, or mean and std do not fit.
         """
-        channels = samples.shape[0] if samples.as_bytes else 0
-        if len(mean) != channels or len(std) != channels or not all(value > 0 for value in std):
+        channels = samples.shape[0]
+        allowed = (channels,) if samples.as_bytes else (0, channels)
+        if len(mean) != len(std) or len(mean) not in allowed or not all(value > 0 for value in std):
+            what = f"images of {channels} channels" if samples.as_bytes else f"inputs of shape {samples.shape}"
             raise DataError(
-                f"mean {tuple(mean)} and std {tuple(std)} do not fit images of {channels} channels: "
+                f"mean {tuple(mean)} and std {tuple(std)} do not fit {what}: "
                 "one number per channel needed, std above 0."
             )
         device = samples.device
         self._samples = samples
         self._indices = None if indices is None else _checked(torch.as_tensor(indices), len(samples)).to(device)
-        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1)
-        self._std = torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1)
+        form = (-1, *(1 for _ in samples.shape[1:]))
+        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(form)
+        self._std = torch.tensor(std, dtype=torch.float32, device=device).view(form)
         self._augment = augment
 
     def __len__(self) -> int:
@@ -331,6 +335,8 @@ class Subset:
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if inputs.dtype == torch.uint8:
             inputs = inputs.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
+        elif len(self._mean):
+            inputs = inputs.sub(self._mean).div_(self._std).nan_to_num_(0.0, float("inf"), float("-inf"))
         return inputs, targets.to(torch.int64) if targets.dtype == torch.uint8 else targets
 
 

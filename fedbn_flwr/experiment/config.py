@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import yaml
 from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 
-from fedbn_flwr.data import DATASETS, PARTITIONS, Augment, DatasetInfo
+from fedbn_flwr.data import (
+    DATASETS,
+    MAX_BYTES,
+    PARTITIONS,
+    Augment,
+    DatasetInfo,
+    OwnData,
+    Standardise,
+    is_own,
+    own_info,
+)
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
 from fedbn_flwr.experiment.yaml_file import UNREADABLE, read_yaml
@@ -89,7 +99,12 @@ class Config(_MethodSettings):
         ge=0,
     )
     data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
-    partition: str = _key("what", "classes", "split over the clients; `fedbn-flwr list partitions`")
+    partition: str = _key(
+        "what",
+        "",
+        "split over the clients; `fedbn-flwr list partitions`; empty = natural for own data with clients, iid for "
+        "other own data, else classes",
+    )
     partition_alpha: float = _key("what", 0.5, "concentration of `partition=dirichlet`", gt=0)
     num_shards: int = _key("what", 0, "shards of `partition=shards`, `unbalanced-shards`; 0 = the natural number", ge=0)
     shards_per_client: int = _key("what", 0, "shards of a client (`unbalanced-shards`: at most); 0 = 2, or 30", ge=0)
@@ -103,6 +118,49 @@ class Config(_MethodSettings):
         ge=0,
     )
 
+    label_column: str = _key("own data and models", "", "`csv:`, `hf:`: column of the target, or a comma list of them")
+    client_column: str = _key("own data and models", "", "`csv:`, `hf:`: column with the client of each row")
+    group_column: str = _key(
+        "own data and models", "", "`csv:`, `hf:`: column, such as the patient, whose rows no split separates"
+    )
+    split_column: str = _key("own data and models", "", "`csv:`: column with train or test (0 or 1) for each row")
+    feature_columns: str = _key(
+        "own data and models",
+        "",
+        "`csv:`, `hf:`: comma list of columns, with the categories of text if need be, `age,sex:F|M`; empty = all "
+        "others",
+    )
+    positive_values: str = _key(
+        "own data and models", "", "comma list of targets that count as 1, or `>NUMBER`; all others count as 0"
+    )
+    missing: Literal["refuse", "mean"] = _key(
+        "own data and models", "refuse", "missing features: refuse, or mean = the mean of the training examples"
+    )
+    standardise: Standardise = _key(
+        "own data and models",
+        "",
+        "(x - mean) / std of inputs: federated (sums over all clients' training examples), local (each client's own), "
+        "none; empty = federated, and for images the data set's constants (own images: ImageNet's)",
+    )
+    skip_unreadable: bool = _key(
+        "own data and models", False, "leave out image files that cannot be read, and list them"
+    )
+    test_share: float = _key(
+        "own data and models", 0.2, "share of own data that is the test part, where the data have none", gt=0, lt=1
+    )
+    cache_gib: float = _key(
+        "own data and models",
+        MAX_BYTES / 2**30,
+        "GiB of decoded image files in memory; sets that need more stay on the disk",
+        ge=0,
+    )
+    data_workers: int = _key(
+        "own data and models",
+        -1,
+        "processes that decode images on the disk, for each process with clients; -1 = the cores, if the clients are "
+        "in one process, else 0",
+        ge=-1,
+    )
     mlp_hidden: str = _key("own data and models", "", "comma list: widths of `model=mlp`'s hidden layers; empty = 30")
     validation_share: float = _key(
         "own data and models",
@@ -236,18 +294,24 @@ class Config(_MethodSettings):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             problems.append(f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step")
         _try(problems, lambda: self._known("norm", self.norm, NORMS))
-        _try(problems, self._one_task)
-        _try(problems, lambda: self._known("dataset", self.dataset, DATASETS))
-        _try(problems, lambda: self._known("partition", self.partition, PARTITIONS))
+        found: list[DatasetInfo] = []
+        _try(problems, lambda: found.append(self.data_info()))
+        if found:
+            _try(problems, lambda: self._known("partition", self.split_name(), PARTITIONS))
+        _try(problems, lambda: self._one_task(found))
         _try(problems, lambda: Augment.parse(self.augment))
         _try(problems, self.decays)
         _try(problems, self.hidden)
         _try(problems, lambda: [self._known("eval-on", name, EVALUATIONS) for name in split(self.eval_on)])
-        classes = self.data_info().num_classes if self.dataset in DATASETS else 0
-        if self.partition == "classes" and classes and self.classes_per_client > classes:
+        classes = found[0].num_classes if found and not is_own(self.dataset) else 0
+        if self.partition in ("", "classes") and classes and self.classes_per_client > classes:
             problems.append(
                 f"classes-per-client={self.classes_per_client} is more than the {classes} classes of "
                 f"dataset={self.dataset}; use 1 to {classes}"
+            )
+        if self.standardise == "none" and self.missing == "mean":
+            problems.append(
+                "missing=mean needs standardise=federated or local: the mean is that of the training examples"
             )
         if self.num_classes and self.num_classes < classes:
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
@@ -268,10 +332,10 @@ class Config(_MethodSettings):
             raise ValueError("\n".join(problems))
         return self
 
-    def _one_task(self) -> None:
-        """Check that the model is known, and that it is for the task of the data set."""
+    def _one_task(self, data: Sequence[DatasetInfo]) -> None:
+        """Check that the model is known, and that it is for the task of the data set, if that is known."""
         per_pixel = model_info(self.model).per_pixel
-        if self.dataset not in DATASETS or per_pixel is None:
+        if not data or per_pixel is None:
             return
         task = self.learning_task()
         needed = task.name == "segmentation"  # the outputs of all other tasks are one vector per example
@@ -282,6 +346,7 @@ class Config(_MethodSettings):
                 f"dataset={self.dataset} is for {task.name}, model={self.model} gives {gives}. Use another data set, "
                 f"or one of the models {allowed}"
             )
+        self.example_shape()
 
     @staticmethod
     def _known(key: str, value: str, allowed: Any) -> None:
@@ -289,8 +354,48 @@ class Config(_MethodSettings):
             raise unknown_name(key, value, allowed)
 
     def data_info(self) -> DatasetInfo:
-        """Return the description of the run's data."""
+        """Return the description of the run's data; own data are read first.
+
+        Raises:
+            ConfigError: the data set is unknown, or keys do not fit own data.
+            DataError: own data cannot be used.
+        """
+        if is_own(self.dataset):
+            return own_info(self.own_data())
+        self._known("dataset", self.dataset, DATASETS)
         return DATASETS[self.dataset]
+
+    def example_shape(self) -> tuple[int, ...]:
+        """Return the shape of the model's input: (C, H, W) of images, (features,) or another shape of other examples.
+
+        Raises:
+            ConfigError: the model is unknown.
+        """
+        info = self.data_info()
+        if info.input_shape:
+            return info.input_shape
+        size, asked = self.image_size or info.size, bool(self.image_size)
+        channels, height = input_shape(self.model, info.channels, size, asked=asked)
+        return channels, height, info.aspect * height
+
+    def num_outputs(self) -> int:
+        """Return the number of the model's outputs."""
+        return (
+            self.data_info().num_classes if is_own(self.dataset) else self.num_classes or self.data_info().num_classes
+        )
+
+    def own_data(self) -> OwnData:
+        """Return what the config says of own data."""
+        kind, path = OwnData.parse(self.dataset)
+        keys = [name for name in OwnData.__dataclass_fields__ if name not in ("kind", "path")]
+        values: dict[str, Any] = {name: getattr(self, name, "") for name in keys}
+        return OwnData(kind, path, **values)
+
+    def split_name(self) -> str:
+        """Return the name of the split: ``partition``, or its default for the data."""
+        if self.partition or not is_own(self.dataset):
+            return self.partition or "classes"
+        return "natural" if self.data_info().grouped else "iid"
 
     def learning_task(self) -> Task:
         """Return the learning task: the loss, the metrics, and which targets count."""
@@ -410,7 +515,9 @@ class Config(_MethodSettings):
     def _unused(self) -> dict[str, str]:
         """Return the keys outside the method's settings that have no effect under the other keys."""
         info = self.data_info()
-        _, size = input_shape(self.model, info.channels, self.image_size or info.size, asked=True)
+        shape, own, partition = self.example_shape(), is_own(self.dataset), self.split_name()
+        size = shape[1] if not info.input_shape else 0
+        tables = own and self.dataset.startswith(("csv:", "hf:"))
         tracks, steps = self.norm.startswith("batch"), self.learning_rate_schedule in ("", "step")
         conditions: dict[str, tuple[bool, str]] = {
             "variance": (tracks, "it is for norm=batch and batch-renorm"),
@@ -422,12 +529,24 @@ class Config(_MethodSettings):
             "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
             "mlp_hidden": (self.model == "mlp", "it is for model=mlp"),
             "image_size": (self.image_size in (0, size), f"model={self.model} takes images of {size} pixels"),
+            "label_column": (tables, "it is for dataset=csv: and hf:"),
+            "client_column": (tables, "it is for dataset=csv: and hf:"),
+            "group_column": (tables, "it is for dataset=csv: and hf:; an npz file has an array `group`"),
+            "split_column": (self.dataset.startswith("csv:"), "it is for dataset=csv:"),
+            "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
+            "missing": (bool(info.input_shape), "it is for rows and signals"),
+            "positive_values": (own and not self.dataset.startswith("folder:"), "it is for dataset=csv:, npz: and hf:"),
+            "skip_unreadable": (self.dataset.startswith("folder:"), "it is for dataset=folder:"),
+            "test_share": (own, "it is for own data"),
+            "cache_gib": (info.by_file, "it is for data sets of image files"),
+            "data_workers": (info.by_file, "it is for data sets of image files"),
+            "augment": (not info.input_shape, "it is for images"),
             "data_dir": (bool(info.files), f"dataset={self.dataset} needs no files"),
-            "partition_alpha": (self.partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
-            "classes_per_client": (self.partition == "classes", "it is for partition=classes"),
-            "num_shards": ("shards" in self.partition, "it is for partition=shards and unbalanced-shards"),
-            "shards_per_client": ("shards" in self.partition, "it is for partition=shards and unbalanced-shards"),
-            "domain_share": (self.partition == "domain", "it is for partition=domain"),
+            "partition_alpha": (partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
+            "classes_per_client": (partition == "classes", "it is for partition=classes"),
+            "num_shards": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),
+            "shards_per_client": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),
+            "domain_share": (partition == "domain", "it is for partition=domain"),
             "fraction_evaluate": (
                 any(name.startswith("personal") for name in self.evaluations()),
                 "no test of eval-on is done by clients",
@@ -505,6 +624,7 @@ class Config(_MethodSettings):
             raise ConfigError("\n".join(lines))
         if config.strategy != CENTRALIZED:  # in place of "the method's own default"
             config = config.model_copy(update=config.params().model_dump())
+        config = config.model_copy(update={"partition": config.split_name()})
         return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
 
     @classmethod
@@ -590,7 +710,9 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
-            values[key.strip()] = yaml.safe_load(value) if value.strip() else ""
+            # YAML would read ">0" as the head of a text over several lines, which one line never is.
+            plain = not value.strip() or value.strip().startswith((">", "|"))
+            values[key.strip()] = value.strip() if plain else yaml.safe_load(value)
         except UNREADABLE as error:
             raise ConfigError(f"--set {override!r}: {error}") from error
     return values

@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.model_card import CARD, model_card, without_places
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.preprocessing import INPUTS, Preprocessing
 from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
-from fedbn_flwr.experiment.setup import image_shape, make_model
+from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.export import (
     Folding,
     encode_onnx,
@@ -162,7 +162,7 @@ def load_exported(path: str | Path) -> nn.Module:
     config = Config.make(json.loads(about[_CONFIG]))
     model = make_model(config)
     if about[_FOLDED] == "true":
-        model, _ = fold(model, torch.zeros(2, *image_shape(config)))
+        model, _ = fold(model, torch.zeros(2, *config.example_shape()))
     model.load_state_dict(state)
     normalise = about[_NORMALISED] == "true"
     return with_normalise(model, Preprocessing.saved(config, about).layer() if normalise else None)
@@ -195,7 +195,7 @@ def _inputs(saved: SavedModel) -> tuple[tuple[Tensor, str], PartitionedData | No
         positions = torch.linspace(0, len(view) - 1, count).long()
         return (view.batch(positions)[0], f"{min(count, len(view))} test examples of {config.dataset}"), data
     generator = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 256, (count, *image_shape(config)), generator=generator)
+    raw = torch.randint(0, 256, (count, *config.example_shape()), generator=generator)
     return (saved.preprocessing.layer()(raw), f"{count} random inputs, since the data of the run are not here"), None
 
 

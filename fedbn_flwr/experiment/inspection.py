@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.setup import image_shape
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
@@ -203,7 +202,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         with kept_modes(model), torch.no_grad():
-            model.eval()(torch.zeros(2, *image_shape(config), dtype=parameter.dtype, device=parameter.device))
+            model.eval()(torch.zeros(2, *config.example_shape(), dtype=parameter.dtype, device=parameter.device))
     finally:
         for handle in handles:
             handle.remove()

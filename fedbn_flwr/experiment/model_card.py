@@ -15,7 +15,6 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar
 from fedbn_flwr.experiment.output import PLACES, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.saved_model import SavedModel
-from fedbn_flwr.experiment.setup import image_shape
 from fedbn_flwr.experiment.splitting import count_split
 from fedbn_flwr.export import Folding
 
@@ -115,7 +114,7 @@ def _list(items: Mapping[str, Any]) -> str:
 
 def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[str, str]]:
     """Yield what the model takes and gives."""
-    taken, shape = saved.preprocessing, "(N, {}, {}, {})".format(*image_shape(saved.config))
+    taken, shape = saved.preprocessing, "(N, {}, {}, {})".format(*saved.config.example_shape())
     mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
     formula = f"(pixels / {taken.scale:g} - mean) / std, mean {mean}, std {std} per channel"
     bytes_too = " or uint8" if format == "torch" and normalise else ""

@@ -13,11 +13,11 @@ from flwr.app import Context
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.data import Augment, Subset, load_local_dataset
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.data import Augment, Subset, is_own, load_local_dataset
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data, put_aside
-from fedbn_flwr.experiment.setup import image_shape, local_training, pick_device, training_model
+from fedbn_flwr.experiment.setup import local_training, pick_device, training_model
 from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
 from fedbn_flwr.seeds import derive_seed
 
@@ -73,11 +73,15 @@ def _state_dir(config: Config, context: Context) -> Path | None:
 def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
     """Return a node's training data, its test sets, and its validation data if the run has some."""
     node = context.node_config
+    if DATA_PATH in node and is_own(config.dataset):
+        split = _own_data(config, str(node[DATA_PATH]))
+        own_tests = {"own": split.test_view()}
+        return split.train_view(0), own_tests, split.validation_view(0) if config.validation_share else None
     if DATA_PATH in node:
         data = load_local_dataset(
             str(node[DATA_PATH]),
             config.dataset,
-            *image_shape(config)[:2],
+            *config.example_shape()[:2],
             classes=comma_list(node, DATA_CLASSES),
             device=str(pick_device(config.device)),
             num_classes=config.num_classes,
@@ -101,6 +105,24 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
     tests = {"own": split.test_view(partition_id), "global": split.test_view()}
     validation = split.validation_view(partition_id) if config.validation_share else None
     return split.train_view(partition_id), tests, validation
+
+
+def _own_data(config: Config, path: str) -> PartitionedData:
+    """Return a node's own data of the run's kind, all for one client.
+
+    Raises:
+        DataError: the examples have another shape than the run's.
+    """
+    kind = config.dataset.partition(":")[0]
+    here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
+    found, wanted = here.example_shape(), config.example_shape()
+    if found != wanted:
+        names = ", ".join(here.data_info().feature_names[:20])
+        raise DataError(
+            f"data-path={path!r} has examples of shape {found}{f' ({names})' if names else ''}; the run's model takes "
+            f"{wanted}. Set feature-columns, with the categories of text (sex:F|M), so that all nodes have the same."
+        )
+    return partitioned_data(here, 1)
 
 
 @functools.lru_cache(maxsize=4)  # called for every message

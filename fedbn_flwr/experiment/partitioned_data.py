@@ -9,10 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbn_flwr.data import PARTITIONS, Augment, Dataset, Samples, Subset, load_dataset, split_dataset, split_off
+from fedbn_flwr.data import (
+    PARTITIONS,
+    Augment,
+    Dataset,
+    Examples,
+    Scale,
+    Subset,
+    load_dataset,
+    split_dataset,
+    split_off,
+    standardised,
+)
+from fedbn_flwr.data.augment import RESIZED_CROP
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.setup import image_shape, pick_device
+from fedbn_flwr.experiment.setup import pick_device
 from fedbn_flwr.seeds import derive_seed
 
 __all__ = ["PartitionedData", "count_clients", "partitioned_data", "put_aside"]
@@ -29,6 +41,7 @@ class PartitionedData:
     test: tuple[Indices, ...]
     augment: Augment | None
     validation: tuple[Indices, ...] = ()
+    scales: tuple[Scale, ...] = ()  # of each client, under standardise=local
 
     def train_view(self, partition_id: int | None = None) -> Subset:
         """Return a client's training data; without a partition id that of all clients together."""
@@ -75,7 +88,7 @@ def count_clients(config: Config) -> int:
     Raises:
         DataError: the data is missing.
     """
-    if config.num_clients or not PARTITIONS[config.partition].by_group:
+    if config.num_clients or not PARTITIONS[config.split_name()].by_group:
         return config.num_clients or DEFAULT_CLIENTS
     groups = _dataset(config).train.groups
     return DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))  # without groups the split raises
@@ -92,13 +105,23 @@ def partitioned_data(config: Config, num_clients: int) -> PartitionedData:
 
 
 def _dataset(config: Config) -> Dataset:
-    channels, height, _ = image_shape(config)
-    return load_dataset(config.dataset, config.data_dir, channels, height, pick_device(config.device))
+    shape, augment = config.example_shape(), Augment.parse(config.augment)
+    channels, size = shape[:2] if len(shape) == 3 else (None, None)
+    return load_dataset(
+        config.data_info(),
+        config.data_dir,
+        channels,
+        size,
+        pick_device(config.device),
+        int(config.cache_gib * 2**30),
+        originals=augment is not None and RESIZED_CROP in augment.each,
+        workers=max(0, config.data_workers),
+    )
 
 
 _SPLIT_KEYS = (
     *("augment", "seed", "validation_share", "partition", "partition_alpha"),
-    *("classes_per_client", "num_shards", "shards_per_client", "domain_share"),
+    *("classes_per_client", "num_shards", "shards_per_client", "domain_share", "standardise"),
 )
 
 
@@ -106,19 +129,20 @@ _SPLIT_KEYS = (
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
     options = dict(zip(_SPLIT_KEYS, values, strict=True))
-    names = ("augment", "partition", "partition_alpha", "validation_share")
-    augment, partition, alpha, share = (options.pop(key) for key in names)
+    names = ("augment", "partition", "partition_alpha", "validation_share", "standardise")
+    augment, partition, alpha, share, standardise = (options.pop(key) for key in names)
     train, test = split_dataset(data, partition, num_clients, alpha=alpha, **options)
     validation: tuple[Indices, ...] = ()
     if share:
         seeds = [derive_seed(options["seed"], "validation", client) for client in range(num_clients)]
         pairs = [put_aside(data.train, part, share, seed) for part, seed in zip(train, seeds, strict=True)]
         train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
-    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment), validation)
+    owned = [np.concatenate(both) for both in zip(train, validation, strict=True)] if share else train
+    data, scales = standardised(data, train, test, standardise, owned)
+    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment), validation, scales)
 
 
-def put_aside(samples: Samples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+def put_aside(samples: Examples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
     """Return a client's training and validation examples, given all of its examples."""
-    units = getattr(samples, "units", None)
-    own = None if units is None else units.cpu().numpy()
+    own = None if samples.units is None else samples.units.cpu().numpy()
     return split_off(indices, samples.labels.cpu().numpy(), share, seed, own)

@@ -12,7 +12,6 @@ from typing import Any
 
 from fedbn_flwr.data import Dataset
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.setup import image_shape
 from fedbn_flwr.export import Normalise
 
 __all__ = ["INPUTS", "Preprocessing"]
@@ -43,7 +42,7 @@ class Preprocessing:
         classes = tuple(getattr(data, "class_names", ()))
         if data is not None:
             return cls(data.mean, data.std, classes=classes)
-        info, channels = config.data_info(), image_shape(config)[0]
+        info, channels = config.data_info(), config.example_shape()[0]
         mean, std = info.mean, info.std
         if channels != info.channels:
             mean, std = (v * 3 if channels == 3 else (sum(v) / len(v),) for v in (mean, std))

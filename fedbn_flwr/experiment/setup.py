@@ -16,7 +16,7 @@ from fedbn_flwr.data import Augment
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
-from fedbn_flwr.models import InitReport, build_model, input_shape, load_initial
+from fedbn_flwr.models import InitReport, build_model, load_initial
 from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.method import Misfit
@@ -26,7 +26,6 @@ from fedbn_flwr.training.settings import LocalTraining
 
 __all__ = [
     "check",
-    "image_shape",
     "initialise",
     "local_training",
     "make_model",
@@ -67,23 +66,12 @@ def training_model(config: Config) -> nn.Module:
     return cast(nn.Module, torch.compile(model)) if config.compile else model
 
 
-def image_shape(config: Config) -> tuple[int, int, int]:
-    """Return (channels, height, width) of the input images of a config's model."""
-    info = config.data_info()
-    size, asked = config.image_size or info.size, bool(config.image_size)
-    channels, height = input_shape(config.model, info.channels, size, asked=asked)
-    return channels, height, info.aspect * height
-
-
 def make_model(config: Config) -> nn.Module:
     """Return the model of a config on the CPU, with seeded weights."""
-    info = config.data_info()
-    channels, size, _ = image_shape(config)
     model = build_model(
         config.model,
-        num_classes=config.num_classes or info.num_classes,
-        channels=channels,
-        size=size,
+        num_classes=config.num_outputs(),
+        input_shape=config.example_shape(),
         hidden=config.hidden(),
         norm=config.norm,
         norm_groups=config.norm_groups,
@@ -109,7 +97,7 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
     Raises:
         ConfigError: the weights cannot be read, or none fits.
     """
-    return load_initial(model, config.init, config.model, image_shape(config)[0]) if config.init else None
+    return load_initial(model, config.init, config.model, config.example_shape()[0]) if config.init else None
 
 
 def local_training(config: Config) -> LocalTraining:
@@ -146,7 +134,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[An
 def check(config: Config) -> None:
     """Check that a run can start here: the device, the folders, the layers that the method needs.
 
-    A forward pass of the model on two black images finds errors that would occur in every client.
+    A forward pass of the model on two examples of zeros finds errors that would occur in every client.
 
     Raises:
         ConfigError: all problems, one per line; an augmentation that does not fit the images, or a memory format that
@@ -221,11 +209,11 @@ def _other_settings(config: Config) -> Iterator[str]:
 
 
 def _try_model(config: Config, model: nn.Module) -> None:
-    images = torch.zeros(2, *image_shape(config), dtype=torch.uint8)
+    examples = torch.zeros(2, *config.example_shape(), dtype=torch.uint8)
     if augment := Augment.parse(config.augment):
-        images = augment(images, torch.Generator())
+        examples = augment(examples, torch.Generator())
     with torch.no_grad():
-        model.eval()(images.float())
+        model.eval()(examples.float())
 
 
 def _norms(model: nn.Module) -> str:

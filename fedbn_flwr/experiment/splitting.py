@@ -37,15 +37,16 @@ def count_split(config: Config) -> tuple[Counts, ...]:
     split = partitioned_data(config, count_clients(config))
     samples, groups = split.dataset.train, split.dataset.group_names
     columns = []
-    if not samples.by_pixel:
-        columns.append(("class", samples.labels, tuple(map(str, range(split.dataset.num_classes)))))
+    if samples.by_class:
+        count = max(split.dataset.num_classes, int(samples.labels.max()) + 1)  # one output may stand for two classes
+        columns.append(("class", samples.labels, split.dataset.class_names or tuple(map(str, range(count)))))
     if samples.groups is not None:
         columns.append(("group", samples.groups, groups))
     return tuple(
         Counts(what, partition_counts(part, labels.cpu().numpy(), len(names)), names, of)
         for of, part in (("training", split.train), ("validation", split.validation))
         if part
-        for what, labels, names in columns or [("image", samples.labels, ("images",))]
+        for what, labels, names in columns or [("example", samples.labels, ("examples",))]
     )
 
 

@@ -16,7 +16,7 @@ from fedbn_flwr.experiment.inspection import batchnorm_calls
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
-from fedbn_flwr.experiment.setup import image_shape, make_model
+from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import SEGMENTATION
 
@@ -37,8 +37,8 @@ def settings(write_cityscapes, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 def test_images_are_twice_as_wide_as_high(settings: dict[str, Any]) -> None:
     config = Config.make(settings)
-    assert image_shape(config) == (3, 64, 128)
-    assert image_shape(Config.make({**settings, "image-size": 0})) == (3, 512, 1024)
+    assert config.example_shape() == (3, 64, 128)
+    assert Config.make({**settings, "image-size": 0}).example_shape() == (3, 512, 1024)
     assert len(batchnorm_calls(make_model(config), config)) == 47
 
 

@@ -19,7 +19,6 @@ from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import (
     check,
-    image_shape,
     local_training,
     make_model,
     make_strategy,
@@ -162,9 +161,9 @@ def test_the_resolved_config_gives_the_same_run(quick_config, tmp_path: Path) ->
 
 def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:
     settings = {"strategy": "fedwon", "norm": "wsconv", "model": "torchvision:mobilenet_v2", "dataset": "cifar10"}
-    assert image_shape(Config.make(settings)) == (3, 64, 64)
+    assert Config.make(settings).example_shape() == (3, 64, 64)
     config = Config.make({**settings, "image-size": 32, "activation": "relu6"})
-    assert image_shape(config) == (3, 32, 32)
+    assert config.example_shape() == (3, 32, 32)
     check(config)
     with pytest.raises(ConfigError, match=r"image-size=48 has no effect: model=torchvision:alexnet takes images of 63"):
         Config.make({**settings, "model": "torchvision:alexnet", "image-size": 48})

@@ -1,0 +1,174 @@
+"""Own data without code: ``dataset=folder:PATH``, ``npz:PATH``, ``csv:PATH`` or ``hf:NAME``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data.image_files import hold
+from fedbn_flwr.data.own.arrays import read_arrays
+from fedbn_flwr.data.own.folder import read_folder
+from fedbn_flwr.data.own.hub import read_hub
+from fedbn_flwr.data.own.request import KINDS, Found, OwnData, chosen_task, is_own
+from fedbn_flwr.data.own.table import read_table, stated_features
+from fedbn_flwr.data.readers import Loaded
+from fedbn_flwr.data.registry import IMAGENET, DatasetInfo
+from fedbn_flwr.data.samples import Examples, Samples
+from fedbn_flwr.data.shapes import Shape
+from fedbn_flwr.data.validation import split_off
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["KINDS", "OwnData", "is_own", "own_info", "own_notes"]
+
+_READERS: dict[str, Callable[[OwnData], Found]] = {
+    "folder": read_folder,
+    "npz": read_arrays,
+    "csv": read_table,
+    "hf": read_hub,
+}
+_LARGEST = 224  # pixels; the height of larger images, unless image-size says more
+_TEST_SEED = 0  # all runs and seeds have the same test examples
+
+
+@functools.lru_cache(maxsize=8)
+def own_info(request: OwnData) -> DatasetInfo:
+    """Return the description of own data, after reading them (image files: their names and headers).
+
+    Raises:
+        ConfigError: keys do not fit the data.
+        DataError: the data cannot be used.
+    """
+    if not request.path:
+        return _elsewhere(request)
+    found = _read(request)
+    images = not isinstance(found.inputs, Tensor) or found.inputs.dtype == torch.uint8
+    channels = (found.inputs.shape[1] if isinstance(found.inputs, Tensor) else 3) if images else 0
+    mean, std = IMAGENET
+    return DatasetInfo(
+        request.name,
+        found.num_classes,
+        channels,
+        min(found.size[0], _LARGEST) if images else 0,
+        f"{len(found):,} examples of own data",
+        "own data",
+        functools.partial(_load, request),
+        "",
+        (mean if channels == 3 else (sum(mean) / 3,)) if images else (),
+        (std if channels == 3 else (sum(std) / 3,)) if images else (),
+        grouped=found.clients is not None,
+        task=found.task,
+        downloads=False,
+        input_shape=() if images else tuple(found.inputs.shape[1:]) if isinstance(found.inputs, Tensor) else (),
+        class_names=found.class_names,
+        feature_names=found.feature_names,
+        by_file=not isinstance(found.inputs, Tensor),
+    )
+
+
+def own_notes(request: OwnData) -> tuple[str, ...]:
+    """Return what a user must know of own data, one text each."""
+    return _read(request).notes if request.path else ()
+
+
+@functools.lru_cache(maxsize=8)
+def _read(request: OwnData) -> Found:
+    return _READERS[request.kind](request)
+
+
+def _elsewhere(request: OwnData) -> DatasetInfo:
+    """Return the description of data that only the nodes have; the config must say what the model needs."""
+    features = stated_features(request.feature_columns)
+    wanted = {"csv": "feature-columns", "folder": "image-size", "npz": "image-size"}
+    if request.kind not in wanted:
+        raise ConfigError(f"dataset='{request.kind}:' needs a name, {request.kind}:NAME.")
+    problems = []
+    if not (features if request.kind == "csv" else request.image_size):
+        problems.append(f"{wanted[request.kind]} is not set")
+    if not request.task:
+        problems.append("task is not set")
+    task = chosen_task(request, "classification", (request.task,) if request.task else ("classification",))
+    if not request.num_classes and task.name not in ("binary", "regression"):
+        problems.append("num-classes is not set")
+    if problems:
+        raise ConfigError(
+            f"dataset={request.name!r} without a path: only the nodes have the data, so the config must say what the "
+            f"model needs; {', '.join(problems)}."
+        )
+    width = sum(len(categories) or 1 for _, categories in features)
+    mean, std = IMAGENET
+    rows = request.kind == "csv"
+    return DatasetInfo(
+        request.name,
+        request.num_classes or 1,
+        0 if rows else 3,
+        request.image_size,
+        "own data of the nodes",
+        "own data",
+        _nothing,
+        "its own data on each node, named by data-path in its node config",
+        () if rows else mean,
+        () if rows else std,
+        grouped=False,
+        task=task,
+        downloads=False,
+        input_shape=(width,) if rows else (),
+    )
+
+
+def _nothing(folder: Path, shape: Shape) -> Loaded:
+    raise ValueError("the data are on the nodes only")
+
+
+def _load(request: OwnData, folder: Path, shape: Shape) -> Loaded:
+    """Return the training and the test examples: a reader of ``data.loading``."""
+    del folder
+    found = _read(request)
+    parts = _split(request, found)
+    numbers = [torch.from_numpy(part) for part in parts]
+    groups = None if found.clients is None else torch.from_numpy(found.clients)
+    units = None if found.units is None else torch.from_numpy(found.units)
+    held: Sequence[Examples]
+    if isinstance(found.inputs, Tensor):
+        if not isinstance(found.targets, Tensor):
+            raise TypeError("arrays have arrays of targets")
+        held = [Samples(found.inputs[own], found.targets[own]) for own in numbers]
+    else:
+        order = np.concatenate(parts).tolist()
+        masks = () if isinstance(found.targets, Tensor) else [found.targets[at] for at in order]
+        labels = found.targets[order].tolist() if isinstance(found.targets, Tensor) else [0] * len(order)
+        paths = [found.inputs[at] for at in order]
+        held = hold(paths, labels, [len(part) for part in parts], shape, masks=masks, checked=True)
+    both = [
+        samples.regrouped(*(None if part is None else part[own] for part in (groups, units)))
+        for samples, own in zip(held, numbers, strict=True)
+    ]
+    return Loaded(both[0], both[1], found.client_names)
+
+
+def _split(request: OwnData, found: Found) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the training and of the test examples.
+
+    Raises:
+        ConfigError: the units of one patient stand on both sides of the split that the data have.
+    """
+    everything = np.arange(len(found), dtype=np.int64)
+    if found.tests is not None:
+        if (
+            found.units is not None
+            and (both := np.intersect1d(found.units[found.tests], found.units[~found.tests])).size
+        ):
+            raise ConfigError(
+                f"dataset={request.name!r}: {both.size} values of the group column stand on both sides of the split "
+                "that the data have. Correct the split, or leave split-column out: then a split by group is made."
+            )
+        return everything[~found.tests], everything[found.tests]
+    by_class = isinstance(found.targets, Tensor) and found.targets.dtype == torch.int64
+    cells = found.targets.numpy() if by_class and isinstance(found.targets, Tensor) else np.zeros(len(found), np.int64)
+    if found.clients is not None:  # every client has its share of test examples
+        cells = cells * len(found.client_names) + found.clients
+    return split_off(everything, cells, request.test_share, _TEST_SEED, found.units)

@@ -1,0 +1,133 @@
+"""npz files with the arrays ``x`` and ``y`` and, where there are any, ``client``, ``group`` and ``split``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, shown
+from fedbn_flwr.data.own.targets import read_targets
+from fedbn_flwr.data.readers import READ_ERRORS
+from fedbn_flwr.errors import DataError
+
+__all__ = ["as_inputs", "as_tests", "read_arrays"]
+
+_KNOWN = ("x", "y", "client", "group", "split")
+
+
+def read_arrays(request: OwnData) -> Found:
+    """Return the arrays of an npz file.
+
+    ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers: features (N, F), signals (N, C, L),
+    images (N, C, H, W). ``y``: classes (N,), labels or targets (N, K), or classes of pixels (N, H, W).
+    ``client`` and ``group``: numbers or text (N,); ``split``: "train" and "test", or 0 and 1.
+
+    Raises:
+        DataError: the file is no npz file, arrays are absent, or do not fit; the message names the array.
+    """
+    path = request.existing()
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files if name in _KNOWN}
+            names = list(archive.files)
+    except READ_ERRORS as error:
+        raise DataError(f"dataset={request.name!r} cannot be read as an npz file: {error}") from error
+    if absent := [name for name in ("x", "y") if name not in arrays]:
+        raise DataError(
+            f"dataset={request.name!r} lacks the array {' and '.join(absent)}; it has {shown(names)}. Save it with "
+            "numpy.savez(path, x=inputs, y=targets)."
+        )
+    count = len(arrays["x"])
+    for name, array in arrays.items():
+        if array.ndim == 0 or len(array) != count:
+            raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}, x has {count} examples.")
+    if not count:
+        raise DataError(f"dataset={request.name!r}: x has no examples.")
+    inputs = as_inputs(request, arrays["x"], "x")
+    y = arrays["y"]
+    notes = tuple(f"array {name!r} is not used" for name in names if name not in _KNOWN)
+    names_of_classes: tuple[str, ...] = ()
+    if y.ndim == 3:
+        task, outputs, targets = *_pixels(request, inputs, y), torch.from_numpy(y.astype(np.uint8))
+    else:
+        targets, task, outputs, names_of_classes = read_targets(request, y, "y")
+    clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
+    return Found(
+        inputs,
+        targets,
+        task,
+        outputs,
+        names_of_classes,
+        clients,
+        client_names,
+        numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
+        as_tests(request, arrays["split"], "split") if "split" in arrays else None,
+        size=tuple(inputs.shape[2:]) if inputs.dtype == torch.uint8 else (),
+        notes=notes,
+    )
+
+
+def as_inputs(request: OwnData, x: Any, what: str) -> Tensor:
+    """Return uint8 images as (N, C, H, W) and other numbers as float32 (N, ...).
+
+    Raises:
+        DataError: the array has no such shape, or holds no numbers, or infinite ones.
+    """
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        images = torch.from_numpy(np.ascontiguousarray(x if x.ndim == 4 else x[..., None]))
+        if images.shape[3] not in (1, 3):
+            raise DataError(
+                f"dataset={request.name!r}: {what} is uint8 of shape {x.shape}; images are (N, H, W), (N, H, W, 1) or "
+                "(N, H, W, 3)."
+            )
+        return images.permute(0, 3, 1, 2).contiguous()
+    if x.dtype.kind not in "biuf" or x.ndim < 2:
+        raise DataError(
+            f"dataset={request.name!r}: {what} is {x.dtype} of shape {x.shape}; needed are uint8 images (N, H, W[, C]) "
+            "or numbers (N, F), (N, C, L) or (N, C, H, W)."
+        )
+    numbers = np.ascontiguousarray(x, dtype=np.float32)
+    if (infinite := int(np.isinf(numbers).sum())) > 0:
+        raise DataError(f"dataset={request.name!r}: {infinite} numbers of {what} are infinite.")
+    return torch.from_numpy(numbers)
+
+
+def as_tests(request: OwnData, values: Any, what: str) -> Any:
+    """Return which examples are test examples, bool (N,).
+
+    Raises:
+        DataError: a value is neither "train" nor "test" (0 nor 1), or one part is empty.
+    """
+    known = {"train": False, "test": True, "0": False, "1": True, "false": False, "true": True}
+    text = [str(value).strip().lower().removesuffix(".0") for value in np.asarray(values).tolist()]
+    if unknown := sorted({value for value in text if value not in known}):
+        raise DataError(f"dataset={request.name!r}: {what} has {shown(unknown)}; train and test (0 and 1) needed.")
+    tests = np.array([known[value] for value in text])
+    if tests.all() or not tests.any():
+        raise DataError(
+            f"dataset={request.name!r}: by {what} all examples are {'test' if tests.all() else 'training'} examples."
+        )
+    return tests
+
+
+def _pixels(request: OwnData, inputs: Tensor, y: Any) -> tuple[Any, int]:
+    task = chosen_task(request, "segmentation", ("segmentation",))
+    if inputs.dtype != torch.uint8 or tuple(inputs.shape[2:]) != y.shape[1:]:
+        raise DataError(
+            f"dataset={request.name!r}: y has shape {y.shape}, the classes of pixels, and x {tuple(inputs.shape)}; "
+            "uint8 images of the same height and width needed."
+        )
+    if y.dtype.kind not in "iu" or y.min() < 0 or y.max() > 255:
+        raise DataError(
+            f"dataset={request.name!r}: y is {y.dtype}, {y.min()} to {y.max()}; classes 0 to 254 needed, 255 = ignored."
+        )
+    largest = int(y[y != 255].max()) if (y != 255).any() else 0
+    if request.num_classes and request.num_classes <= largest:
+        raise DataError(
+            f"dataset={request.name!r}: y has class {largest}; num-classes={request.num_classes} allows 0 to "
+            f"{request.num_classes - 1}."
+        )
+    return task, request.num_classes or largest + 1

@@ -1,0 +1,119 @@
+"""Data sets of the Hugging Face hub, through flwr-datasets: ``hf:NAME``, which needs the network or a local folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedbn_flwr.data.own.arrays import as_inputs
+from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
+from fedbn_flwr.data.own.table import features_of, stated_features
+from fedbn_flwr.data.own.targets import read_targets
+from fedbn_flwr.errors import ConfigError, DataError
+
+__all__ = ["read_hub"]
+
+_LABELS = ("label", "labels", "fine_label", "target", "digit", "y")
+
+
+def read_hub(request: OwnData) -> Found:
+    """Return the splits "train" and "test" (or "validation") of a data set of the hub.
+
+    A column of images gives the inputs; without one the columns are features, as in a table.
+
+    Raises:
+        ConfigError: a column of the config is not there.
+        DataError: the data set cannot be read.
+    """
+    parts = _splits(request)
+    columns = list(parts[0].column_names)
+    label = request.label_column or next((name for name in _LABELS if name in columns), "")
+    problems = [
+        f"{key}={name!r} is not a column of dataset={request.name!r}; it has {shown(columns, 20)}."
+        for key, name in (
+            ("label-column", label),
+            ("client-column", request.client_column),
+            ("group-column", request.group_column),
+        )
+        if name and name not in columns
+    ]
+    if not label:
+        problems.append(f"label-column is not set: name the target among the columns {shown(columns, 20)}.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    rows = [_rows(part) for part in parts]
+    tests = np.concatenate([np.full(len(part), at > 0) for at, part in enumerate(parts)]) if len(parts) > 1 else None
+    names = getattr(parts[0].features[label], "names", None)
+    values = np.concatenate([np.asarray(part[label]) for part in rows])
+    targets, task, outputs, class_names = read_targets(request, values, f"column {label!r}")
+    image = next((n for n in columns if type(parts[0].features[n]).__name__ == "Image"), "")
+    notes: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    if image:
+        inputs = _images(request, [picture for part in rows for picture in part[image]])
+    else:
+        import pandas as pd
+
+        table = pd.concat([part.to_pandas() for part in parts], ignore_index=True)
+        taken = {label, request.client_column, request.group_column}
+        wanted = stated_features(request.feature_columns) or [(name, ()) for name in columns if name not in taken]
+        inputs, features, notes = features_of(request, table, wanted, tests)
+
+    def keys(column: str) -> tuple[Any, tuple[str, ...]]:
+        return numbered([value for part in rows for value in part[column]])
+
+    clients, client_names = keys(request.client_column) if request.client_column else (None, ())
+    return Found(
+        inputs,
+        targets,
+        task,
+        outputs,
+        tuple(names) if names and not request.positive_values else class_names,
+        clients,
+        client_names,
+        keys(request.group_column)[0] if request.group_column else None,
+        tests,
+        features,
+        tuple(inputs.shape[2:]) if image else (),
+        notes,
+    )
+
+
+def _splits(request: OwnData) -> list[Any]:
+    """Return the training part and, if there is one, the test part."""
+    from flwr_datasets import FederatedDataset
+    from flwr_datasets.partitioner import IidPartitioner
+
+    if not request.path:
+        raise ConfigError("dataset='hf:' needs a name, hf:NAME.")
+    try:
+        data = FederatedDataset(dataset=request.path, partitioners={"train": IidPartitioner(1)})
+        parts = [data.load_split("train")]
+        for name in ("test", "validation", "valid"):
+            if name in data._dataset:
+                parts.append(data.load_split(name))
+                break
+    except Exception as error:  # the hub's client raises errors of many packages
+        raise DataError(
+            f"dataset={request.name!r} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}. "
+            "It needs the network the first time; or give a local folder that datasets.load_dataset reads."
+        ) from error
+    return parts
+
+
+def _rows(part: Any) -> Any:
+    return part.with_format(None)[:]
+
+
+def _images(request: OwnData, pictures: list[Any]) -> torch.Tensor:
+    """Return the images as bytes; they must have one size."""
+    sizes = {picture.size for picture in pictures}
+    if len(sizes) > 1:
+        raise DataError(
+            f"dataset={request.name!r} has images of {len(sizes)} sizes, such as {shown([str(s) for s in sizes], 3)}. "
+            "Save them as files and use dataset=folder:PATH, which resizes them."
+        )
+    grey = all(picture.mode == "L" for picture in pictures)
+    return as_inputs(request, np.stack([np.asarray(p if grey else p.convert("RGB")) for p in pictures]), "images")

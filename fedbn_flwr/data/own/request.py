@@ -1,0 +1,161 @@
+"""What a config says of own data, and what was found there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+from fedbn_flwr.training.tasks import TASKS, Task
+
+__all__ = ["KINDS", "Found", "OwnData", "Targets", "is_own"]
+
+Targets = Tensor | Sequence[Path]
+
+KINDS = {
+    "folder": "folder:PATH, image files in class/file, client/class/file or client/{train,test}/class/file",
+    "npz": "npz:PATH, arrays x, y and, where there are any, client, group and split",
+    "csv": "csv:PATH, a table (CSV or parquet), or a folder with a table for each client",
+    "hf": "hf:NAME, a data set of the Hugging Face hub, through flwr-datasets",
+}
+"""Kinds of own data: the prefix of ``dataset`` and its form."""
+
+
+def is_own(dataset: str) -> bool:
+    """Return whether the config's ``dataset`` names own data: it has a prefix."""
+    return ":" in dataset
+
+
+@dataclass(frozen=True, slots=True)
+class OwnData:
+    """Own data and how to read it; the fields are the config keys of these names.
+
+    Attributes:
+        kind: a key of ``KINDS``.
+        path: an absolute path (``hf``: a name); "" = the nodes alone have the data.
+        task: name of the task; "" = the one that the targets show.
+        num_classes: number of classes; 0 = those found.
+        image_size: height and width of the images; 0 = those of the first image (``npz``: of all).
+        positive_values: comma list of targets that count as 1, or ``>NUMBER``; all others count as 0.
+        missing: "refuse", or "mean" for the mean of the training examples.
+        test_share: share of the examples that are test examples, where the data do not say.
+    """
+
+    kind: str
+    path: str
+    task: str = ""
+    num_classes: int = 0
+    image_size: int = 0
+    label_column: str = ""
+    client_column: str = ""
+    group_column: str = ""
+    split_column: str = ""
+    feature_columns: str = ""
+    positive_values: str = ""
+    missing: str = "refuse"
+    skip_unreadable: bool = False
+    test_share: float = 0.2
+
+    @property
+    def name(self) -> str:
+        """The config's ``dataset``."""
+        return f"{self.kind}:{self.path}"
+
+    @staticmethod
+    def parse(dataset: str) -> tuple[str, str]:
+        """Return kind and path.
+
+        Raises:
+            ConfigError: the kind is unknown, or the path is relative.
+        """
+        kind, _, path = dataset.partition(":")
+        if kind not in KINDS:
+            raise unknown_name("kind of own data", kind, KINDS)
+        if path and kind != "hf" and not Path(path).is_absolute():
+            raise ConfigError(
+                f"dataset={dataset!r} is relative, and nodes run in other folders. Write the absolute path (seen from "
+                f"the folder of this process: '{kind}:{Path(path).absolute()}')."
+            )
+        return kind, path
+
+    def existing(self) -> Path:
+        """Return the path.
+
+        Raises:
+            DataError: nothing is there.
+        """
+        path = Path(self.path)
+        if not path.exists():
+            near = path.parent if path.parent.is_dir() else None
+            beside = f" {near} has {shown(sorted(p.name for p in near.iterdir()))}." if near else ""
+            raise DataError(f"dataset={self.name!r}: there is no such file or folder.{beside}")
+        return path
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Own data as they were found, N examples.
+
+    Attributes:
+        inputs: paths of N image files; or uint8 images (N, C, H, W) or float32 (N, ...), NaN = missing.
+        targets: int64 (N,), float32 (N,) or (N, K), or uint8 (N, H, W); paths of N files with classes of pixels.
+        task: the learning task.
+        num_classes: outputs of the model: classes, labels or target columns.
+        class_names: their names, () = numbers.
+        clients: client of each example, (N,), and ``client_names``; None if the data have no clients.
+        units: unit (patient) of each example, (N,), or None.
+        tests: whether each example is a test example, bool (N,); None if the data do not say.
+        feature_names: names of the features of rows, or ().
+        size: (height, width) of the images as stored, or ().
+        notes: what a user must know: files left out, columns made of text, and so on.
+    """
+
+    inputs: Tensor | Sequence[Path]
+    targets: Targets
+    task: Task
+    num_classes: int
+    class_names: tuple[str, ...] = ()
+    clients: npt.NDArray[np.int64] | None = None
+    client_names: tuple[str, ...] = ()
+    units: npt.NDArray[np.int64] | None = None
+    tests: npt.NDArray[np.bool_] | None = None
+    feature_names: tuple[str, ...] = ()
+    size: tuple[int, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self.targets)
+
+
+def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """Return the number of each value and the names by number; numbers come in their order, text by the alphabet."""
+    unique = sorted(set(values), key=lambda v: (isinstance(v, str), v))
+    index = {value: at for at, value in enumerate(unique)}
+    return np.array([index[value] for value in values], np.int64), tuple(str(value) for value in unique)
+
+
+def shown(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names, for messages."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") if names else "nothing"
+
+
+def chosen_task(request: OwnData, shown_by_targets: str, allowed: Sequence[str]) -> Task:
+    """Return the task of the config, or the one that the targets show.
+
+    Raises:
+        ConfigError: the targets are not for this task.
+    """
+    name = request.task or shown_by_targets
+    if name not in TASKS:
+        raise unknown_name("task", name, TASKS)
+    if name not in allowed:
+        raise ConfigError(
+            f"task={name} does not fit the targets of dataset={request.name!r}, which are for {' or '.join(allowed)}."
+        )
+    return TASKS[name]

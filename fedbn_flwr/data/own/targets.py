@@ -1,0 +1,143 @@
+"""Targets of own data, from the values of a column or array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered, shown
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.training.tasks import Task
+
+__all__ = ["read_targets"]
+
+_MOST_CLASSES = 1000
+
+
+def read_targets(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+    """Return targets, task, number of outputs, and names of the classes.
+
+    Args:
+        request: the task and the positive values.
+        values: an array (N,) or (N, K), numbers or text.
+        what: the column or array, for messages.
+
+    Raises:
+        ConfigError: the values are not for the task, or there are no positive ones.
+        DataError: values are missing, or are no classes.
+    """
+    values = np.asarray(values)
+    missing = _missing(values)
+    if missing.any():
+        raise DataError(
+            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing (the "
+            f"first in row {int(np.flatnonzero(missing.reshape(len(values), -1).any(1))[0])}, counted from 0). Leave "
+            "these examples out, or fill them in."
+        )
+    if request.positive_values:
+        positive = _positive(request, values, what)
+        task = chosen_task(request, "binary", ("binary", "classification"))
+        outputs = 1 if task.name == "binary" else 2
+        return torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive")
+    if values.ndim == 2:
+        return _several(request, values, what)
+    if values.ndim != 1:
+        raise DataError(f"dataset={request.name!r}: {what} have shape {values.shape}; (N,) or (N, K) needed.")
+    text = values.dtype.kind not in "biuf"
+    whole = not text and bool(np.all(np.mod(values, 1) == 0))
+    if text or values.dtype.kind in "biu" or (whole and request.task not in ("", "regression")):
+        if request.task == "regression" and not text:
+            return _numbers(request, values[:, None], what)
+        return _classes(request, values, what, text)
+    if request.task not in ("", "regression"):
+        raise ConfigError(
+            f"task={request.task} does not fit {what} of dataset={request.name!r}: numbers with fractions "
+            f"({shown([str(v) for v in values[:3]])}) are for task=regression."
+        )
+    return _numbers(request, values[:, None], what)
+
+
+def _classes(request: OwnData, values: Any, what: str, text: bool) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+    counts = len(np.unique(values))
+    if counts > _MOST_CLASSES and counts > len(values) // 2:
+        raise DataError(
+            f"dataset={request.name!r}: {what} have {counts} different values in {len(values)} examples, which are no "
+            "classes. Use another label-column, or task=regression for numbers."
+        )
+    names: tuple[str, ...] = ()
+    low = 0 if text else int(values.min())
+    if not text and low >= 0 and (request.num_classes or values.max() < _MOST_CLASSES):
+        labels = values.astype(np.int64)  # the numbers of the classes
+        found = int(labels.max()) + 1
+    else:
+        labels, names = numbered([v if text else int(v) for v in values.tolist()])
+        found = len(names)
+    task = chosen_task(request, "classification", ("classification", *(("binary",) if found <= 2 else ())))
+    if request.num_classes and request.num_classes < found:
+        raise ConfigError(
+            f"num-classes={request.num_classes} is fewer than the {found} classes in {what} of dataset="
+            f"{request.name!r}."
+        )
+    if task.name != "binary" and max(found, request.num_classes) < 2:
+        raise DataError(
+            f"dataset={request.name!r}: {what} have one class only ({shown([str(v) for v in values[:1]])})."
+        )
+    outputs = 1 if task.name == "binary" else max(found, request.num_classes)
+    return torch.from_numpy(labels), task, outputs, names
+
+
+def _several(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"dataset={request.name!r}: {what} hold text; several targets must be numbers.")
+    labels = bool(np.isin(values, (0, 1)).all())
+    task = chosen_task(
+        request, "multi-label" if labels else "regression", (*(("multi-label",) if labels else ()), "regression")
+    )
+    return torch.from_numpy(values.astype(np.float32)), task, values.shape[1], ()
+
+
+def _numbers(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+    del what
+    return torch.from_numpy(values[:, 0].astype(np.float32)), chosen_task(request, "regression", ("regression",)), 1, ()
+
+
+def _positive(request: OwnData, values: Any, what: str) -> Any:
+    """Return which targets count as positive."""
+    text = request.positive_values.strip()
+    if values.ndim != 1:
+        raise ConfigError(f"positive-values={text!r} is for one target; {what} have {values.shape[1]}.")
+    found = [str(v) for v in np.unique(values).tolist()]
+    if text.startswith(">"):
+        try:
+            bound = float(text[1:])
+            positive = values.astype(float) > bound
+        except ValueError as error:
+            raise ConfigError(
+                f"positive-values={text!r}: > needs a number, and numbers in {what} (found: {shown(found)})."
+            ) from error
+    else:
+        wanted = [entry.strip() for entry in text.split(",") if entry.strip()]
+        as_text = np.array([_plain(v) for v in values.tolist()])
+        if absent := [entry for entry in wanted if entry not in as_text]:
+            raise ConfigError(f"positive-values={text!r}: {shown(absent)} not found in {what} (found: {shown(found)}).")
+        positive = np.isin(as_text, wanted)
+    if positive.all() or not positive.any():
+        which = "all" if positive.all() else "none"
+        raise ConfigError(f"positive-values={text!r}: {which} of the values of {what} are positive ({shown(found)}).")
+    return positive
+
+
+def _plain(value: Any) -> str:
+    """Return a value as a user writes it: 1.0 as 1."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _missing(values: Any) -> Any:
+    if values.dtype.kind == "f":
+        return np.isnan(values)
+    if values.dtype.kind == "O":
+        return np.vectorize(lambda v: v is None or v != v, otypes=[bool])(values)
+    return np.zeros(values.shape, bool)
