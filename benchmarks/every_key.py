@@ -64,6 +64,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fraction-evaluate": (0.5, {"eval-on": "personal-own"}),
     "eval-every": (2, {}),
     "eval-on": ("personal-own,personal-global", {}),
+    "metrics": ("balanced-accuracy", {}),
     "seed": (1, {}),
     "local-steps": (3, {}),
     "local-epochs": (2, {"local-steps": 0}),
@@ -110,6 +111,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/data/test_loading.py",
+    "task": "tests/experiment/test_evaluations.py",
     "min-replies": "tests/server/test_bad_replies.py",
     "round-timeout": "tests/experiment/test_setup.py",
     "init": "tests/experiment/test_init.py",

@@ -127,7 +127,7 @@ def run(
         try:
             with (
                 _interrupt(lambda: after_interrupt(folder, options)),
-                _progress(settings.num_server_rounds, settings.title) as advance,
+                _progress(settings.num_server_rounds, settings.title, settings.learning_task().score) as advance,
             ):
                 summary = launch(settings, folder, engine.value, advance, workers)
         except DivergedError:
@@ -188,7 +188,12 @@ def sweep(
         failed: RunFailedError | None = None
         try:
             with _interrupt(saved), _progress(total, grid.name) as follow:
-                table = launch(grid, out, engine.value, lambda cell, index, _: follow.cell(cell.name, index))
+                table = launch(
+                    grid,
+                    out,
+                    engine.value,
+                    lambda cell, index, _: follow.cell(cell.name, index, cell.config.learning_task().score),
+                )
                 follow.cell("done", total)
         except RunFailedError as error:
             table, failed = error.result, error
@@ -340,10 +345,10 @@ def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:
 
 
 class _Bar:
-    """A progress bar with loss, accuracy and the remaining time; call it with each line of metrics."""
+    """A progress bar with loss, score and the remaining time; call it with each line of metrics."""
 
-    def __init__(self, progress: Progress, total: int, name: str) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, total: int, name: str, score: str = "accuracy") -> None:
+        self._progress, self._score = progress, score
         self._task = progress.add_task(name, total=total, shown="")
 
     def __call__(self, line: Any) -> None:
@@ -351,23 +356,25 @@ class _Bar:
         self._progress.update(self._task, completed=line["round"])
         self._show(line)
 
-    def cell(self, name: str, index: int) -> Callable[[Any], None]:
+    def cell(self, name: str, index: int, score: str = "accuracy") -> Callable[[Any], None]:
         """Advance to run ``index`` of a sweep; return the function to call with each of its lines of metrics."""
         self._progress.update(self._task, completed=index, description=name, shown="")
+        self._score = score
         return lambda line: self._show(line, f"round {line['round']} ")
 
     def _show(self, line: Any, prefix: str = "") -> None:
-        wanted = {"loss": "train-loss", "acc": "test-accuracy", "own": "personal-own-accuracy"}
+        label = {"accuracy": "acc"}.get(self._score, self._score)
+        wanted = {"loss": "train-loss", label: f"test-{self._score}", "own": f"personal-own-{self._score}"}
         parts = [f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None]
         if parts:
             self._progress.update(self._task, shown=prefix + " ".join(parts))
 
 
 @contextmanager
-def _progress(total: int, name: str) -> Iterator[_Bar]:
+def _progress(total: int, name: str, score: str = "accuracy") -> Iterator[_Bar]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=complaints) as progress:
-        yield _Bar(progress, total, name)
+        yield _Bar(progress, total, name, score)
 
 
 def _quiet_flower() -> None:

@@ -265,7 +265,7 @@ def interrupt_in_round(number: int, monkeypatch) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(_Bar, "__call__", lambda self, line: pressed(line))
-    monkeypatch.setattr(_Bar, "cell", lambda self, name, index: pressed if index == 1 else None)
+    monkeypatch.setattr(_Bar, "cell", lambda self, name, index, score="": pressed if index == 1 else None)
 
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch) -> None:

@@ -33,6 +33,7 @@ class DatasetInfo:
         aspect: width of the images divided by their height.
         grouped: the samples have groups (domains, cities), for the splits that need them.
         task: the learning task.
+        tasks: names of other tasks that the same labels can be for; the config key ``task`` chooses one.
         downloads: absent files are downloaded if there is a network.
         input_shape: shape of an example that is no image, such as (features,); () for images.
         class_names: names of the classes, () = numbers.
@@ -53,6 +54,7 @@ class DatasetInfo:
     aspect: int = 1
     grouped: bool = False
     task: Task = CLASSIFICATION
+    tasks: tuple[str, ...] = ()
     downloads: bool = True
     input_shape: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import LearningRate, OptimizerName, Sampling, share_of
-from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.training.tasks import TASKS, Task
 
 __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "read_overrides", "split", "state_in_out"]
 
@@ -116,6 +116,17 @@ class Config(_MethodSettings):
         "clients; in process 0 = 5, or the number of groups of `natural` and `domain`; under Flower the size of the "
         "federation, 0 = any size",
         ge=0,
+    )
+    task: str = _key(
+        "own data and models",
+        "",
+        "learning task: targets, loss and metrics; empty = the data set's own. Only data of your own have a choice",
+    )
+    metrics: str = _key(
+        "own data and models",
+        "",
+        "comma list of metrics beside the task's own, in every test. classification: balanced-accuracy, macro-f1, "
+        "auroc, auprc; multi-label: balanced-accuracy",
     )
 
     label_column: str = _key("own data and models", "", "`csv:`, `hf:`: column of the target, or a comma list of them")
@@ -333,20 +344,28 @@ class Config(_MethodSettings):
         return self
 
     def _one_task(self, data: Sequence[DatasetInfo]) -> None:
-        """Check that the model is known, and that it is for the task of the data set, if that is known."""
+        """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
         per_pixel = model_info(self.model).per_pixel
-        if not data or per_pixel is None:
+        if self.task:
+            self._known("task", self.task, TASKS)
+        if not data:
             return
+        own = self.data_info()
+        self.example_shape()
+        possible = (own.task.name, *own.tasks)
+        if self.task and self.task not in possible:
+            raise ConfigError(
+                f"task={self.task}: the labels of dataset={self.dataset} are for {', '.join(possible)}. Leave task "
+                "out, or use data of your own that have such labels."
+            )
         task = self.learning_task()
-        needed = task.name == "segmentation"  # the outputs of all other tasks are one vector per example
-        if per_pixel != needed:
-            allowed = ", ".join(name for name, info in MODELS.items() if info.per_pixel in (needed, None))
+        if per_pixel is not None and per_pixel != task.by_pixel:
+            allowed = ", ".join(name for name, info in MODELS.items() if info.per_pixel in (task.by_pixel, None))
             gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
             raise ConfigError(
                 f"dataset={self.dataset} is for {task.name}, model={self.model} gives {gives}. Use another data set, "
                 f"or one of the models {allowed}"
             )
-        self.example_shape()
 
     @staticmethod
     def _known(key: str, value: str, allowed: Any) -> None:
@@ -380,9 +399,8 @@ class Config(_MethodSettings):
 
     def num_outputs(self) -> int:
         """Return the number of the model's outputs."""
-        return (
-            self.data_info().num_classes if is_own(self.dataset) else self.num_classes or self.data_info().num_classes
-        )
+        found = self.data_info().num_classes
+        return found if is_own(self.dataset) else self.learning_task().outputs(self.num_classes or found)
 
     def own_data(self) -> OwnData:
         """Return what the config says of own data."""
@@ -399,7 +417,12 @@ class Config(_MethodSettings):
 
     def learning_task(self) -> Task:
         """Return the learning task: the loss, the metrics, and which targets count."""
-        return self.data_info().task
+        return self._plain_task().measuring(split(self.metrics))
+
+    def _plain_task(self) -> Task:
+        """Return the learning task with its own metrics."""
+        own = self.data_info().task
+        return own if self.task in ("", own.name) else TASKS[self.task]
 
     def hidden(self) -> tuple[int, ...]:
         """Return the widths of the hidden layers of ``mlp``; empty = its own."""
@@ -514,7 +537,7 @@ class Config(_MethodSettings):
 
     def _unused(self) -> dict[str, str]:
         """Return the keys outside the method's settings that have no effect under the other keys."""
-        info = self.data_info()
+        info, task = self.data_info(), self._plain_task()
         shape, own, partition = self.example_shape(), is_own(self.dataset), self.split_name()
         size = shape[1] if not info.input_shape else 0
         tables = own and self.dataset.startswith(("csv:", "hf:"))
@@ -542,6 +565,8 @@ class Config(_MethodSettings):
             "data_workers": (info.by_file, "it is for data sets of image files"),
             "augment": (not info.input_shape, "it is for images"),
             "data_dir": (bool(info.files), f"dataset={self.dataset} needs no files"),
+            "num_classes": (task.outputs(2) == 2, f"task {task.name} has one output"),
+            "metrics": (not set(split(self.metrics)) <= set(task.metrics), f"task {task.name} always has it"),
             "partition_alpha": (partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
             "classes_per_client": (partition == "classes", "it is for partition=classes"),
             "num_shards": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),

@@ -1,4 +1,4 @@
-"""Curves of runs: accuracy and loss over rounds."""
+"""Curves of runs: score and loss over rounds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import Any
 __all__ = ["draw_curves"]
 
 _TESTS = ("test", "test-batch", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated")
-_PANELS = (
-    ("accuracy", (*(f"{name}-accuracy" for name in _TESTS), "train-accuracy")),
-    ("loss", (*(f"{name}-loss" for name in _TESTS), "train-loss")),
-)
 
 
-def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "") -> bytes:
+def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "", score: str = "accuracy") -> bytes:
     """Return a PNG of the runs' curves.
 
     Args:
         runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all its metrics, several runs show
             the first test metric of each.
         title: title of the picture.
+        score: the metric beside the loss.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,7 +27,8 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2)
     frozen = [line["round"] for lines in runs.values() for line in lines if line.get("phase") == "frozen"]
-    for axis, (label, keys) in zip(axes, _PANELS, strict=True):
+    for axis, label in zip(axes, (score, "loss"), strict=True):
+        keys = [f"{name}-{label}" for name in (*_TESTS, "train")]
         for name, lines in runs.items():
             present = [key for key in keys if any(line.get(key) is not None for line in lines)]
             for key in present if len(runs) == 1 else present[:1]:

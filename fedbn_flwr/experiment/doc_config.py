@@ -14,6 +14,7 @@ from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import Params
 from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["config_page", "field_cells"]
 
@@ -24,6 +25,7 @@ _NAMES: Mapping[str, Iterable[str]] = {
     "dataset": DATASETS,
     "partition": PARTITIONS,
     "eval-on": EVALUATIONS,
+    "task": TASKS,
 }
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _TYPES = {str: "text", int: "int", float: "float", bool: "bool"}

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.training.tasks import in_percent
+
 __all__ = ["AVERAGE", "FIELDS", "domain_markdown", "domain_rows"]
 
 AVERAGE = "average"
@@ -14,7 +16,7 @@ Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
 def domain_rows(summaries: Summaries, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each method, split and domain, in percent, and one for the average of the domains.
+    """Return a row for each method, split and domain, and one for the average of the domains; shares in percent.
 
     Args:
         summaries: the finished runs of each (method, split). A run counts if its main metric was measured by domain:
@@ -28,9 +30,11 @@ def domain_rows(summaries: Summaries, paper: Mapping[str, Any]) -> list[dict[str
             continue
         stated = paper.get(f"{method}/{split}")
         stated = stated if isinstance(stated, Mapping) else {}
-        runs = [{**run, AVERAGE: statistics.fmean(run.values())} for run in found]
+        defined = [{domain: value for domain, value in run.items() if value is not None} for run in found]
+        runs = [{**run, AVERAGE: statistics.fmean(run.values())} for run in defined if run]
+        scale = 100 if in_percent(done[0]["headline"]) else 1
         for domain in dict.fromkeys([*(name for run in found for name in run), *stated, AVERAGE]):
-            values = [100 * run[domain] for run in runs if domain in run]
+            values = [scale * run[domain] for run in runs if domain in run]
             numbers = {
                 "runs": len(values),
                 "mean": statistics.fmean(values) if values else None,
@@ -54,7 +58,8 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     for method, split in dict.fromkeys((row["method"], row["split"]) for row in rows):
         own = {row["domain"]: row for row in rows if (row["method"], row["split"]) == (method, split)}
         metric, runs = own[AVERAGE]["metric"], own[AVERAGE]["runs"]
-        cells = [_shown(own[domain]["mean"], own[domain]["std"]) if domain in own else "-" for domain in domains]
+        places = 2 if in_percent(metric) else 4
+        cells = [_shown(own[name]["mean"], own[name]["std"], places) if name in own else "-" for name in domains]
         lines.append("| " + " | ".join([method, split, metric, *cells, str(runs)]) + " |")
         if any(row["paper"] is not None for row in own.values()):
             stated = [own[domain]["paper"] if domain in own else None for domain in domains]
@@ -63,6 +68,6 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(mean: float | None, std: float | None) -> str:
-    text = "-" if mean is None else f"{mean:.2f}"
-    return text if std is None else f"{text} ± {std:.2f}"
+def _shown(mean: float | None, std: float | None, places: int) -> str:
+    text = "-" if mean is None else f"{mean:.{places}f}"
+    return text if std is None else f"{text} ± {std:.{places}f}"

@@ -101,7 +101,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
-        self.path = path
+        self.path, self._score = path, config.learning_task().score
         if after is None:
             self.refuse_used(path)
         settings = config.model_copy(update={"resume": False}).to_mapping()
@@ -198,7 +198,8 @@ class RunFolder:
             if self._tensorboard:
                 self._tensorboard.close()
             write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))
-            write_atomically(self.path / "curves.png", draw_curves({"": read_metrics(self.path / "metrics.jsonl")}))
+            lines = read_metrics(self.path / "metrics.jsonl")
+            write_atomically(self.path / "curves.png", draw_curves({"": lines}, score=self._score))
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
 
     @contextmanager

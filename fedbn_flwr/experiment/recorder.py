@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client.saved_state import ABSENT, AVERAGED, KEPT_HASHES, why_absent
 from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
+from fedbn_flwr.experiment.definitions import CLIENTS, definitions
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.preprocessing import INPUTS, Preprocessing
@@ -38,6 +40,7 @@ from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import DELTA
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["GLOBAL_TESTS", "OnRound", "Recorder"]
@@ -72,7 +75,7 @@ class Recorder:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
         self._inputs = Preprocessing.of(config, data.dataset if data else None)
-        self._test, self._task = (data.test_view() if data else None), config.learning_task()
+        self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
         self._domains = data.domain_views() if data else {}
         self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
@@ -97,7 +100,8 @@ class Recorder:
             return None
         state = from_record(arrays) if self._due(server_round) else None
         line = self.write(self._strategy.run.report, state)
-        return MetricRecord({"accuracy": line["test-accuracy"]}) if "test-accuracy" in line else None
+        found = {name: line[f"test-{name}"] for name in self._task.metrics if f"test-{name}" in line}
+        return MetricRecord(found) if found else None
 
     def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
         """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
@@ -110,7 +114,7 @@ class Recorder:
             line |= tested
             self._note_divergence(report, tested)
         self._trained |= {str(client) for client in report.participants}
-        line |= _personal(report, self._trained)
+        line |= _personal(report, self._trained, self._task)
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
         clients = report.clients.values() or [report.metrics]
         line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
@@ -178,7 +182,8 @@ class Recorder:
         lines = read_metrics(self._folder.path / "metrics.jsonl")
         headline = _headlines(self._config)[0]
         measured = [line for line in lines if line.get(headline) is not None]
-        best = max(measured, key=lambda line: line[headline], default={})
+        choose = max if self._task.higher_is_better else min
+        best = choose(measured, key=lambda line: line[headline], default={})
         last = measured[-1] if measured else {}
         kept = ("train-", "test-", "personal-", f"{VALIDATION}-", "domains")
         final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
@@ -186,6 +191,7 @@ class Recorder:
             "strategy": strategy.name if strategy else self._config.strategy,
             "headline": headline,
             "final": final,
+            "definitions": definitions(final, last, len(self._test or ()), strategy is not None),
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),
             "ledger": _totals(lines),
@@ -239,22 +245,33 @@ def _headlines(config: Config) -> list[str]:
     return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in config.evaluations()]
 
 
-def _personal(report: RoundReport, trained: Collection[str]) -> dict[str, float]:
+def _personal(report: RoundReport, trained: Collection[str], task: Task) -> dict[str, float]:
     """Return each metric of the clients' tests: its plain mean over the clients (arXiv:2301.02982, 6.2.1) and others.
 
     ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test examples. ``NAME-seen`` is the
-    plain mean over the clients that have trained in this run, ``NAME-unseen`` over the others.
+    plain mean over the clients that have trained in this run, ``NAME-unseen`` over the others. A client whose test set
+    does not define the metric is left out; if there is one, ``NAME-clients`` is the number of the others.
     """
     values: dict[str, list[tuple[float, float, bool]]] = {}  # value, test examples, has trained
+    undefined: set[str] = set()
     for client, metrics in report.evaluations.items():
         for name in ("own", "global", VALIDATION):
-            for what in ("accuracy", "loss", "miou"):
+            for what in dict.fromkeys(("accuracy", "loss", *task.metrics)):
                 count = metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
                 if f"{name}-{what}" in metrics and count > 0:
-                    one = metrics[f"{name}-{what}"], count, client in trained
-                    values.setdefault(f"personal-{name}-{what}", []).append(one)
+                    key, value = f"personal-{name}-{what}", metrics[f"{name}-{what}"]
+                    found = values.setdefault(key, [])
+                    if math.isnan(value) and math.isfinite(metrics.get(f"{name}-loss", 0.0)):
+                        undefined.add(key)
+                    else:  # NaN with such a loss: the model diverged
+                        found.append((value, count, client in trained))
     line: dict[str, float] = {}
     for key, found in values.items():
+        if key in undefined:
+            line[key + CLIENTS] = len(found)
+        if not found:
+            line[key] = math.nan
+            continue
         line[key] = _mean([value for value, _, _ in found])
         line[f"{key}-weighted"] = sum(value * count for value, count, _ in found) / sum(n for _, n, _ in found)
         for suffix, wanted in (("seen", True), ("unseen", False)):
@@ -275,7 +292,8 @@ def _personal_domains(
     for client, metrics in report.evaluations.items():
         if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of(int(client))):
             values.setdefault(domain, []).append(metrics[f"own-{score}"])
-    means = {domain: _mean(numbers) for domain, numbers in values.items()}
+    defined = {domain: [n for n in numbers if not math.isnan(n)] for domain, numbers in values.items()}
+    means = {domain: _mean(defined[domain] or numbers) for domain, numbers in values.items()}
     return {f"personal-own-{score}": means} if means else {}
 
 

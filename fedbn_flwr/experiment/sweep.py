@@ -51,6 +51,7 @@ from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.serve import reference_config
 from fedbn_flwr.experiment.yaml_file import read_yaml
+from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["Cell", "Study", "finished", "sweep"]
 
@@ -271,7 +272,8 @@ def _write_tables(study: Study, out: Path) -> str:
         table += "\n" + by_domain
     first = [cell for cell in study.cells() if cell.seed == study.seeds[0]]
     curves = {f"{c.method}, {c.split}": read_metrics(c.folder(out) / "metrics.jsonl") for c in first}
-    write_atomically(out / "curves.png", draw_curves({k: v for k, v in curves.items() if v}, study.name))
+    score = first[0].config.learning_task().score if first else ""
+    write_atomically(out / "curves.png", draw_curves({k: v for k, v in curves.items() if v}, study.name, score))
     return table
 
 
@@ -294,8 +296,9 @@ def _row(study: Study, method: str, split: str, done: Sequence[Mapping[str, Any]
     paper = study.paper.get(f"{method}/{split}")
     headline = done[0]["headline"] if done else ""
     counted = [s for s in done if DIVERGED_AT not in s]
-    final = [100 * s["final"][headline] for s in counted if s["final"].get(headline) is not None]
-    best = [100 * s["best"][headline] for s in counted if s["best"].get(headline) is not None]
+    scale = 100 if in_percent(headline) else 1
+    final = [scale * s["final"][headline] for s in counted if s["final"].get(headline) is not None]
+    best = [scale * s["best"][headline] for s in counted if s["best"].get(headline) is not None]
     ledger = done[0]["ledger"] if done else {}
     return {
         "method": method,
@@ -314,16 +317,19 @@ def _row(study: Study, method: str, split: str, done: Sequence[Mapping[str, Any]
 
 
 def _markdown(study: Study, rows: list[dict[str, Any]]) -> str:
+    unit = ", %" if all(in_percent(row["metric"]) for row in rows) else ""
     lines = [
         f"# {study.name}",
         "",
-        "| method | split | metric | final, % | best, % | rounds | exchanges | MB of floats | runs | paper, % |",
+        f"| method | split | metric | final{unit} | best{unit} | rounds | exchanges | MB of floats | runs "
+        f"| paper{unit} |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        final = "-" if row["mean"] is None else f"{row['mean']:.2f}"
-        final += f" ± {row['std']:.2f}" if row["std"] is not None else ""
-        best = "-" if row["best-mean"] is None else f"{row['best-mean']:.2f}"
+        places = 2 if in_percent(row["metric"]) else 4
+        final = "-" if row["mean"] is None else f"{row['mean']:.{places}f}"
+        final += f" ± {row['std']:.{places}f}" if row["std"] is not None else ""
+        best = "-" if row["best-mean"] is None else f"{row['best-mean']:.{places}f}"
         paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
         runs = f"{row['runs']}, {row['diverged']} diverged" if row["diverged"] else row["runs"]
         cells = [row["method"], row["split"], row["metric"], final, best, row["rounds"], row["exchanges"]]

@@ -1,16 +1,30 @@
-"""What a run tests the global model with: re-estimated statistics, averaged BN parts, domain by domain."""
+"""What a run tests the global model with: re-estimated statistics, averaged BN parts, domain by domain; each task."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from rich.progress import Progress
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
+from sklearn import metrics as sk
+from torch import Tensor, nn
 
 from fedbn_flwr import InProcessGrid, global_state, personal_state
 from fedbn_flwr.app import client_app
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.cli import _Bar
+from fedbn_flwr.data.loading import DATASETS, _load
+from fedbn_flwr.data.readers import Loaded
+from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
@@ -19,8 +33,10 @@ from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model
+from fedbn_flwr.experiment.sweep import Study, sweep
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.tasks import BINARY, MULTI_LABEL, REGRESSION, Task
 
 DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
 
@@ -259,3 +275,128 @@ def test_impossible_evaluations_are_refused_before_the_run() -> None:
         check(Config.make({"recalibrate": True, "norm": "group"}))
     with pytest.raises(NormLayerError, match="strategy 'staticbn' needs BatchNorm"):
         check(Config.make({"strategy": "staticbn", "norm": "group"}))
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def own_task(
+    monkeypatch: pytest.MonkeyPatch,
+    task: Task,
+    num_classes: int,
+    label: Callable[[Tensor], Tensor],
+    grouped: bool = False,
+) -> None:
+    """A data set "mine": the digits with other targets, for a task that the user may choose; groups: even, odd."""
+
+    def read(folder: Path, shape: Any) -> Loaded:
+        parts = DATASETS["digits"].loader(folder, shape)[:2]
+        own = [Samples(part.inputs, label(part.targets), part.targets % 2 if grouped else None) for part in parts]
+        return Loaded(*own, ("even", "odd") if grouped else ())
+
+    own = {"name": "mine", "loader": read, "num_classes": num_classes, "task": task, "tasks": ("classification",)}
+    own["grouped"] = grouped
+    monkeypatch.setitem(DATASETS, "mine", dataclasses.replace(DATASETS["digits"], **own))
+    _load.cache_clear()
+
+
+def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_path: Path) -> None:
+    own_task(monkeypatch, BINARY, 2, lambda digit: (digit == 8).long())
+    settings = {"dataset": "mine", "partition": "shards", "shards-per-client": 1, "num-clients": 3, "batch-size": 32}
+    summary, out = quick_run(**settings, **{"eval-on": "global,personal-own", "learning-rate": 0.3, "local-steps": 9})
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    config = Config.load(out / "config.yaml")
+    model, _ = saved(out)
+    test = partitioned_data(config, 3).test_view()
+    inputs, targets = test.batch(torch.arange(len(test)))
+    with torch.no_grad():
+        outputs = model.eval()(inputs)
+    assert outputs.shape == (len(test), 1)
+    logits = outputs[:, 0]
+    assert line["test-auroc"] == pytest.approx(sk.roc_auc_score(targets, logits), rel=1e-6)
+    assert line["test-f1"] == pytest.approx(sk.f1_score(targets, logits > 0), rel=1e-6)
+    assert line["test-accuracy"] == ((logits > 0) == targets).double().mean()
+    assert 0 < line["train-accuracy"] < 1
+
+    one_class, defined = [], []
+    for client in line["clients"].values():
+        (one_class if client["own-auroc"] is None else defined).append(client)
+    assert one_class, "shards by class: no client has an AUROC unless it has both classes"
+    if defined:
+        assert line["personal-own-auroc"] == statistics.fmean(client["own-auroc"] for client in defined)
+    assert line["personal-own-auroc-clients"] == len(defined)
+    assert "personal-own-accuracy-clients" not in line
+
+    assert summary["headline"] == "test-accuracy"
+    said, numbers = summary["definitions"], [key for key in summary["final"] if key != "round"]
+    assert list(said) == numbers
+    assert said["test-auroc"] == f"pooled over the whole test set, {len(test)} examples"
+    assert said["personal-own-accuracy"] == "plain mean over 3 clients, each on its own test set"
+    assert said["personal-own-auroc"].startswith(f"plain mean over {len(defined)} of 3 clients")
+    assert "weighted by" in said["personal-own-accuracy-weighted"]
+
+
+def test_a_regression_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_path: Path) -> None:
+    """The best value is the lowest error; tables show it as it is, and no key is missing or null."""
+    own_task(monkeypatch, REGRESSION, 1, lambda digit: digit.float())
+    path = tmp_path / "study.yaml"
+    path.write_text("""
+name: numbers
+base: {dataset: mine, partition: iid, num-clients: 3, num-server-rounds: 3, local-steps: 2, learning-rate: 0.02}
+methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {strategy: centralized}}
+""")
+    out = tmp_path / "out"
+    table = sweep(Study.load(path), out)
+    for method, headline in (("FedAvg", "test-mae"), ("FedBN", "personal-own-mae"), ("centralized", "test-mae")):
+        folder = out / method / "all/seed-0"
+        summary, lines = json.loads((folder / "summary.json").read_text()), read_metrics(folder / "metrics.jsonl")
+        assert summary["headline"] == headline
+        assert summary["best"][headline] == min(line[headline] for line in lines)
+        assert all("accuracy" not in key for line in lines for key in line)
+        assert None not in summary["final"].values()
+        assert f"| {headline} | {summary['final'][headline]:.4f} | {summary['best'][headline]:.4f} |" in table
+    assert "| method | split | metric | final | best |" in table
+    assert ", %" not in table
+    (bar := _Bar(Progress(), 3, "", "mae"))(lines[-1])
+    assert f"mae {lines[-1]['test-mae']:.4f}" in bar._progress.tasks[0].fields["shown"]
+
+
+def test_a_multi_label_run_has_a_score_for_each_domain(monkeypatch, quick_run) -> None:
+    """Targets: the digit is even, is above 4, is 3, which the domain of even digits never has."""
+
+    def labels(digit: Tensor) -> Tensor:
+        return torch.stack([digit % 2 == 0, digit > 4, digit == 3], 1).float()
+
+    own_task(monkeypatch, MULTI_LABEL, 3, labels, grouped=True)
+    settings = {"dataset": "mine", "partition": "domain", "num-clients": 2, "eval-on": "personal-own,global"}
+    summary, out = quick_run(strategy="fedbn", **settings)
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    own = {name: line["clients"][str(client)]["own-auroc"] for client, name in enumerate(("even", "odd"))}
+    assert summary["headline"] == "personal-own-auroc"
+    assert line["domains"]["personal-own-auroc"] == own
+    assert line["personal-own-auroc"] == statistics.fmean(own.values())
+    assert summary["definitions"]["domains"].startswith("each figure by domain")
+
+
+def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
+    own_task(monkeypatch, BINARY, 2, lambda digit: (digit > 4).long())
+    chosen = Config.make({"dataset": "mine", "task": "classification", "metrics": "macro-f1,auroc"})
+    assert chosen.learning_task().metrics == ("accuracy", "macro-f1", "auroc")
+    assert make_model(chosen).fc.out_features == 2
+    _, out = quick_run(**{"metrics": "balanced-accuracy", "eval-on": "global,personal-own"})
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    assert 0 <= line["test-balanced-accuracy"] <= 1
+    assert 0 <= line["personal-own-balanced-accuracy-seen"] <= 1
+    refused = {
+        "task=binary: the labels of dataset=digits are for classification": {"task": "binary"},
+        "task=regression: the labels of dataset=mine are for binary, classification": {
+            **{"dataset": "mine", "task": "regression"}
+        },
+        "unknown task 'binery'. Did you mean 'binary'?": {"task": "binery"},
+        "metrics=mae, miou: task classification has accuracy, balanced-accuracy": {"metrics": "mae,auroc,miou"},
+        "metrics='accuracy' has no effect: task classification always has it": {"metrics": "accuracy"},
+        "num-classes=3 has no effect: task binary has one output": {"dataset": "mine", "num-classes": 3},
+    }
+    for said, settings in refused.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            Config.make(settings)

@@ -1,0 +1,47 @@
+"""What the figures of a summary are: pooled over a test set, or a mean over clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
+
+__all__ = ["CLIENTS", "definitions"]
+
+CLIENTS = "-clients"  # ends the key with the number of clients that define a metric
+_OF_SOME = {
+    "-weighted": "mean over the same clients as the plain mean, weighted by their test examples",
+    "-seen": "plain mean over the clients among them that have trained in this run",
+    "-unseen": "plain mean over the clients among them that have not trained in this run",
+    CLIENTS: "number of clients whose test set defines the metric",
+}
+_TESTED_ON = {"own": "its own test set", "global": "the whole test set"}
+
+
+def definitions(final: Mapping[str, Any], line: Mapping[str, Any], num_tested: int, federated: bool) -> dict[str, str]:
+    """Return a sentence for each figure.
+
+    Args:
+        final: the figures by key.
+        line: the line of ``metrics.jsonl`` that they come from.
+        num_tested: number of examples of the whole test set.
+        federated: there are clients.
+    """
+    return {key: _definition(key, line, num_tested, federated) for key in final if key != "round"}
+
+
+def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: bool) -> str:
+    if key == "domains":
+        return "each figure by domain: test-...: pooled over its test set, personal-...: plain mean over its clients"
+    if key.startswith("train-"):
+        return "mean over the clients, weighted by their training examples" if federated else "mean over the examples"
+    if key.startswith("test-"):
+        return f"pooled over the whole test set, {num_tested} examples"
+    if found := next((text for ending, text in _OF_SOME.items() if key.endswith(ending)), None):
+        return found
+    name = key.split("-")[1]
+    total = sum(client.get(f"{name}-{NUM_EXAMPLES}", 0) > 0 for client in line.get("clients", {}).values())
+    defined = line.get(key + CLIENTS, total)
+    who = f"{total} clients" if defined == total else f"{defined} of {total} clients (the others do not define it)"
+    return f"plain mean over {who}, each on {_TESTED_ON[name]}"
