@@ -130,6 +130,7 @@ ELSEWHERE = {
     "state-dir": "tests/client/test_state_folder.py",
     "series": "tests/client/test_state_folder.py",
     "resume": "tests/experiment/test_resume.py",
+    "early-stopping": "tests/experiment/test_early_stopping.py",
 }
 
 

@@ -1,5 +1,7 @@
 """Checkpoints of the server: the last two in ``OUT/checkpoint``, each with everything that an exact resume needs.
 
+With early stopping, those of the rounds whose state may be the run's result stay, too.
+
 A checkpoint holds the global model, the strategy's ``state_dict()``, and the id of the run, with which clients find
 their kept state in the state folder. Every random draw has its own stream by seed, purpose, round and partition, so no
 generator is saved. History and traffic are in ``metrics.jsonl``; a resume removes later rounds from it.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.experiment.config import Config, from_older
+from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output import PLACES, RunFolder, changed_settings, read_metrics, versions
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
@@ -32,6 +35,14 @@ logger = logging.getLogger("flwr")
 _VERSION, _KEPT = 1, 2
 _FILE = re.compile(r"round-(\d+)\.safetensors")
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
+
+
+Best = Callable[[int], int | None]
+"""Returns the best round among those up to a round."""
+
+
+def _no_best(server_round: int) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,8 @@ class Checkpoints:
         """The rounds of the existing checkpoints, oldest first."""
         return _rounds(self.folder)
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint; keep only the last two.
+    def save(self, checkpoint: Checkpoint, best: Best = _no_best) -> None:
+        """Write a checkpoint; keep the last two, and the best round as of each of them.
 
         Raises:
             EngineError: the folder cannot be written; earlier checkpoints stay.
@@ -83,7 +94,8 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
             write_checked(self._path(checkpoint.server_round), {**about, **vars(checkpoint)})
-            for old in self.rounds[:-_KEPT]:
+            last = self.rounds[-_KEPT:]
+            for old in {*self.rounds}.difference(last, map(best, last)):
                 self._path(old).unlink()
         except OSError as error:
             existing = ", ".join(map(str, self.rounds)) or "none"
@@ -112,6 +124,15 @@ class Checkpoints:
         if reasons:
             raise ConfigError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
         return None
+
+    def read(self, server_round: int) -> Checkpoint:
+        """Return the checkpoint of a round.
+
+        Raises:
+            StateError: it is missing or damaged, or belongs to another model.
+            ConfigError: it belongs to a run with other settings.
+        """
+        return self._read(server_round)
 
     def go_on(self, server_round: int) -> None:
         """Rename checkpoints after the round of a resume: they were refused, and must not count among the last two."""
@@ -200,14 +221,16 @@ class CheckpointManager:
         self._run = saved.run if saved else uuid4().hex[:16]
         self._update_continuity()
 
-    def after_round(self, server_round: int) -> None:
-        """Save a checkpoint before the first round, every ``checkpoint-every`` rounds, and after the last."""
+    def after_round(self, server_round: int, stopping: EarlyStopping | None = None) -> None:
+        """Save a checkpoint before the first round, every ``checkpoint-every`` rounds, after the last and the best."""
         every = self._config.checkpoint_every
         last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
-        if not every or (server_round % every and not last):
+        best: Best = stopping.best if stopping else _no_best
+        if not every or (server_round % every and not last and best(server_round) != server_round):
             return
         state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
-        self._checkpoints.save(Checkpoint(server_round, state, strategy, self._run, self.resumed_after))
+        checkpoint = Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
+        self._checkpoints.save(checkpoint, best)
         self._update_continuity()
         if self._strategy.run.volatile and not self._warned:
             self._warned = True

@@ -188,6 +188,13 @@ class Config(_MethodSettings):
         "initial weights, loaded by name and shape: an absolute path of a .safetensors, .pt or .pth file, or "
         "torchvision, torchvision:NAME, timm or smp (published weights, downloaded); read by the server alone",
     )
+    early_stopping: int = _key(
+        "own data and models",
+        0,
+        "K > 0: the run ends when the score on the validation examples has not improved for K tested rounds, and its "
+        "result is the state after the best round; needs validation-share",
+        ge=0,
+    )
 
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
@@ -328,6 +335,16 @@ class Config(_MethodSettings):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not problems and self.strategy != CENTRALIZED:
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
+        if self.early_stopping and not self.validation_share:
+            problems.append(
+                f"early-stopping={self.early_stopping} needs validation-share above 0: the score is that on examples "
+                "that no client trains on"
+            )
+        if self.early_stopping and not self.checkpoint_every:
+            problems.append(
+                f"early-stopping={self.early_stopping} goes back to the checkpoint of the best round: set "
+                "checkpoint-every above 0"
+            )
         if self.learning_rate_schedule == "step" and not self.lr_decay_at:
             problems.append("learning-rate-schedule=step needs lr-decay-at")
         if self.learning_rate_warm_up >= self.num_server_rounds:

@@ -23,6 +23,7 @@ from fedbn_flwr.data import (
 )
 from fedbn_flwr.data.augment import RESIZED_CROP
 from fedbn_flwr.data.splits import Indices
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import pick_device
 from fedbn_flwr.seeds import derive_seed
@@ -136,6 +137,11 @@ def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedDa
     if share:
         seeds = [derive_seed(options["seed"], "validation", client) for client in range(num_clients)]
         pairs = [put_aside(data.train, part, share, seed) for part, seed in zip(train, seeds, strict=True)]
+        if not any(len(part) for _, part in pairs):
+            raise DataError(
+                f"validation-share={share} gives no client a validation example: the largest of {num_clients} has "
+                f"{max(map(len, train))} training examples. Use a larger share or fewer clients."
+            )
         train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
     owned = [np.concatenate(both) for both in zip(train, validation, strict=True)] if share else train
     data, scales = standardised(data, train, test, standardise, owned)

@@ -20,6 +20,7 @@ from fedbn_flwr.client.saved_state import ABSENT, AVERAGED, KEPT_HASHES, why_abs
 from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.definitions import CLIENTS, definitions
+from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.preprocessing import INPUTS, Preprocessing
@@ -61,7 +62,11 @@ _WHAT_MEAN = " (mean over clients)"
 
 
 class Recorder:
-    """Tests the global model if ``eval-on`` asks for it, and writes a line for each round."""
+    """Tests the global model if ``eval-on`` asks for it, and writes a line for each round.
+
+    Attributes:
+        stopping: the validation scores, with which it stops the strategy; None without early stopping.
+    """
 
     def __init__(
         self,
@@ -90,6 +95,8 @@ class Recorder:
                 ", ".join(sorted(strategy.local)),
             )
         lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
+        self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
+        self._stop()
         self._trained = {str(client) for line in lines for client in line["participants"]}
         self._clock = time.monotonic()
 
@@ -136,12 +143,21 @@ class Recorder:
             line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
         self._clock = time.monotonic()
         self._folder.add_round(line)
+        if self.stopping:
+            self.stopping.add(line)
+            self._stop()
         names = (*_headlines(self._config), TRAIN_LOSS)
         shown = " ".join(f"{k} {line[k]:.4f}{_WHAT_MEAN * k.startswith('personal')}" for k in names if k in line)
         logger.info("round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
         if self._on_round:
             self._on_round(line)
         return line
+
+    def _stop(self) -> None:
+        """End the run if early stopping says so."""
+        if self._strategy and self.stopping and self.stopping.stops:
+            self._strategy.stopped = True
+            logger.info("early stopping: %s was best in round %s", self.stopping.metric, self.stopping.best())
 
     def _note_divergence(self, report: RoundReport, tested: Mapping[str, Any]) -> None:
         if self._strategy:
@@ -178,13 +194,17 @@ class Recorder:
         return {**line, "domains": domains} if domains else line
 
     def finish(self, state: State, strategy: FedAvg[Any] | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
-        """Write model, curves and summary; return the summary."""
+        """Write model, curves and summary; return the summary.
+
+        With early stopping, ``state`` and the strategy are those of the best round.
+        """
         lines = read_metrics(self._folder.path / "metrics.jsonl")
         headline = _headlines(self._config)[0]
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
-        last = measured[-1] if measured else {}
+        kept_round = self.stopping.best() if self.stopping else None
+        last = lines[kept_round - 1] if kept_round else measured[-1] if measured else {}
         kept = ("train-", "test-", "personal-", f"{VALIDATION}-", "domains")
         final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
         summary: dict[str, Any] = {
@@ -200,7 +220,10 @@ class Recorder:
         }
         if since := next((line[DIVERGED_AT] for line in lines if DIVERGED_AT in line), None):
             summary[DIVERGED_AT] = since
-        summary |= strategy.outcome(len(lines)) if strategy else {}
+        if self.stopping:
+            best_score = {"round": kept_round, self.stopping.metric: last.get(self.stopping.metric)}
+            summary |= {"stopped-early": self.stopping.stops, "best-validation": best_score}
+        summary |= strategy.outcome(kept_round or len(lines)) if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
         local = strategy.run.local_hashes if strategy else {}

@@ -12,11 +12,13 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
+from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError
+from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError, StateError
 from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
@@ -120,7 +122,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
 
     def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = recorder.after_round(server_round, arrays)
-        manager.after_round(server_round)
+        manager.after_round(server_round, recorder.stopping)
         return metrics
 
     diverged: DivergedError | None = None
@@ -140,10 +142,32 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     diverged = diverged or _diverged_before(config, out, strategy, result)
     if not diverged and all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
         raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
-    summary = recorder.finish(from_record(result.arrays), strategy, manager.resumed_after)
+    arrays = _best(recorder.stopping, checkpoints, strategy) or result.arrays
+    summary = recorder.finish(from_record(arrays), strategy, manager.resumed_after)
     if diverged:
         raise diverged
     return summary
+
+
+def _best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:
+    """Return the model of the best round, and bring the strategy back to it; None without early stopping."""
+    best = stopping.best() if stopping else None
+    if not stopping or best is None:
+        return None
+    try:
+        saved = checkpoints.read(best)
+    except (ConfigError, StateError) as error:
+        raise EngineError(
+            f"round {best} has the best {stopping.metric}, and its checkpoint cannot be used: {error}. Start a new run."
+        ) from error
+    if volatile := saved.strategy["volatile"]:
+        logger.warning(
+            "client(s) %s kept their part in memory only: they go on with that of the last round, not of round %d, the "
+            "best. Set state-dir, in the run's config or in each node's.",
+            ", ".join(volatile),
+            best,
+        )
+    return strategy.go_back(to_record(saved.state), saved.strategy, best)
 
 
 def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: Result) -> DivergedError | None:
@@ -181,6 +205,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
     _log_initial(initialise(plain, config))
     settings = local_training(config)
     recorder = Recorder(RunFolder(out, config), config, plain, data, None, on_round)
+    stopping, kept = recorder.stopping, dict[str, Any]()
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
     try:
@@ -205,12 +230,14 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
             if result.accuracy is not None:
                 report.metrics[TRAIN_ACCURACY] = result.accuracy
             recorder.write(report)
-            if report.diverged and config.on_divergence == "stop":
+            if stopping and stopping.best() == server_round:
+                kept = _copied(plain)
+            if (report.diverged and config.on_divergence == "stop") or (stopping and stopping.stops):
                 break
     finally:
         torch.set_num_threads(before)
         recorder.close()
-    summary = recorder.finish(to_state(plain.state_dict()), None)
+    summary = recorder.finish(kept or to_state(plain.state_dict()), None)
     if report.diverged and config.on_divergence == "stop":
         raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
     return summary
@@ -220,6 +247,10 @@ def _log_initial(report: InitReport | None) -> None:
     """Log what the initial weights hold: as a warning if some of them, or of the model's entries, found no partner."""
     if report is not None:
         logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)
+
+
+def _copied(model: nn.Module) -> dict[str, Any]:
+    return {name: array.copy() for name, array in to_state(model.state_dict()).items()}
 
 
 def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:

@@ -69,9 +69,11 @@ class Server(Method[P]):
         on_round_end: called at the end of each round, with the model to test or save and the round's metrics.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
             model with ``completion`` sets it to False.
+        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
     """
 
     completes_tests = True
+    stopped = False
 
     def __init__(
         self, *args: Any, parts: Parts | None = None, on_round_end: OnRoundEnd | None = None, **kwargs: Any
@@ -136,7 +138,7 @@ class Server(Method[P]):
     def _refuse_failed_run(self, result: Result) -> None:
         """Raise DivergedError or NothingTrainedError, with the result, if the finished run is one."""
         reports = self.reports
-        if reports and self.stops_after(reports[-1].server_round):
+        if reports and self._ends_diverged:
             raise self._diverged(result)
         # A resumed run may have trained before: its earlier rounds are not known here.
         trains = self.fraction_train > 0 and not self.run.after
@@ -164,8 +166,26 @@ class Server(Method[P]):
         return DivergedError(text, report.diverged_at, result)
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round because it diverged."""
+        """Return whether the run ends after this round because it diverged, or because it was stopped."""
+        return self.stopped or self._ends_diverged
+
+    @property
+    def _ends_diverged(self) -> bool:
         return self.params.on_divergence == "stop" and bool(self.reports) and bool(self.run.report.diverged)
+
+    def go_back(self, arrays: ArrayRecord, state: Mapping[str, Any], server_round: int) -> ArrayRecord:
+        """Go back to the end of an earlier round of this run; return the model that the run returns there.
+
+        Args:
+            arrays: the global model of that round.
+            state: ``state_dict()`` of that round.
+            server_round: the round.
+        """
+        reports = [report for report in self.reports if report.server_round <= server_round]
+        self.load_state_dict(state, server_round)
+        self.prepare(arrays, self.run.num_rounds, self.dispatcher.timeout)
+        self.run.reports = reports
+        return self._completed(arrays)
 
     def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
         """Prepare a new run and forget an earlier one; ``start`` calls this first.
@@ -428,7 +448,7 @@ class Server(Method[P]):
             self.run.metrics["evaluate_metrics_clientapp"] = found
         if not self.run.own_loop:  # the last of our calls in a round of one of Flower's own loops
             self._end_round(server_round)
-            if self.stops_after(server_round):
+            if self._ends_diverged:
                 raise self._diverged()
         return found
 

@@ -318,7 +318,7 @@ class Method(FlowerFedAvg, Generic[P]):
         """Return the likely cause of a loss that is not finite in this round, and remedies that were tried."""
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round, also if it is not the last."""
+        """Return whether the run ends after this round, also if it is not the last; 0 = before the first."""
         return False
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:

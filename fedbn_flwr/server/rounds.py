@@ -64,6 +64,8 @@ def run_rounds(
     if not after:
         test(0)
     for server_round in range(after + 1, num_rounds + 1):
+        if strategy.stops_after(server_round - 1):
+            break
         logger.info("[ROUND %d/%d]", server_round, num_rounds)
         messages = strategy.configure_train(server_round, arrays, train_config, grid)
         averaged, metrics = strategy.aggregate_train(server_round, strategy.run_training(server_round, messages, grid))
@@ -78,8 +80,6 @@ def run_rounds(
             logger.info("Evaluation%s: %s", _how(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
         test(server_round)
-        if strategy.stops_after(server_round):
-            break
     return result
 
 

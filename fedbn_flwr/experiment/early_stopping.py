@@ -1,0 +1,61 @@
+"""Early stopping: which round has the best score on the validation examples, and whether the run ends.
+
+The scores are those of ``metrics.jsonl``, so a resumed run decides as an uninterrupted one. The result of the run is
+the state after the best round, also if the run is not stopped. That round's checkpoint is kept for it, with what each
+client kept in that round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.messages.protocol import VALIDATION
+
+__all__ = ["EarlyStopping"]
+
+_LOWER_IS_BETTER = ("mae",)
+
+
+class EarlyStopping:
+    """The validation scores of a run.
+
+    The score is the main metric of the task: of the global model on the validation examples of all clients, or, if the
+    first entry of ``eval-on`` is a personal test, the mean over the clients, each with its own part.
+
+    Args:
+        config: the settings; ``early-stopping`` is above 0.
+        lines: the lines of ``metrics.jsonl`` so far.
+
+    Attributes:
+        metric: the name of the score in ``metrics.jsonl``.
+    """
+
+    def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
+        score = config.learning_task().score
+        personal = config.evaluations()[0].startswith("personal")
+        self.metric = f"{'personal-' if personal else ''}{VALIDATION}-{score}"
+        self._patience, self._sign = config.early_stopping, -1 if score in _LOWER_IS_BETTER else 1
+        self._scores: dict[int, float] = {}
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Note the score in the line of a round; a score that is not finite improves nothing."""
+        if self.metric in line:
+            score = line[self.metric]
+            known = score is not None and math.isfinite(score)
+            self._scores[line["round"]] = self._sign * score if known else -math.inf
+
+    def best(self, upto: float = math.inf) -> int | None:
+        """Return the first round with the best score, among the rounds up to ``upto``; None without a score."""
+        scores = {r: score for r, score in self._scores.items() if r <= upto and score > -math.inf}
+        return max(scores, key=lambda r: scores[r]) if scores else None
+
+    @property
+    def stops(self) -> bool:
+        """Whether the score has not improved for as many tested rounds as ``early-stopping`` says."""
+        best = self.best()
+        return best is not None and sum(r > best for r in self._scores) >= self._patience
