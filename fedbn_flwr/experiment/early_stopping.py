@@ -16,8 +16,6 @@ from fedbn_flwr.messages.protocol import VALIDATION
 
 __all__ = ["EarlyStopping"]
 
-_LOWER_IS_BETTER = ("mae",)
-
 
 class EarlyStopping:
     """The validation scores of a run.
@@ -34,10 +32,10 @@ class EarlyStopping:
     """
 
     def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
-        score = config.learning_task().score
+        task = config.learning_task()
         personal = config.evaluations()[0].startswith("personal")
-        self.metric = f"{'personal-' if personal else ''}{VALIDATION}-{score}"
-        self._patience, self._sign = config.early_stopping, -1 if score in _LOWER_IS_BETTER else 1
+        self.metric = f"{'personal-' if personal else ''}{VALIDATION}-{task.score}"
+        self._patience, self._sign = config.early_stopping, 1 if task.higher_is_better else -1
         self._scores: dict[int, float] = {}
         for line in lines:
             self.add(line)
