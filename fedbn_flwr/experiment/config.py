@@ -88,7 +88,7 @@ class Config(_MethodSettings):
     activation: str = _key("what", "relu", "activation for which `norm=wsconv` scales: relu or identity")
     renorm_rmax: float = _key("what", 3.0, "r_max of `norm=batch-renorm`", ge=1)
     renorm_dmax: float = _key("what", 5.0, "d_max of `norm=batch-renorm`", ge=0)
-    model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, or torchvision:NAME")
+    model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function")
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
     dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
     image_size: int = _key(

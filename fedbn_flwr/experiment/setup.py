@@ -30,6 +30,7 @@ __all__ = [
     "local_training",
     "make_model",
     "make_strategy",
+    "num_outputs",
     "on_device",
     "pick_device",
     "training_model",
@@ -212,8 +213,23 @@ def _try_model(config: Config, model: nn.Module) -> None:
     examples = torch.zeros(2, *config.example_shape(), dtype=torch.uint8)
     if augment := Augment.parse(config.augment):
         examples = augment(examples, torch.Generator())
-    with torch.no_grad():
-        model.eval()(examples.float())
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(examples.float())
+    except Exception as error:  # the model's own, which may raise anything
+        raise ConfigError(
+            f"model {config.model!r} fails on a batch of inputs {tuple(examples.shape)}: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    pixels = examples.shape[2:] if config.learning_task().by_pixel else ()
+    wanted = (2, config.num_outputs(), *pixels)
+    fits = isinstance(outputs, torch.Tensor) and tuple(outputs.shape) in (wanted, (2,) if wanted == (2, 1) else wanted)
+    if not fits:
+        got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        raise ConfigError(
+            f"model {config.model!r} returns {got} for a batch of inputs {tuple(examples.shape)}; "
+            f"{config.learning_task().name} needs a tensor of shape {wanted} (outputs without softmax)."
+        )
 
 
 def _norms(model: nn.Module) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.models.extras import SMP_PREFIX, TIMM_PREFIX, published_smp, published_timm
 from fedbn_flwr.models.segmentation import SEGMENTATION_PREFIX
 from fedbn_flwr.models.zoo import PREFIX
 from fedbn_flwr.training.wrappers import load_state
@@ -163,7 +164,7 @@ def _read(init: str, name: str, channels: int) -> dict[str, Tensor]:
     publisher, _, which = init.partition(":")
     if publisher == "torchvision":
         return _of_torchvision(init, which, name)
-    if publisher in ("timm", "smp") and not which:
+    if publisher in _EXTRAS and not which:
         return _of_extra(publisher, name, channels)
     raise ConfigError(
         f"init={init!r} is neither a file ({', '.join(FILES[:-1])} or {FILES[-1]}) nor torchvision, torchvision:NAME, "
@@ -225,10 +226,21 @@ def _of_torchvision(init: str, which: str, name: str) -> dict[str, Tensor]:
 
 
 def _of_extra(publisher: str, name: str, channels: int) -> dict[str, Tensor]:
-    raise ConfigError(
-        f"init={publisher} is for models {publisher}:{'NAME' if publisher == 'timm' else 'ARCHITECTURE/ENCODER'}, not "
-        f"for {name!r}."
-    )
+    prefix, form, published = _EXTRAS[publisher]
+    if not name.startswith(prefix):
+        raise ConfigError(f"init={publisher} is for models {prefix}{form}, not for {name!r}.")
+    try:
+        return published(name.removeprefix(prefix), channels)
+    except ConfigError:
+        raise
+    except Exception as error:  # the packages fetch in ways of their own
+        raise _not_fetched(publisher, error) from error
+
+
+_EXTRAS = {
+    "timm": (TIMM_PREFIX, "NAME", published_timm),
+    "smp": (SMP_PREFIX, "ARCHITECTURE/ENCODER", published_smp),
+}
 
 
 def _not_fetched(init: str, error: Exception) -> ConfigError:

@@ -12,10 +12,12 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.models.alexnet import FULL, SMALL, alexnet, alexnet_shape
 from fedbn_flwr.models.digits import digits_cnn, digits_shape
+from fedbn_flwr.models.extras import SMP_PREFIX, TIMM_PREFIX, smp_info, timm_info
 from fedbn_flwr.models.fedbs import cifar_net, cifar_shape, mnist_net, mnist_shape
 from fedbn_flwr.models.info import ModelInfo
 from fedbn_flwr.models.lenet import lenet, lenet_shape
 from fedbn_flwr.models.mlp import mlp, mlp_of_rows, mlp_shape
+from fedbn_flwr.models.own import OWN, is_own, own_info
 from fedbn_flwr.models.resnet import resnet_shape, small_resnet
 from fedbn_flwr.models.segmentation import SEGMENTATION_PREFIX, segmentation_info, segmentation_names
 from fedbn_flwr.models.zoo import PREFIX, zoo_info, zoo_names
@@ -64,6 +66,16 @@ MODELS: dict[str, ModelInfo] = {
     "fedbs-cifar": ModelInfo("FedBS's network of 4 convolutions for CIFAR-10", "FedBS, V-A", cifar_net, cifar_shape),
     f"{PREFIX}<name>": zoo_info("<name>"),
     f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
+    f"{TIMM_PREFIX}<name>": timm_info("<name>"),
+    f"{SMP_PREFIX}<architecture>/<encoder>": smp_info("<architecture>/<encoder>"),
+    OWN: own_info("<module>:<function>"),
+}
+
+_FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
+    PREFIX: zoo_info,
+    SEGMENTATION_PREFIX: segmentation_info,
+    TIMM_PREFIX: timm_info,
+    SMP_PREFIX: smp_info,
 }
 
 # Layers draw their initial weights from torch's default generator: two builds at the same time would mix their draws.
@@ -73,18 +85,19 @@ _BUILDING = threading.Lock()
 def model_info(name: str) -> ModelInfo:
     """Return the entry of a model name.
 
-    A name is a key of ``MODELS``, or ``torchvision:`` plus the name of a classifier, or ``torchvision-seg:`` plus the
-    name of a segmentation network.
+    A name is a key of ``MODELS``; a prefix and the name of a network (``torchvision:`` and ``timm:`` of a classifier,
+    ``torchvision-seg:`` of a segmentation network, ``smp:`` of ARCHITECTURE/ENCODER); or a user's ``module:function``.
 
     Raises:
         ConfigError: the name is unknown; the message suggests the nearest one.
     """
-    if name.startswith(PREFIX):
-        return zoo_info(name.removeprefix(PREFIX))
-    if name.startswith(SEGMENTATION_PREFIX):
-        return segmentation_info(name.removeprefix(SEGMENTATION_PREFIX))
+    family, separator, network = name.partition(":")
+    if family + separator in _FAMILIES:
+        return _FAMILIES[family + separator](network)
     if name in MODELS:
         return MODELS[name]
+    if is_own(name):
+        return own_info(name)
     for prefix, names in ((PREFIX, zoo_names()), (SEGMENTATION_PREFIX, segmentation_names())):
         if name in names:
             raise ConfigError(
@@ -176,7 +189,7 @@ def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[
         raise ConfigError(f"input_shape {shape} is neither (features,) nor (channels, height, width).")
     _at_least_one(features=shape[0])
     if info.rows is None:
-        fitting = ", ".join(key for key, other in MODELS.items() if other.rows)
+        fitting = ", ".join(key for key, other in MODELS.items() if other.rows and key != OWN)
         raise ConfigError(
             f"model {name!r} takes images, and the examples are rows of {shape[0]} features. Use {fitting}, or your "
             "own model (module:function)."

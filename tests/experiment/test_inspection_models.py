@@ -21,8 +21,11 @@ CLIENTS = 3
 EXAMPLES = {
     "torchvision:<name>": ["resnet18", "mobilenet_v2", "densenet121", "alexnet"],
     "torchvision-seg:<name>": ["lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"],
+    "timm:<name>": ["test_resnet"],
+    "smp:<architecture>/<encoder>": ["DeepLabV3Plus/mobilenet_v2"],
+    "<module>:<function>": [],
 }
-LISTED = [name.replace("<name>", example) for name in MODELS for example in EXAMPLES.get(name, [""])]
+LISTED = [name.partition("<")[0] + example for name in MODELS for example in EXAMPLES.get(name, [""])]
 PARTS = ("affine", "statistics", "counters", "rest")
 # What the papers say of each method; those not named here share everything and send nothing else.
 LOCAL = {"fedbn": PARTS[:3], "silobn": PARTS[1:3], "mtfl": PARTS[:1], "standalone": PARTS}
@@ -33,7 +36,7 @@ ROUNDS, LAST = 10, 4
 
 
 def settings(model: str, **more: Any) -> Config:
-    seg = model.startswith("torchvision-seg:")
+    seg = model.startswith(("torchvision-seg:", "smp:"))
     data = "cityscapes" if seg else "mnist" if model in ("mlp", "fedbs-mnist") else "cifar10"
     chosen = {"model": model, "dataset": data, "image-size": 64 if seg else 0, "num-server-rounds": ROUNDS}
     return Config.make_of_shared({"freeze-at": LAST, "fedtan-rounds": LAST}, {**chosen, **more})[0]

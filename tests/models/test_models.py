@@ -278,6 +278,9 @@ def test_registry_lines_are_complete() -> None:
         "fedbs-cifar",
         "torchvision:<name>",
         "torchvision-seg:<name>",
+        "timm:<name>",
+        "smp:<architecture>/<encoder>",
+        "<module>:<function>",
     ]
     assert all(info.summary and info.source and "\n" not in info.summary for info in MODELS.values())
 

@@ -1,0 +1,95 @@
+"""``model=module:function``: found from the working directory, seeded, checked before round 1."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.models import build_model
+
+CODE = """
+import torch
+from torch import nn
+
+def small_net(num_classes, channels):
+    return nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(4, num_classes))
+
+class Rows(nn.Sequential):
+    def __init__(self, num_classes, features, width=8, **more):
+        super().__init__(nn.Linear(features, width), nn.BatchNorm1d(width), nn.Linear(width, num_classes))
+
+def two_outputs(size):
+    return nn.Sequential(nn.Flatten(), nn.Linear(size * size, 2))
+
+def pair():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+    return Pair()
+
+def needs(depth, num_classes, width): pass
+def broken(num_classes): return {}[num_classes]
+def no_module(): return 3
+def bad_forward(): return nn.Linear(3, 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working directory with the module, and Python's path as it was afterwards."""
+    (tmp_path / "my_nets.py").write_text(CODE)
+    (tmp_path / "my_bad.py").write_text("import not_there_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in ("my_nets", "my_bad"):
+        sys.modules.pop(name, None)
+
+
+def test_a_run_with_an_own_model_in_worker_processes_too(quick_config: Any, tmp_path: Path, same_run: Any) -> None:
+    config = quick_config(model="my_nets:small_net", strategy="fedbn")
+    same_run(*(run(config, tmp_path / f"out-{workers}", workers=workers) for workers in (0, 2)))
+
+
+def test_it_is_seeded_and_takes_rows_and_norms() -> None:
+    torch.manual_seed(1)
+    first = build_model("my_nets:Rows", num_classes=2, input_shape=(5,), seed=3)
+    torch.manual_seed(2)
+    again = build_model("my_nets:Rows", num_classes=2, input_shape=(5,), seed=3, norm="group").state_dict()
+    assert torch.equal(first.state_dict()["0.weight"], again["0.weight"])
+    assert first(torch.zeros(3, 5)).shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("my_net:small_net", r"no module 'my_net' in the working directory.*Did you mean 'my_nets:small_net'\?"),
+        ("torchvison:resnet18", r"Did you mean 'torchvision:resnet18'\?"),
+        ("my_nets:smal_net", r"unknown function of .*my_nets\.py: 'smal_net'. Did you mean 'small_net'\?"),
+        ("my_bad:net", "importing my_bad raised ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("my_nets:needs", r"needs depth, width\. For these data its function may take num_classes, channels, size"),
+        ("my_nets:broken", "its function raised KeyError: 10"),
+        ("my_nets:no_module", "returned a int; a torch.nn.Module needed"),
+        ("my_nets:two_outputs", r"returns shape \(2, 2\) .*classification needs a tensor of shape \(2, 10\)"),
+        ("my_nets:pair", "returns a tuple for a batch"),
+        ("my_nets:bad_forward", r"fails on a batch of inputs \(2, 1, 8, 8\): RuntimeError: .*mat1 and mat2"),
+    ],
+)
+def test_what_is_wrong_is_said_before_round_1(model: str, problem: str, quick_config: Any) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(quick_config(model=model))
+
+
+@pytest.mark.parametrize("name", ["my-nets:net", "small_net", ":net", "a:b:c"])
+def test_other_names_are_unknown_models(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown model '{name}'"):
+        build_model(name, num_classes=2, input_shape=(5,))
