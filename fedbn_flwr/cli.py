@@ -1,4 +1,4 @@
-"""The command line: ``fedbn-flwr run | sweep | list | inspect | partition | export``."""
+"""The command line: ``fedbn-flwr run | sweep | list | inspect | partition | evaluate | export``."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ class Kind(StrEnum):
     models = "models"
     datasets = "datasets"
     partitions = "partitions"
+
+
+class DataPart(StrEnum):
+    """The examples that ``evaluate`` uses."""
+
+    train = "train"
+    test = "test"
+    all = "all"
 
 
 class ExportFormat(StrEnum):
@@ -253,6 +261,36 @@ def partition(
         if out:
             draw_split(settings, tables[0], out)
             console.print(f"picture: {out.absolute()}", highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: fedbn-flwr evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    dataset: Annotated[str, typer.Option(help="The data; `fedbn-flwr list datasets`.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the data; repeatable.")] = None,
+    bn: Annotated[
+        str, typer.Option(help="averaged, own:CLIENT, or adapt: statistics of the new inputs. Default: the global BN.")
+    ] = "",
+    part: Annotated[DataPart, typer.Option(help="Which examples.")] = DataPart.test,
+    out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
+) -> None:
+    """Evaluate the model of a run on any data: a table of its metrics, and its predictions."""
+    from fedbn_flwr.experiment.config import read_overrides
+    from fedbn_flwr.experiment.evaluate_run import evaluate_run
+
+    with _exit_codes():
+        data = {**read_overrides(set_ or []), "dataset": dataset}
+        what, rows = evaluate_run(run, data, bn, part.value, out)
+        console.print(f"model: {what}", markup=False, highlight=False, soft_wrap=True)
+        metrics = list(rows[0].result.named())
+        table = Table("data", "BN statistics", "examples", *metrics, box=None)
+        for row in rows:
+            values = [f"{value:.4f}" for value in row.result.named().values()]
+            table.add_row(row.data, row.statistics, str(row.result.num_examples), *values)
+        console.print(table)
+        console.print("Each figure is pooled: over all these examples together.", highlight=False)
+        if out:
+            console.print(f"results: {out.absolute()}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: fedbn-flwr export runs/fedbn --client 2 --format onnx --fold-bn --out home/model.onnx")

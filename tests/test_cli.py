@@ -42,7 +42,7 @@ def call(*arguments: str):
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["run", "list", "sweep", "inspect", "partition", "export"]
+    assert COMMANDS == ["run", "list", "sweep", "inspect", "partition", "evaluate", "export"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

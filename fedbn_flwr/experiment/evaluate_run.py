@@ -1,0 +1,260 @@
+"""``fedbn-flwr evaluate``: the model of a finished run on any data, with its metrics and predictions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.data import Subset
+from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import RunFolder
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
+from fedbn_flwr.experiment.setup import image_shape, on_device
+from fedbn_flwr.training.evaluation import EvalResult, evaluate
+from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
+
+__all__ = ["ADAPT", "DataPart", "Row", "evaluate_run"]
+
+DataPart = Literal["train", "test", "all"]
+ADAPT = "adapt"
+"""The BN whose statistics are re-estimated on the new inputs; no target is used."""
+
+_OWN = re.compile(r"own:(\d+)")
+# Settings of a run that the model and its inputs depend on; all others are those of the new data.
+_OF_THE_MODEL = (
+    *("norm", "norm-groups", "wsconv-gain", "activation", "renorm-rmax", "renorm-dmax", "model", "mlp-hidden"),
+    *("task", "bn-momentum", "memory-format", "seed"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result on some of the data: all, or those of one group; with which BN statistics."""
+
+    data: str
+    statistics: str
+    result: EvalResult
+
+
+def evaluate_run(
+    run: Path,
+    data: Mapping[str, Any],
+    bn: str = "",
+    part: DataPart = "test",
+    out: Path | None = None,
+) -> tuple[str, list[Row]]:
+    """Evaluate the model of a run on any data.
+
+    The run gives the model, the normalisation of the inputs and the size of the images; ``data`` gives the rest.
+
+    Args:
+        run: the run's folder.
+        data: config keys of the data, at least ``dataset``.
+        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, or ``ADAPT``.
+        part: the examples to use.
+        out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
+
+    Returns:
+        What model it is, and the results: with all data first, then by group. With ``ADAPT`` those of the statistics
+        as saved come first.
+
+    Raises:
+        ConfigError: the data do not fit the model, or a setting is bad.
+        DataError: the data are missing, or do not fit the task.
+        StateError: the run lacks the model, or a part of it.
+        EngineError: the folder cannot be written.
+    """
+    if part not in get_args(DataPart):
+        raise unknown_name("part", part, get_args(DataPart))
+    if out is not None:
+        RunFolder.refuse_used(out)
+    saved = load_model(run, _choice(bn))
+    config = _config_of_data(saved.config, data)
+    chosen, groups = _views(_data(saved, config), part)
+    model, task = on_device(saved.model, config), config.learning_task()
+    statistics = ["as saved", *(["re-estimated"] if bn == ADAPT else [])]
+    rows: list[Row] = []
+    for which in statistics:
+        if which != "as saved":
+            _reestimate(model, chosen, task, saved)
+        with _Outputs(model) as outputs:
+            rows.append(Row("all", which, evaluate(model, chosen, task=task)))
+        rows += [Row(name, which, evaluate(model, view, task=task)) for name, view in groups.items()]
+    if out is not None:
+        text = "" if task.by_pixel else _predictions(outputs.all(), chosen, task, saved.preprocessing.classes)
+        _write(out, text, saved.what, config, rows)
+    return saved.what, rows
+
+
+def _choice(bn: str) -> Choice:
+    if bn in ("", ADAPT):
+        return Choice()
+    if own := _OWN.fullmatch(bn):
+        return Choice(client=int(own[1]))
+    if bn != "averaged":
+        raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {ADAPT}, or no bn.")
+    return Choice(averaged=True)
+
+
+def _config_of_data(config: Config, data: Mapping[str, Any]) -> Config:
+    """Return the settings of the run's model with those of the new data."""
+    of_run = config.to_mapping()
+    shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *config.keys("own data and models")) if key in of_run}
+    shared |= {"image-size": image_shape(config)[1]}
+    return Config.make_of_shared(shared, {"partition": "iid", "num-clients": 1, **data})[0]
+
+
+def _data(saved: SavedModel, config: Config) -> PartitionedData:
+    """Return the new data with the normalisation of the run; raise ConfigError if they do not fit the model."""
+    ran, taken = saved.config, saved.preprocessing
+    problems = []
+    if config.model != ran.model or config.norm != ran.norm:
+        problems.append("model and norm are those of the run; leave them out")
+    shapes = image_shape(ran), image_shape(config)
+    if shapes[0] != shapes[1]:
+        problems.append(f"the model takes inputs {shapes[0]}, those of dataset={config.dataset} are {shapes[1]}")
+    if ran.learning_task().name != config.learning_task().name:
+        problems.append(f"the model is for {ran.learning_task().name}, the data are for {config.learning_task().name}")
+    classes, found = ran.data_info().num_classes, config.data_info().num_classes
+    if found != classes:
+        problems.append(
+            f"the data of the run have {classes} classes, dataset={config.dataset} has {found}. Bring these data to the "
+            "classes of the run, in the same order"
+        )
+    data = None if problems else partitioned_data(config, 1)
+    names = tuple(getattr(data.dataset, "class_names", ())) if data else ()
+    if data is not None and names and taken.classes and names != taken.classes:
+        problems.append(
+            f"the classes of the model are {', '.join(taken.classes)}, those of the data {', '.join(names)}"
+        )
+    if problems or data is None:
+        raise ConfigError("\n".join(f"{problem}." for problem in problems))
+    return replace(data, dataset=replace(data.dataset, mean=taken.mean, std=taken.std))
+
+
+def _views(data: PartitionedData, part: str) -> tuple[_Joined, dict[str, _Joined]]:
+    """Return the examples of a part, and those of each of its groups by name."""
+    train = replace(data, dataset=replace(data.dataset, test=data.dataset.train))
+    chosen = {"train": [train], "test": [data], "all": [train, data]}[part]
+    groups: dict[str, list[Subset]] = {}
+    for one in chosen:
+        for name, view in one.domain_views().items():
+            groups.setdefault(name, []).append(view)
+    return _Joined([one.test_view() for one in chosen]), {name: _Joined(views) for name, views in groups.items()}
+
+
+class _Joined:
+    """Several subsets as one, in order."""
+
+    def __init__(self, parts: Sequence[Subset]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def targets(self) -> Tensor:
+        return torch.cat([part.targets for part in self.parts])
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return the examples at ascending positions."""
+        found, start = [], 0
+        for part in self.parts:
+            own = positions[(positions >= start) & (positions < start + len(part))] - start
+            found += [part.batch(own, generator)] if len(own) else []
+            start += len(part)
+        inputs, targets = zip(*found, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+
+class _Outputs:
+    """The outputs of a model in the block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found: list[Tensor] = []
+        self._handle = model.register_forward_hook(lambda module, args, output: self._found.append(output.cpu()))
+
+    def __enter__(self) -> _Outputs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+
+    def all(self) -> Tensor:
+        """Return all outputs, (N, ...)."""
+        return torch.cat(self._found)
+
+
+def _reestimate(model: nn.Module, data: _Joined, task: Task, saved: SavedModel) -> None:
+    """Give BatchNorm the mean and the (biased) variance of the new inputs under these weights."""
+    moments = reestimate_statistics(model, data, batch_size=task.test_batch)
+    if not moments:
+        raise ConfigError(
+            f"bn={ADAPT} re-estimates BN statistics from two or more examples. The data have {len(data)}, and "
+            f"model={saved.config.model} with norm={saved.config.norm} needs BatchNorm. Leave bn out."
+        )
+    for path, found in moments.items():
+        layer: Any = model.get_submodule(path)
+        layer.running_mean.copy_(found.mean)
+        layer.running_var.copy_(found.m2 / found.count)
+
+
+def _predictions(outputs: Tensor, data: _Joined, task: Task, classes: Sequence[str]) -> str:
+    """Return the text of ``predictions.csv``."""
+    targets = data.targets.cpu()
+    outputs = outputs.double().reshape(len(outputs), -1)
+    columns = [classes[k] if k < len(classes) else str(k) for k in range(outputs.shape[1])]
+    values = {"target": targets.reshape(len(outputs), -1)}
+    if isinstance(task, LabelTask):
+        values |= {"prediction": (outputs > 0).long(), "probability": outputs.sigmoid()}
+    elif isinstance(task, RegressionTask):
+        values |= {"prediction": outputs}
+    else:
+        values |= {"prediction": outputs.argmax(1, keepdim=True), "probability": outputs.softmax(1)}
+    names = [
+        kind if value.shape[1] == 1 else f"{kind}-{name}"
+        for kind, value in values.items()
+        for name in columns[: value.shape[1]]
+    ]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["index", *names])
+    rows = zip(*(value.tolist() for value in values.values()), strict=True)
+    for index, row in enumerate(rows):
+        writer.writerow([index, *(_shown(value) for part in row for value in part)])
+    return text.getvalue()
+
+
+def _shown(value: float) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _write(out: Path, predictions: str, what: str, config: Config, rows: Sequence[Row]) -> None:
+    found = [{"data": r.data, "statistics": r.statistics, **dict(_numbers(r.result))} for r in rows]
+    about = {"model": what, "dataset": config.dataset, "results": found}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if predictions:
+            write_atomically(out / "predictions.csv", predictions)
+        write_atomically(out / "metrics.json", json.dumps(about, indent=2) + "\n")
+    except OSError as error:
+        raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
+
+
+def _numbers(result: EvalResult) -> Iterator[tuple[str, float | None]]:
+    yield "examples", result.num_examples
+    for name, value in result.named().items():
+        yield name, value if value == value else None  # JSON has no NaN
