@@ -22,7 +22,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
-from fedbn_flwr.experiment.setup import image_shape, on_device
+from fedbn_flwr.experiment.setup import on_device
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
@@ -113,7 +113,7 @@ def _config_of_data(config: Config, data: Mapping[str, Any]) -> Config:
     """Return the settings of the run's model with those of the new data."""
     of_run = config.to_mapping()
     shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *config.keys("own data and models")) if key in of_run}
-    shared |= {"image-size": image_shape(config)[1]}
+    shared |= {"image-size": config.example_shape()[1]}
     return Config.make_of_shared(shared, {"partition": "iid", "num-clients": 1, **data})[0]
 
 
@@ -123,7 +123,7 @@ def _data(saved: SavedModel, config: Config) -> PartitionedData:
     problems = []
     if config.model != ran.model or config.norm != ran.norm:
         problems.append("model and norm are those of the run; leave them out")
-    shapes = image_shape(ran), image_shape(config)
+    shapes = ran.example_shape(), config.example_shape()
     if shapes[0] != shapes[1]:
         problems.append(f"the model takes inputs {shapes[0]}, those of dataset={config.dataset} are {shapes[1]}")
     if ran.learning_task().name != config.learning_task().name:

@@ -30,7 +30,6 @@ __all__ = [
     "local_training",
     "make_model",
     "make_strategy",
-    "num_outputs",
     "on_device",
     "pick_device",
     "training_model",
