@@ -15,6 +15,7 @@ from fedbn_flwr.training.tasks import METRICS
 
 __all__ = ["AVERAGED", "average_metrics"]
 
+_MAY_BE_NAN = tuple(f"-{name}" for name in METRICS)
 _COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
 AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""
@@ -46,7 +47,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         if key.endswith(_COUNTS):
             averaged[key] = int(sum(value for _, value in pairs))
             continue
-        if key.endswith(METRICS):
+        if f"-{key}".endswith(_MAY_BE_NAN):
             pairs = [(weight, value) for weight, value in pairs if value == value] or pairs
         total = sum(weight for weight, _ in pairs)
         terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]

@@ -87,7 +87,7 @@ def _mean(values: Iterable[float]) -> float:
 def _recall(_: Tensor, told: Tensor, truth: Tensor) -> float:
     from torchmetrics.functional.classification import binary_recall
 
-    return float(binary_recall(told, truth).double()) if truth.any() else _NAN
+    return float(binary_recall(told, truth)) if truth.any() else _NAN
 
 
 def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
@@ -97,7 +97,7 @@ def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
 def _f1(_: Tensor, told: Tensor, truth: Tensor) -> float:
     from torchmetrics.functional.classification import binary_f1_score
 
-    return float(binary_f1_score(told, truth).double()) if (truth | told).any() else _NAN
+    return float(binary_f1_score(told, truth)) if (truth | told).any() else _NAN
 
 
 def _auroc(scores: Tensor, _: Tensor, truth: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -30,11 +31,12 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.recorder import _personal
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model
 from fedbn_flwr.experiment.sweep import Study, sweep
-from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, MULTI_LABEL, REGRESSION, Task
 
@@ -400,3 +402,22 @@ def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
     for said, settings in refused.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
             Config.make(settings)
+
+
+def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() -> None:
+    nan = float("nan")
+    clients = [(1.0, 2.0, nan), (2.0, 4.0, 0.5), (3.0, 9.0, 0.7)]
+    numbers = [dict(zip(("own-loss", "own-mae", "own-r2"), client, strict=True)) for client in clients]
+    report = RoundReport(1, "train")
+    report.evaluations = {str(i): {**found, "own-num-examples": i + 1} for i, found in enumerate(numbers)}
+    found = _personal(report, {"0", "1"}, REGRESSION)
+    assert found["personal-own-mae"] == 5
+    assert found["personal-own-r2"] == pytest.approx(0.6)
+    assert found["personal-own-r2-weighted"] == pytest.approx((2 * 0.5 + 3 * 0.7) / 5)
+    assert (found["personal-own-r2-seen"], found["personal-own-r2-unseen"]) == (0.5, 0.7)
+    assert [key for key in found if key.endswith("-clients")] == ["personal-own-r2-clients"]
+    assert found["personal-own-r2-clients"] == 2
+    report.evaluations["1"] |= dict.fromkeys(("own-loss", "own-mae", "own-r2"), nan)
+    found = _personal(report, {"0", "1"}, REGRESSION)
+    assert math.isnan(found["personal-own-mae"])
+    assert math.isnan(found["personal-own-r2"])
