@@ -75,9 +75,10 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, targets with 0 for NaN, and 1 where a target is known else 0, of one shape and dtype."""
-    targets = targets.to(outputs.dtype).view_as(outputs)
+    dtype = torch.promote_types(outputs.dtype, torch.float32)  # half precision rounds targets and counts
+    targets = targets.to(dtype).view_as(outputs)
     unknown = targets.isnan()
-    return outputs, targets.masked_fill(unknown, 0), (~unknown).to(outputs.dtype)
+    return outputs.to(dtype), targets.masked_fill(unknown, 0), (~unknown).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,9 @@ class Task:
             DataError: they are no tensor.
         """
         if not isinstance(targets, Tensor):
-            raise DataError(f"labels are a {type(targets).__name__}; a tensor needed (for classes their numbers, int64).")
+            raise DataError(
+                f"labels are a {type(targets).__name__}; a tensor needed (for classes their numbers, int64)."
+            )
         return targets.to(device)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -252,7 +255,7 @@ class LabelTask(_ColumnTask):
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return how many known labels are decided rightly at logit 0."""
         targets = targets.view_as(outputs)
-        return ((outputs > 0) == (targets > 0))[~targets.isnan()].sum()
+        return (((outputs > 0) == (targets > 0)) & ~targets.isnan()).sum()
 
     def unusable(self, targets: Tensor) -> Tensor | None:
         """Return how many labels are neither 0 nor 1 nor unknown."""

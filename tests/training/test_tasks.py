@@ -332,9 +332,12 @@ def test_the_number_of_outputs() -> None:
 
 
 @pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
-def test_losses_under_mixed_precision(task: Task) -> None:
-    outputs, targets = columns(task)
-    model, data = nn.Linear(outputs.shape[1], outputs.shape[1]), Scenes(outputs.float(), targets)
+def test_mixed_precision_rounds_neither_targets_nor_counts(task: Task) -> None:
+    _, targets = columns(task, 601)
+    model = nn.Linear(1, targets.shape[1], bias=False)
+    nn.init.zeros_(model.weight)
     settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0, amp=True)
-    result = train(model, data, settings, learning_rate=1e-9, stream=lambda _: torch.Generator(), task=task)
-    assert math.isfinite(result.loss)
+    data, stream = Scenes(torch.ones(601, 1), targets.float()), lambda _: torch.Generator()
+    result = train(model, data, settings, learning_rate=1e-9, stream=stream, task=task)
+    want = math.log(2) if task is not REGRESSION else targets[~targets.isnan()].square().mean().item()
+    assert result.loss == pytest.approx(want, rel=1e-5)
