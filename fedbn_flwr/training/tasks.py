@@ -173,9 +173,7 @@ class Task:
             DataError: they are no tensor.
         """
         if not isinstance(targets, Tensor):
-            raise DataError(
-                f"labels are a {type(targets).__name__}; a tensor needed (for classes their numbers, int64)."
-            )
+            raise DataError(f"labels are a {type(targets).__name__}; a tensor needed (int64 for classes).")
         return targets.to(device)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
