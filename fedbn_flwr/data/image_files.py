@@ -437,7 +437,7 @@ def unreadable(paths: Sequence[Path]) -> dict[int, str]:
             found[number] = f"image {paths[number]} cannot be read: {problem}"
 
     _for_all(len(paths), look)
-    return found
+    return dict(sorted(found.items()))
 
 
 def _problem(path: Path) -> str:

@@ -113,7 +113,9 @@ def _config_of_data(config: Config, data: Mapping[str, Any]) -> Config:
     """Return the settings of the run's model with those of the new data."""
     of_run = config.to_mapping()
     shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *config.keys("own data and models")) if key in of_run}
-    shared |= {"image-size": config.example_shape()[1]}
+    if not config.data_info().input_shape:
+        shared |= {"image-size": config.example_shape()[1]}
+    shared["standardise"] = ""  # the inputs stay as they are; those of the run replace mean and std
     return Config.make_of_shared(shared, {"partition": "iid", "num-clients": 1, **data})[0]
 
 

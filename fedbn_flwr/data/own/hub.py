@@ -89,7 +89,7 @@ def _splits(request: OwnData) -> list[Any]:
     if not request.path:
         raise ConfigError("dataset='hf:' needs a name, hf:NAME.")
     try:
-        data = FederatedDataset(dataset=request.path, partitioners={"train": IidPartitioner(1)})
+        data = FederatedDataset(dataset=request.path, partitioners={"train": IidPartitioner(1)}, shuffle=False)
         parts = [data.load_split("train")]
         for name in ("test", "validation", "valid"):
             if name in data._dataset:

@@ -1,0 +1,374 @@
+"""Own data: layouts, clients, units, splits, targets, features; and what bad input gets, before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedbn_flwr.data import OwnData, load_dataset, own_info, own_notes
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+
+
+def write_images(root: Path, folders: dict[str, int], size: tuple[int, int] = (6, 4), suffix: str = "png") -> None:
+    for number, (folder, count) in enumerate(folders.items()):
+        (root / folder).mkdir(parents=True)
+        for at in range(count):
+            pixels = np.random.default_rng(100 * number + at).integers(0, 256, (*size[::-1], 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(root / folder / f"{at}.{suffix}")
+
+
+def write_csv(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def own(kind: str, path: Path, **keys: object) -> OwnData:
+    return OwnData(kind, str(path), **keys)
+
+
+LAYOUTS = {
+    "class": ({"cat": 5, "dog": 10}, (), None),
+    "client/class": ({"a/cat": 5, "a/dog": 5, "b/dog": 10}, ("a", "b"), None),
+    "client/part/class": ({"a/train/cat": 3, "a/test/cat": 1, "b/train/dog": 4, "b/test/dog": 2}, ("a", "b"), 3),
+    "part/class": ({"train/cat": 3, "test/cat": 1, "train/dog": 4, "test/dog": 2}, (), 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
+    folders, clients, tests = LAYOUTS[layout]
+    write_images(tmp_path, folders)
+    info = own_info(own("folder", tmp_path))
+    data = load_dataset(info, size=4)
+    assert (info.num_classes, info.class_names, info.size, info.channels) == (2, ("cat", "dog"), 4, 3)
+    assert data.group_names == clients
+    total = sum(folders.values())
+    assert len(data.train) + len(data.test) == total
+    assert len(data.test) == (round(0.2 * total) if tests is None else tests)
+    for samples in (data.train, data.test):
+        for label, name in enumerate(("cat", "dog")):
+            wanted = [f for f in folders if f.endswith(name)]
+            kept = (samples.labels == label).sum()
+            assert kept <= sum(folders[f] for f in wanted)
+        if clients:
+            b = samples.groups == clients.index("b")
+            assert (samples.labels[b] == 1).all()  # client b has dogs only
+
+
+def test_masks_beside_images_are_classes_of_pixels(tmp_path: Path) -> None:
+    write_images(tmp_path, {"x/images": 3, "y/images": 2})
+    for client, count in (("x", 3), ("y", 2)):
+        (tmp_path / client / "masks").mkdir()
+        for at in range(count):
+            Image.fromarray(np.full((4, 6), [0, 2, 255][at], np.uint8)).save(tmp_path / client / f"masks/{at}.png")
+    info = own_info(own("folder", tmp_path))
+    assert (info.task.name, info.num_classes) == ("segmentation", 3)
+    data = load_dataset(info, size=6)
+    assert data.train.by_pixel
+    assert sorted(data.train.targets[:, 0, 0].tolist() + data.test.targets[:, 0, 0].tolist()) == [0, 0, 2, 2, 255]
+
+
+TABLE = """age,sex,bmi,hospital,patient,target
+50,F,20.5,north,1,0
+60,M,,north,1,1
+70,F,30.5,south,2,3
+40,M,25.0,south,3,0
+55,F,22.0,north,4,0
+65,M,28.0,south,5,2
+45,F,21.0,north,6,0
+75,M,29.0,south,7,4
+58,F,24.0,north,8,0
+62,M,27.0,south,9,1
+"""
+KEYS = {
+    "label_column": "target",
+    "client_column": "hospital",
+    "group_column": "patient",
+    "positive_values": ">0",
+    "missing": "mean",
+}
+
+
+def test_a_table_with_text_missing_values_clients_and_patients(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "t.csv", TABLE)
+    request = own("csv", path, **KEYS)
+    info = own_info(request)
+    assert info.feature_names == ("age", "sex=F", "sex=M", "bmi")
+    assert (info.task.name, info.num_classes, info.input_shape) == ("binary", 1, (4,))
+    data = load_dataset(info)
+    assert data.group_names == ("north", "south")
+    assert not set(data.train.units.tolist()) & set(data.test.units.tolist())
+    rows = torch.cat([data.train.inputs, data.test.inputs])
+    assert rows.isnan().sum() == 1
+    assert sorted(rows[:, 0].tolist()) == sorted([50, 60, 70, 40, 55, 65, 45, 75, 58, 62])
+    assert {row[1].item() + row[2].item() for row in rows} == {1.0}
+    assert any("2 features (F, M)" in note for note in own_notes(request))
+    labels = dict(zip(rows[:, 0].tolist(), torch.cat([data.train.targets, data.test.targets]).tolist(), strict=True))
+    assert labels == {50: 0, 60: 1, 70: 1, 40: 0, 55: 0, 65: 1, 45: 0, 75: 1, 58: 0, 62: 1}
+
+
+def test_a_folder_of_tables_has_a_client_for_each_and_parquet_is_the_same(tmp_path: Path) -> None:
+    import pandas as pd
+
+    for name, rows in (("b", "1.5,0\n2.5,1\n3,1\n?,0\n9,1\n"), ("a", "4,1\n5,0\n6,0\n7,1\n8,1\n")):
+        write_csv(tmp_path / f"csv/{name}.csv", "x,y\n" + rows)
+        (tmp_path / "parquet").mkdir(exist_ok=True)
+        pd.read_csv(tmp_path / f"csv/{name}.csv", na_values="?").to_parquet(tmp_path / f"parquet/{name}.parquet")
+    found = [
+        load_dataset(own_info(own("csv", tmp_path / kind, label_column="y", missing="mean")))
+        for kind in ("csv", "parquet")
+    ]
+    for data in found:
+        assert data.group_names == ("a", "b")
+        assert len(data.test) == 2
+    assert torch.equal(found[0].train.inputs.nan_to_num(-1), found[1].train.inputs.nan_to_num(-1))
+
+
+def test_arrays_of_every_form(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    count = 20
+    images = rng.integers(0, 256, (count, 5, 5)).astype(np.uint8)
+    cases = {
+        "classes": (images, rng.integers(0, 3, count), "classification", 3),
+        "text": (images, np.array(["a", "b"] * 10), "classification", 2),
+        "rows": (rng.normal(size=(count, 4)), rng.normal(size=count), "regression", 1),
+        "labels": (rng.normal(size=(count, 4)), rng.integers(0, 2, (count, 3)), "multi-label", 3),
+        "signals": (rng.normal(size=(count, 2, 9)), rng.normal(size=(count, 2)), "regression", 2),
+        "pixels": (images, np.where(images > 200, 255, images % 4), "segmentation", 4),
+    }
+    for name, (x, y, task, outputs) in cases.items():
+        np.savez(tmp_path / f"{name}.npz", x=x, y=y, client=np.arange(count) % 2, split=np.arange(count) >= 15)
+        info = own_info(own("npz", tmp_path / f"{name}.npz"))
+        data = load_dataset(info)
+        assert (info.task.name, info.num_classes) == (task, outputs), name
+        assert (len(data.train), len(data.test)) == (15, 5)
+        assert data.train.groups.tolist() == [at % 2 for at in range(15)]
+        expected = torch.from_numpy(x[:15].astype(np.uint8 if x.dtype == np.uint8 else np.float32))
+        assert torch.equal(data.train.inputs.flatten(1), expected.flatten(1)), name
+
+
+def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    units = rng.integers(0, 30, 200)
+    np.savez(tmp_path / "a.npz", x=rng.normal(size=(200, 3)), y=units % 3, group=units)
+    settings = {"dataset": f"npz:{tmp_path / 'a.npz'}", "validation-share": 0.2, "num-clients": 4}
+    for partition in ("iid", "dirichlet-equal", "shards"):
+        split = partitioned_data(Config.make({**settings, "partition": partition}), 4)
+        train_units = split.dataset.train.units.numpy()
+        parts = [*split.train, *split.validation]
+        homes = [set(train_units[part].tolist()) for part in parts] + [set(split.dataset.test.units.tolist())]
+        assert sum(map(len, homes)) == len(set().union(*homes)), partition
+        assert sum(len(part) for part in parts) == len(train_units)
+
+
+def test_statistics_are_those_of_training_examples_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    x = rng.normal(5, 3, (90, 3)) * [1, 100, 0]  # the last feature is constant
+    x[rng.random(x.shape) < 0.1] = np.nan
+    client, split = rng.integers(0, 3, 90), rng.random(90) < 0.3
+    np.savez(tmp_path / "a.npz", x=x, y=rng.integers(0, 2, 90), client=client, split=split)
+    keys = {"dataset": f"npz:{tmp_path / 'a.npz'}", "missing": "mean"}
+
+    def oracle(rows: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        mean, std = np.nanmean(seen, 0), np.nanstd(seen, 0)
+        return np.where(np.isnan(rows), 0, (rows - mean) / np.where(std > 1e-9, std, 1))
+
+    x = x.astype(np.float32).astype(np.float64)
+    for how in ("federated", "local"):
+        config = Config.make({**keys, "standardise": how})
+        data = partitioned_data(config, count_clients(config))
+        for own_client in range(3):
+            mine, seen = client == own_client, ~split
+            for view, chosen in (
+                (data.train_view(own_client), mine & ~split),
+                (data.test_view(own_client), mine & split),
+            ):
+                expected = oracle(x[chosen], x[seen & mine] if how == "local" else x[seen])
+                found = view.batch(torch.arange(len(view)))[0]
+                np.testing.assert_allclose(np.sort(found, 0), np.sort(expected, 0), rtol=1e-4, atol=1e-5)
+        whole = data.test_view()
+        assert not whole.batch(torch.arange(len(whole)))[0].isnan().any()
+
+
+def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(30, 2), y=np.arange(30) % 2)
+    first, second = (
+        partitioned_data(Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": seed, "num-clients": 2}), 2)
+        for seed in (0, 1)
+    )
+    assert torch.equal(first.dataset.test.inputs, second.dataset.test.inputs)
+    assert not np.array_equal(first.train[0], second.train[0])
+
+
+def test_a_default_split_follows_the_data(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((30, 2)), y=np.arange(30) % 2, client=np.arange(30) % 3)
+    np.savez(tmp_path / "b.npz", x=np.zeros((30, 2)), y=np.arange(30) % 2)
+    natural, iid, digits = (
+        Config.make({"dataset": name}) for name in (f"npz:{tmp_path / 'a.npz'}", f"npz:{tmp_path / 'b.npz'}", "digits")
+    )
+    assert [c.partition for c in (natural, iid, digits)] == ["natural", "iid", "classes"]
+    assert count_clients(natural) == 3
+
+
+def _csv(tmp_path: Path, text: str, **keys: object) -> dict[str, object]:
+    return {"dataset": f"csv:{write_csv(tmp_path / 'bad.csv', text)}", "label-column": "target", **keys}
+
+
+def _npz(tmp_path: Path, **arrays: np.ndarray) -> dict[str, object]:
+    np.savez(tmp_path / "bad.npz", **arrays)
+    return {"dataset": f"npz:{tmp_path / 'bad.npz'}"}
+
+
+def _folder(tmp_path: Path, folders: dict[str, int], **keys: object) -> dict[str, object]:
+    write_images(tmp_path / "bad", folders)
+    return {"dataset": f"folder:{tmp_path / 'bad'}", "model": "lenet", **keys}
+
+
+def _cut_off(tmp_path: Path) -> dict[str, object]:
+    settings = _folder(tmp_path, {"a": 2, "b": 2})
+    for name in ("a/0.png", "b/1.png"):
+        path = tmp_path / "bad" / name
+        path.write_bytes(path.read_bytes()[:40])
+    return settings
+
+
+def _mixed(tmp_path: Path) -> dict[str, object]:
+    write_csv(tmp_path / "t/one.csv", "x,target\n1,0\n2,1\n")
+    write_csv(tmp_path / "t/two.csv", "z,target\n1,0\n2,1\n")
+    return {"dataset": f"csv:{tmp_path / 't'}", "label-column": "target"}
+
+
+BAD = {
+    "unknown kind": (lambda p: {"dataset": f"fodler:{p}"}, r"unknown kind of own data 'fodler'.*'folder'"),
+    "relative path": (lambda p: {"dataset": "csv:a.csv"}, r"'csv:a.csv' is relative.*absolute path \(seen from"),
+    "absent path": (
+        lambda p: {"dataset": f"npz:{p / 'nothing.npz'}"},
+        r"nothing.npz': there is no such file or folder",
+    ),
+    "no label column": (lambda p: _csv(p, TABLE, **{"label-column": ""}), r"label-column is not set: .* age, sex, bmi"),
+    "wrong columns, all at once": (
+        lambda p: _csv(p, TABLE, **{"client-column": "hospitl", "feature-columns": "age,weight"}),
+        r"client-column='hospitl' is not a column .*Did you mean 'hospital'\?\nfeature-columns='weight' is not",
+    ),
+    "missing features": (
+        lambda p: _csv(p, TABLE),
+        r"column 'bmi': 1 of 10 values are missing \(first in row 1\)\nUse missing=mean",
+    ),
+    "missing targets": (lambda p: _csv(p, "x,target\n1,0\n2,\n"), r"1 of the 2 values of column 'target' are missing"),
+    "text with many values": (
+        lambda p: _csv(p, "name,target\n" + "".join(f"n{i},{i % 2}\n" for i in range(60))),
+        r"column 'name' is text with .* different values .*feature-columns",
+    ),
+    "no positive values": (
+        lambda p: _csv(p, TABLE, **{"positive-values": "7", "missing": "mean"}),
+        r"positive-values='7': 7 not found in column 'target' \(found: 0, 1, 2, 3, 4\)",
+    ),
+    "task that does not fit": (
+        lambda p: _csv(p, TABLE, task="multi-label", missing="mean"),
+        r"task=multi-label does not fit the targets .*for classification",
+    ),
+    "tables with other columns": (_mixed, r"two.csv and one.csv differ in the columns x, z"),
+    "not a table": (
+        lambda p: {"dataset": f"csv:{write_csv(p / 'a.parquet', 'no parquet')}", "label-column": "y"},
+        r"a.parquet cannot be read",
+    ),
+    "absent array": (lambda p: _npz(p, x=np.zeros((3, 2)), z=np.zeros(3)), r"lacks the array y; it has x, z"),
+    "unequal lengths": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(4)), r"y has shape \(4,\), x has 3 examples"),
+    "five channels": (
+        lambda p: _npz(p, x=np.zeros((3, 4, 4, 5), np.uint8), y=np.arange(3)),
+        r"x is uint8 of shape \(3, 4, 4, 5\); images are",
+    ),
+    "infinite numbers": (lambda p: _npz(p, x=np.full((3, 2), np.inf), y=np.arange(3)), r"6 numbers of x are infinite"),
+    "no npz file": (lambda p: {"dataset": f"npz:{write_csv(p / 'a.npz', 'text')}"}, r"cannot be read as an npz file"),
+    "unknown split": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.arange(3) % 2, split=np.array(["train", "test", "later"])),
+        r"split has later; train and test",
+    ),
+    "one class": (lambda p: _folder(p, {"a": 3}), r"has one class folder only \(a\).*one folder too deep"),
+    "images without a class": (lambda p: _folder(p, {".": 2}), r"image files lie in the folder itself"),
+    "layouts mixed": (lambda p: _folder(p, {"x/a": 1, "x/b": 1, "b": 1}), r"x/a has a client folder, b has none"),
+    "too deep": (lambda p: _folder(p, {"x/y/a": 1, "x/y/b": 1}), r"x/y/a is 3 folders deep"),
+    "damaged files": (
+        _cut_off,
+        r"2 of 4 image files cannot be read:\n.*a/0.png.*\n.*b/1.png.*\n.*skip-unreadable=true",
+    ),
+    "patients on both sides": (
+        lambda p: {
+            **_npz(p, x=np.zeros((4, 2)), y=np.arange(4) % 2, group=np.zeros(4), split=np.array([0, 0, 1, 1])),
+            "num-clients": 1,
+        },
+        r"1 values of the group column stand on both sides of the split",
+    ),
+    "a key of tables": (
+        lambda p: _folder(p, {"a": 2, "b": 2}, **{"label-column": "y"}),
+        r"label-column='y' has no effect: it is for dataset=csv: and hf:",
+    ),
+    "a model for images": (
+        lambda p: _csv(p, TABLE, missing="mean", model="lenet", **{"num-clients": 2}),
+        r"model 'lenet' takes images, and the examples are rows of 7 features",
+    ),
+    "a split by class of a regression": (
+        lambda p: {**_npz(p, x=np.zeros((9, 2)), y=np.arange(9) / 2), "partition": "shards", "num-clients": 2},
+        r"partition 'shards' splits by class; the examples .* have no single class",
+    ),
+    "nodes' data undescribed": (
+        lambda p: {"dataset": "csv:"},
+        r"without a path.*feature-columns is not set, task is not set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
+    settings, message = BAD[case]
+    with pytest.raises((ConfigError, DataError), match=f"(?s){message}"):
+        start(settings(tmp_path))
+
+
+def start(settings: dict[str, object]) -> None:
+    from fedbn_flwr.experiment.setup import check
+
+    config = Config.make(settings)
+    check(config)
+    partitioned_data(config, count_clients(config))
+
+
+def test_unreadable_files_can_be_left_out(tmp_path: Path) -> None:
+    settings = {**_cut_off(tmp_path), "skip-unreadable": True, "num-clients": 1, "test-share": 0.5}
+    config = Config.make(settings)
+    data = partitioned_data(config, 1).dataset
+    assert len(data.train) + len(data.test) == 2
+    (note,) = own_notes(config.own_data())
+    assert "2 of 4 image files are left out" in note
+    assert "a/0.png" in note
+
+
+def test_a_data_set_of_the_hub_by_a_local_stand_in(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"]), "site": datasets.Value("string")}
+    )
+    for part, count in (("train", 8), ("test", 4)):
+        rows = [
+            {"image": Image.fromarray(np.full((6, 6), at, np.uint8)), "label": at % 2, "site": "ab"[at % 2]}
+            for at in range(count)
+        ]
+        (tmp_path / "set").mkdir(exist_ok=True)
+        datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / f"set/{part}.parquet"))
+    info = own_info(OwnData("hf", str(tmp_path / "set"), client_column="site"))
+    data = load_dataset(info)
+    assert (info.class_names, data.group_names, info.channels) == (("no", "yes"), ("a", "b"), 1)
+    assert data.train.inputs[:, 0, 0, 0].tolist() == list(range(8))
+    assert data.test.targets.tolist() == [0, 1, 0, 1]
+    with pytest.raises(ConfigError, match=r"client-column='place' is not a column .*site"):
+        own_info(OwnData("hf", str(tmp_path / "set"), client_column="place"))
+    with pytest.raises(DataError, match=r"hf:.*absent' cannot be read: "):
+        own_info(OwnData("hf", str(tmp_path / "absent")))
