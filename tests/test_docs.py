@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,16 @@ def to_run(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language and not block.reason]
 
 
+def shell_scripts() -> list[Block]:
+    """The blocks to run, each on its own; those of a guide are one script: a later one goes on from an earlier one."""
+    found: dict[object, Block] = {}
+    for block in to_run("sh"):
+        key = block.page if block.page.startswith("docs/guides/") else block
+        before = found.get(key)
+        found[key] = replace(before, text=before.text + block.text) if before else block
+    return list(found.values())
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder in which the paths of the documentation lead into the checkout."""
@@ -115,7 +125,7 @@ def test_python(block: Block, folder: Path, env: dict[str, str]) -> None:
         assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
 
 
-@pytest.mark.parametrize("block", to_run("sh"), ids=str)
+@pytest.mark.parametrize("block", shell_scripts(), ids=str)
 def test_shell(block: Block, folder: Path, env: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text],

@@ -35,8 +35,14 @@ ADAPT = "adapt"
 _OWN = re.compile(r"own:(\d+)")
 # Settings of a run that the model and its inputs depend on; all others are those of the new data.
 _OF_THE_MODEL = (
-    *("norm", "norm-groups", "wsconv-gain", "activation", "renorm-rmax", "renorm-dmax", "model", "mlp-hidden"),
+    *("norm", "norm-groups", "wsconv-gain", "activation", "renorm-rmax", "renorm-dmax", "model"),
     *("task", "bn-momentum", "memory-format", "seed"),
+)
+
+# Settings of the group "own data and models" that do not describe data.
+_OF_TRAINING = (
+    *("init", "train-only", "early-stopping", "validation-share", "held-out-clients", "on-divergence"),
+    *("mlp-hidden", "standardise"),
 )
 
 
@@ -112,9 +118,8 @@ def _choice(bn: str) -> Choice:
 def _config_of_data(config: Config, data: Mapping[str, Any]) -> Config:
     """Return the settings of the run's model with those of the new data."""
     of_run = config.to_mapping()
-    shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *config.keys("own data and models")) if key in of_run}
-    if not config.data_info().input_shape:
-        shared |= {"image-size": config.example_shape()[1]}
+    keys = (*_OF_THE_MODEL, *(key for key in config.keys("own data and models") if key not in _OF_TRAINING))
+    shared = {key: of_run[key] for key in keys if key in of_run}
     shared["standardise"] = ""  # the inputs stay as they are; those of the run replace mean and std
     return Config.make_of_shared(shared, {"partition": "iid", "num-clients": 1, **data})[0]
 
@@ -125,29 +130,36 @@ def _data(saved: SavedModel, config: Config) -> PartitionedData:
     problems = []
     if config.model != ran.model or config.norm != ran.norm:
         problems.append("model and norm are those of the run; leave them out")
-    shapes = ran.example_shape(), config.example_shape()
-    if shapes[0] != shapes[1]:
-        problems.append(f"the model takes inputs {shapes[0]}, those of dataset={config.dataset} are {shapes[1]}")
     if ran.learning_task().name != config.learning_task().name:
         problems.append(f"the model is for {ran.learning_task().name}, the data are for {config.learning_task().name}")
     classes, found = ran.data_info().num_classes, config.data_info().num_classes
     if found != classes:
         problems.append(
-            f"the data of the run have {classes} classes, dataset={config.dataset} has {found}. Bring these data to the "
-            "classes of the run, in the same order"
+            f"the data of the run have {classes} classes, dataset={config.dataset} has {found}. Bring these data to "
+            "the classes of the run, in the same order"
         )
-    data = None if problems else partitioned_data(config, 1)
-    names = tuple(getattr(data.dataset, "class_names", ())) if data else ()
-    if data is not None and names and taken.classes and names != taken.classes:
-        problems.append(
-            f"the classes of the model are {', '.join(taken.classes)}, those of the data {', '.join(names)}"
-        )
-    if problems or data is None:
+    if problems:
         raise ConfigError("\n".join(f"{problem}." for problem in problems))
-    return replace(data, dataset=replace(data.dataset, mean=taken.mean, std=taken.std))
+    data = partitioned_data(config, 1, taken.shape if len(taken.shape) == 3 else ())
+    dataset, names = data.dataset, data.dataset.class_names
+    if dataset.test.shape != taken.shape:
+        problems.append(
+            f"the model takes inputs {taken.shape}, those of dataset={config.dataset} are {dataset.test.shape}: give "
+            "data with as many channels or features, and of the same height and width"
+        )
+    if names and taken.classes and names != taken.classes:
+        problems.append(
+            f"the classes of the run are {', '.join(taken.classes)}, those of dataset={config.dataset} "
+            f"{', '.join(names)}: name them alike"
+        )
+    if problems:
+        raise ConfigError("\n".join(f"{problem}." for problem in problems))
+    if not taken.mean:  # the run's inputs are taken as they are, or each client's have its own mean
+        return data
+    return replace(data, dataset=replace(dataset, mean=taken.mean, std=taken.std))
 
 
-def _views(data: PartitionedData, part: str) -> tuple[_Joined, dict[str, _Joined]]:
+def _views(data: PartitionedData, part: str) -> tuple[Subset | _Joined, dict[str, Subset | _Joined]]:
     """Return the examples of a part, and those of each of its groups by name."""
     train = replace(data, dataset=replace(data.dataset, test=data.dataset.train))
     chosen = {"train": [train], "test": [data], "all": [train, data]}[part]
@@ -155,7 +167,11 @@ def _views(data: PartitionedData, part: str) -> tuple[_Joined, dict[str, _Joined
     for one in chosen:
         for name, view in one.domain_views().items():
             groups.setdefault(name, []).append(view)
-    return _Joined([one.test_view() for one in chosen]), {name: _Joined(views) for name, views in groups.items()}
+    return _joined([one.test_view() for one in chosen]), {name: _joined(views) for name, views in groups.items()}
+
+
+def _joined(parts: Sequence[Subset]) -> Subset | _Joined:
+    return parts[0] if len(parts) == 1 else _Joined(parts)
 
 
 class _Joined:
@@ -200,7 +216,7 @@ class _Outputs:
         return torch.cat(self._found)
 
 
-def _reestimate(model: nn.Module, data: _Joined, task: Task, saved: SavedModel) -> None:
+def _reestimate(model: nn.Module, data: Subset | _Joined, task: Task, saved: SavedModel) -> None:
     """Give BatchNorm the mean and the (biased) variance of the new inputs under these weights."""
     moments = reestimate_statistics(model, data, batch_size=task.test_batch)
     if not moments:
@@ -214,7 +230,7 @@ def _reestimate(model: nn.Module, data: _Joined, task: Task, saved: SavedModel) 
         layer.running_var.copy_(found.m2 / found.count)
 
 
-def _predictions(outputs: Tensor, data: _Joined, task: Task, classes: Sequence[str]) -> str:
+def _predictions(outputs: Tensor, data: Subset | _Joined, task: Task, classes: Sequence[str]) -> str:
     """Return the text of ``predictions.csv``."""
     targets = data.targets.cpu()
     outputs = outputs.double().reshape(len(outputs), -1)

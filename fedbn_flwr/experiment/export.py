@@ -123,13 +123,12 @@ def export(
     card = out.parent / CARD
     _check_places(out, card, format)
     saved = load_model(run, choice or Choice())
-    inputs, data = _inputs(saved)
-    examples, what = inputs
+    examples, raw, what, data = _inputs(saved)
     model, folding = copy.deepcopy(saved.model).to(memory_format=torch.contiguous_format), None
     if fold_bn:
         model, folding = fold(model, examples[:2])
     layer = saved.preprocessing.layer()
-    given = layer.inverse(examples) if normalise else examples
+    given = raw if normalise else examples
     packed = with_normalise(model, layer if normalise else None)
     about = _about(saved, folding, normalise)
     content = _encode(format, packed, model, given[:2], about)
@@ -160,12 +159,11 @@ def load_exported(path: str | Path) -> nn.Module:
     if _CONFIG not in about:
         raise ConfigError(f"{path} was not written by `fedbn-flwr export --format torch`.")
     config = Config.make(json.loads(about[_CONFIG]))
-    model = make_model(config)
+    model, taken = make_model(config), Preprocessing.saved(config, about)
     if about[_FOLDED] == "true":
-        model, _ = fold(model, torch.zeros(2, *config.example_shape()))
+        model, _ = fold(model, torch.zeros(2, *taken.shape))
     model.load_state_dict(state)
-    normalise = about[_NORMALISED] == "true"
-    return with_normalise(model, Preprocessing.saved(config, about).layer() if normalise else None)
+    return with_normalise(model, taken.layer() if about[_NORMALISED] == "true" else None)
 
 
 def _check_places(out: Path, card: Path, format: str) -> None:
@@ -184,19 +182,24 @@ def _check_places(out: Path, card: Path, format: str) -> None:
         check_onnx_is_installed()
 
 
-def _inputs(saved: SavedModel) -> tuple[tuple[Tensor, str], PartitionedData | None]:
-    """Return normalised inputs, (32, ...), with what they are, and the data of the run; None if they are elsewhere."""
-    count, config = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"})
+def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | None]:
+    """Return inputs of the check, normalised and as the data hold them, what they are, and the data if they are here.
+
+    Inputs are float32 (32, ...).
+    """
+    count, config, taken = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"}), saved.preprocessing
     try:
         data = partitioned_data(config, count_clients(config))
     except (DataError, ConfigError):
         data = None
-    if data is not None and len(view := data.test_view()):
-        positions = torch.linspace(0, len(view) - 1, count).long()
-        return (view.batch(positions)[0], f"{min(count, len(view))} test examples of {config.dataset}"), data
+    if data is not None and len(test := data.dataset.test):
+        positions = torch.linspace(0, len(test) - 1, count).long()
+        what = f"{min(count, len(test))} test examples of {config.dataset}"
+        return data.test_view().batch(positions)[0], test.take(positions)[0].float(), what, data
     generator = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 256, (count, *config.example_shape()), generator=generator)
-    return (saved.preprocessing.layer()(raw), f"{count} random inputs, since the data of the run are not here"), None
+    raw = torch.rand(count, *taken.shape, generator=generator)
+    raw = (raw * 256).floor() if taken.as_bytes else raw
+    return taken.layer()(raw), raw, f"{count} random inputs, since the data of the run are not here", None
 
 
 def _about(saved: SavedModel, folding: Folding | None, normalise: bool) -> dict[str, str]:

@@ -114,17 +114,19 @@ def _list(items: Mapping[str, Any]) -> str:
 
 def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[str, str]]:
     """Yield what the model takes and gives."""
-    taken, shape = saved.preprocessing, "(N, {}, {}, {})".format(*saved.config.example_shape())
-    mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
-    formula = f"(pixels / {taken.scale:g} - mean) / std, mean {mean}, std {std} per channel"
-    bytes_too = " or uint8" if format == "torch" and normalise else ""
+    taken = saved.preprocessing
+    shape = f"({', '.join(['N', *map(str, taken.shape)])}), any number N"
+    values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them; NaN where a value is missing"
     if normalise:
-        yield "inputs", f"float32{bytes_too} {shape}, pixels 0 to {taken.scale:g}; any number N"
-        yield "normalisation, in the file", formula
+        yield "inputs", f"float32{' or uint8' if format == 'torch' and taken.as_bytes else ''} {shape}; {values}"
     else:
-        yield "inputs", f"float32 {shape}, normalised before the model; any number N"
-        yield "normalisation, not in the file", formula
-    yield "outputs", "float32 logits (N, classes, ...), before any softmax"
+        yield "inputs", f"float32 {shape}; normalised before the model"
+    if taken.mean:
+        x, what = ("pixels / 255", "channel") if taken.as_bytes else ("x", "feature")
+        mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
+        where = "in" if normalise else "not in"
+        yield f"normalisation, {where} the file", f"({x} - mean) / std, mean {mean}, std {std} per {what}"
+    yield "outputs", "float32 (N, outputs, ...), logits before any softmax or sigmoid; numbers for a regression"
     if names := taken.classes:
         yield "classes", ", ".join(f"{number} = {name}" for number, name in enumerate(names))
 

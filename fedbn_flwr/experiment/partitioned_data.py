@@ -95,18 +95,18 @@ def count_clients(config: Config) -> int:
     return DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))  # without groups the split raises
 
 
-def partitioned_data(config: Config, num_clients: int) -> PartitionedData:
-    """Return the data of a run, split over ``num_clients``.
+def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = ()) -> PartitionedData:
+    """Return the data of a run, split over ``num_clients``; images in a shape (C, H, W), () = that of the model.
 
     Raises:
         DataError: the data is missing, or it cannot be split in this way.
     """
     # Runs with the same values of these keys share the data and its split.
-    return _partitioned(num_clients, _dataset(config), *(getattr(config, key) for key in _SPLIT_KEYS))
+    return _partitioned(num_clients, _dataset(config, shape), *(getattr(config, key) for key in _SPLIT_KEYS))
 
 
-def _dataset(config: Config) -> Dataset:
-    shape, augment = config.example_shape(), Augment.parse(config.augment)
+def _dataset(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
+    shape, augment = shape or config.example_shape(), Augment.parse(config.augment)
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
     return load_dataset(
         config.data_info(),

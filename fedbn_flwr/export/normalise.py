@@ -14,10 +14,10 @@ class Normalise(nn.Module):
     """(x / scale - mean) / std, in float32, with the operations and the bits of the tests of a run.
 
     Args:
-        mean: per channel of images (N, C, H, W), or per feature of rows (N, F).
-        std: in the same way, above 0.
-        scale: 255 for pixels 0..255, 1 for features.
-        images: inputs have two more dimensions.
+        mean: per channel of images (N, C, H, W), or per feature of rows (N, C); () = 0.
+        std: in the same way, above 0; () = 1.
+        scale: 255 for pixels 0..255, 1 for other numbers.
+        dims: dimensions of an input after its channels: 2 for images, 0 for rows.
         missing: a NaN becomes the mean.
     """
 
@@ -29,25 +29,19 @@ class Normalise(nn.Module):
         mean: Sequence[float],
         std: Sequence[float],
         scale: float = 255.0,
+        dims: int = 2,
         *,
-        images: bool = True,
         missing: bool = False,
     ) -> None:
         super().__init__()
-        for name, values in (("mean", mean), ("std", std)):
-            tensor = torch.tensor(values, dtype=torch.float32)
-            self.register_buffer(name, tensor.view(-1, 1, 1) if images else tensor)
+        for name, values in (("mean", mean or (0.0,)), ("std", std or (1.0,))):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(-1, *[1] * dims))
         self.scale, self.missing = scale, missing
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised inputs (N, C, H, W) or (N, F), float32."""
+        """Return the normalised inputs, float32, in the shape of ``x``."""
         x = (x.to(torch.float32) / self.scale - self.mean) / self.std
         return torch.where(torch.isnan(x), torch.zeros_like(x), x) if self.missing else x
-
-    def inverse(self, x: Tensor) -> Tensor:
-        """Return what the data hold for normalised inputs; pixels are whole numbers."""
-        raw = (x * self.std + self.mean) * self.scale
-        return raw.round() if self.scale == 255 else raw
 
 
 def with_normalise(model: nn.Module, normalise: Normalise | None) -> nn.Module:

@@ -70,12 +70,14 @@ def test_groups_and_parts(quick_run) -> None:
     assert what == "the global model"
 
 
-def test_other_data_are_normalised_as_those_of_the_run(fedavg) -> None:
-    _, run = fedavg
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
+def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(quick_run, model: str) -> None:
+    """LeNet takes images of any number of channels, here grey ones; these are in colour."""
+    _, run = quick_run(model=model)
     config, other = Config.load(run / "config.yaml"), Config.make({"dataset": "digits-domains", "partition": "iid"})
     model, ours = make_model(config), partitioned_data(config, 3).dataset
     model.load_state_dict(global_state(run))
-    theirs = partitioned_data(other, 1).dataset
+    theirs = partitioned_data(other, 1, (1, 28, 28)).dataset
     assert theirs.mean != ours.mean
     expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))
     found = evaluate_run(run, {"dataset": "digits-domains"})[1][0].result

@@ -239,7 +239,7 @@ def test_the_card_says_what_it_is(quick_run, tmp_path: Path) -> None:
     for text in (
         "# mlp, trained on digits with fedbn\n",
         f"SHA-256 of the run's final state: `{summary['sha256']}`",
-        "- inputs: float32 or uint8 (N, 1, 28, 28), pixels 0 to 255; any number N",
+        "- inputs: float32 or uint8 (N, 1, 28, 28), any number N; pixels 0 to 255",
         f"| personal-own-accuracy | {summary['final']['personal-own-accuracy']:.4f} | each client's own model on",
         "| client | own-accuracy | own-loss | own-num-examples |",
         "\n   all  142  146  0  146",
