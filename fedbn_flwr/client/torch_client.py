@@ -198,7 +198,8 @@ class TorchClient(NumPyClient):
         store = self._store(lent, config, read)
         if read.by_messages:
             parameters, config = log_answer(self.context, parameters, config)
-        hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replay(self.context, config)))
+        replayed = replay(self.context, config)
+        hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
@@ -235,6 +236,20 @@ class TorchClient(NumPyClient):
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
+
+    def _validation_loss(self, model: nn.Module) -> float:
+        """Return the model's loss on the validation data.
+
+        Raises:
+            DataError: there are none.
+        """
+        data = self.test_data.get(VALIDATION)
+        if data is None or len(data) == 0:
+            raise DataError(
+                "the strategy weighs this client by the loss on its validation data, of which it has none: use a "
+                "larger validation-share, or pass validation_data= to TorchClient"
+            )
+        return evaluate(model, data, task=self.task).loss
 
     def evaluate(self, parameters: list[Array], config: Config) -> tuple[float, int, Config]:
         """Evaluate the received entries, completed with the kept ones, on each test set.

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from torch import nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, Variance
@@ -151,11 +152,14 @@ class HookContext:
         config: the config of the training message; the keys of a method are declared in its file.
         local_entries: names of the entries that stay with this client.
         reducer: the reducer of a synchronised step by messages; None otherwise.
+        validation_loss: returns the loss of a model on the client's validation data; None if the training is a loop of
+            another project. It raises DataError if the client has none.
     """
 
     config: Mapping[str, Any]
     local_entries: frozenset[str] = frozenset()
     reducer: Reducer | None = None
+    validation_loss: Callable[[nn.Module], float] | None = None
 
 
 class Need(NamedTuple):

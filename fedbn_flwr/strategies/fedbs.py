@@ -17,7 +17,10 @@ $$\frac{F_k}{\sum_j F_j}$$
 When the population standard deviation of the round's $F$ is at most $\epsilon$ in $r$ consecutive rounds, phase 2
 begins for good: FedProx with $\mu$ and equal weights. Rounds with fewer than two replies do not count.
 
-$F_k$ is the reply's metric `loss_key`, $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
+$F_k$ is the reply's metric `loss_key`: by default the mean over all examples of the round of the batch losses before
+each step, without the proximal term. Where clients have validation data (`validation-share`, or
+`loss_key="validation-loss"`), it is the mean loss of the model that the client sends up, in eval mode, on its
+validation data. $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
 
 ## What travels
 
@@ -30,8 +33,11 @@ $F_k$ is the reply's metric `loss_key`, $\epsilon$ is `fedbs_eps`, $r$ is `fedbs
 
 ## Differs from the paper
 
-Algorithm 1 and the text of the paper disagree. Here $F_k$ is the mean over all examples of the round of the batch
-losses before each step, without the proximal term. $\mu$ = 0.01 is ours. When all $F_k$ are zero the weights are equal.
+Algorithm 1 and the text of the paper disagree on $F_k$. The introduction has the empirical risk over the local data,
+Algorithm 1 computes it in the loop over the batches, and section IV says both "during training" and "after training".
+The mean over the batches is our reading of Algorithm 1. The loss on validation data is our reading of the text: that of
+the trained local model, on examples that it has not seen; the paper does not speak of validation data. $\mu$ = 0.01 is
+ours. When all $F_k$ are zero the weights are equal.
 
 ## Law
 
@@ -42,19 +48,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ReplyError
-from fedbn_flwr.messages.protocol import TRAIN_LOSS
+from fedbn_flwr.messages.protocol import TRAIN_LOSS, VALIDATION_LOSS
 from fedbn_flwr.server.method import RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
+from fedbn_flwr.training.loop import ClientHook
 
-__all__ = ["FedBS", "FedBSParams"]
+__all__ = ["FedBS", "FedBSParams", "ReportValidationLoss"]
 
 logger = logging.getLogger("flwr")
 
@@ -66,12 +74,27 @@ class FedBSParams(FedProxParams):
     fedbs_rounds: int = setting(5, "r: consecutive rounds in which the losses agree before phase 2", ge=1)
 
 
+class ReportValidationLoss(ClientHook):
+    """Client half: report the trained model's loss on the client's validation data.
+
+    ``validation_loss`` is None in a training loop of another project, which reports the metric itself.
+    """
+
+    def __init__(self, validation_loss: Callable[[nn.Module], float] | None) -> None:
+        self._loss = validation_loss
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Return F_k."""
+        return {} if self._loss is None else {VALIDATION_LOSS: self._loss(model)}
+
+
 class FedBS(FedProx[FedBSParams]):
     """Loss-weighted averaging until the losses agree (round ``switched_after``), then FedProx with equal weights.
 
     Args:
         *args: as ``FedAvg``.
-        loss_key: the metric of the clients' replies that is F_k.
+        loss_key: the metric of the clients' replies that is F_k. "validation-loss" asks a ``TorchClient`` for the loss
+            on its ``validation_data``.
         **kwargs: as ``FedAvg``.
     """
 
@@ -81,6 +104,8 @@ class FedBS(FedProx[FedBSParams]):
     role = ""
     alone = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
     Params = FedBSParams
+    client_hooks = {"report-validation": lambda context: ReportValidationLoss(context.validation_loss)}
+    implicit_hooks = FedProx.implicit_hooks | {"report-validation"}  # the metric shows it
     needs_each_reply = True  # the weights are the losses
     checkpoint_keys = ("switched_after", "agreed")
 
@@ -112,11 +137,11 @@ class FedBS(FedProx[FedBSParams]):
         return "loss-weighted" if self.switched_after is None else "proximal"
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Send mu in phase 2."""
+        """Send mu in phase 2; ask for the loss on validation data if the weights are these."""
         hooks = super().hooks_for(server_round)
         if self.switched_after is None:
             del hooks["proximal"]
-        return hooks
+        return {**hooks, "report-validation": {}} if self.loss_key == VALIDATION_LOSS else hooks
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply without a usable loss."""

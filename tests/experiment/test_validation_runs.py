@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Context, RecordDict
+from torch import nn
 from typer.testing import CliRunner
 
 from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.cli import app
+from fedbn_flwr.data import Samples
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.node import client_fn, num_examples
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.experiment.partitioned_data import partitioned_data, put_aside
+from fedbn_flwr.experiment.setup import make_model, make_strategy
+from fedbn_flwr.training import REGRESSION
 from fedbn_flwr.training.evaluation import evaluate
 
 SHARE = {"validation-share": 0.2}
@@ -61,6 +67,27 @@ def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -
     assert last["personal-validation-accuracy"] == pytest.approx(sum(scores) / 3)
     assert "validation-accuracy" not in last
     assert last["clients"]["1"]["validation-num-examples"] == len(split.validation[1])
+
+
+def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> None:
+    """``tests/strategies/test_fedbs.py`` has the weights."""
+    found = [quick_run(strategy="fedbs", **settings) for settings in ({}, SHARE)]
+    assert [make_strategy(Config.load(out / "config.yaml"), nn.Linear(1, 1), 3).loss_key for _, out in found] == [
+        "train-loss",
+        "validation-loss",
+    ]
+    assert all(line["participants"] == [0, 1, 2] for _, out in found for line in read_metrics(out / "metrics.jsonl"))
+
+
+def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better() -> None:
+    units = torch.arange(30) // 3
+    samples = Samples(torch.zeros(30, 1, 1, 1, dtype=torch.uint8), torch.arange(30) % 2, None, units)
+    rest, aside = put_aside(samples, np.arange(30), 0.3, 0)
+    assert len(aside) == 9
+    assert not set(units[rest].tolist()) & set(units[aside].tolist())
+    config = SimpleNamespace(learning_task=lambda: REGRESSION, evaluations=lambda: ("global",), early_stopping=1)
+    lines = [{"round": i, f"validation-{REGRESSION.score}": score} for i, score in enumerate((3.0, 1.0, 2.0), start=1)]
+    assert (EarlyStopping(config, lines).best(), EarlyStopping(config, lines).stops) == (2, True)
 
 
 def test_the_command_partition_shows_the_validation_examples() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError, NothingTrainedError, ReplyError
+from fedbn_flwr.messages.protocol import VALIDATION_LOSS
+from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies import FedAvg, FedProx
@@ -43,6 +46,33 @@ def test_the_model_is_the_loss_weighted_mean(federate, datasets, mlp) -> None:
         )
         np.testing.assert_allclose(run.state[name], want, rtol=1e-12)
     assert run.state["1.num_batches_tracked"] == 3  # 13 examples in batches of 4, the last of one dropped
+
+
+def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_there(federate, points, datasets, mlp):
+    """Each client's model as it was sent up, tested by hand on examples that the client does not train on."""
+    aside = [points(5, seed) for seed in (7, 8, 9)]
+
+    class Client(TorchClient):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options, validation_data=aside[options["context"].node_config["partition-id"]])
+
+    run = federate(FedBS(fedbs_eps=0.0, loss_key=VALIDATION_LOSS), mlp, datasets, rounds=1, client=Client)
+    losses, states = [], []
+    for data, message in zip(aside, run.grid.received[-6:-3], strict=True):
+        states.append(from_record(message.content["arrays"]))
+        model = mlp().eval()
+        model.load_state_dict(tensors(states[-1]))
+        losses.append(nn.functional.cross_entropy(model(data.inputs), data.targets).item())
+    shares = np.array(losses) / sum(losses)
+    for name in ("0.weight", "1.running_var"):
+        want = sum(share * state[name] for share, state in zip(shares, states, strict=True))
+        np.testing.assert_allclose(run.state[name], want, rtol=1e-12)
+    assert [run.strategy.reports[0].clients[str(i)]["validation-loss"] for i in range(3)] == pytest.approx(losses)
+
+
+def test_a_client_without_a_validation_example_is_left_out_with_the_reason(federate, datasets, mlp) -> None:
+    with pytest.raises(NothingTrainedError, match="the loss on its validation data, of which it has none"):
+        federate(FedBS(loss_key=VALIDATION_LOSS), mlp, datasets, rounds=1)
 
 
 def test_zero_losses_have_equal_weights() -> None:
