@@ -58,6 +58,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "classes-per-client": (3, {}),
     "num-clients": (4, {}),
     "mlp-hidden": ("20,10", {}),
+    "train-only": ("fc,norm", {}),
+    "frozen-bn": ("train", {"train-only": "fc"}),
     "num-server-rounds": (8, {}),
     "fraction-train": (0.5, {}),
     "validation-share": (0.3, {}),

@@ -329,9 +329,15 @@ def _registry(kind: Kind) -> Any:
 def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, layers: bool) -> None:
     console.print(f"{model}, {strategy}, {num_clients} clients: {len(found.parts.layers)} BN layers", highlight=False)
     if layers and found.parts.layers:
-        table = Table("BN layer", "entries", box=None)
+        table = Table("BN layer", "entries", *(["training"] if found.frozen else []), box=None)
         for layer in found.parts.layers:
-            table.add_row(layer.path or "(the model itself)", " ".join(layer.entries))
+            training = "trains"
+            if layer.path in found.fixed:
+                training = "frozen, in eval mode"
+            elif layer.entries.get("weight") in found.frozen:
+                training = "statistics only"
+            cells = [layer.path or "(the model itself)", " ".join(layer.entries), training]
+            table.add_row(*cells[: len(table.columns)])
         console.print(table)
     table = Table("part", "floats", "integers", "what happens", box=None)
     for part, floats in found.floats.items():
@@ -356,6 +362,9 @@ def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, l
         if found.synchronised:
             more = [1 - rounds / total.exchanges, 1 - plain / total.megabytes]
             line += f"; beyond FedAvg {100 * more[0]:.2f} % of the exchanges, {100 * more[1]:.4f} % of the floats"
+        console.print(line, highlight=False, soft_wrap=True)
+    if found.frozen:
+        line = f"train-only: {len(found.frozen)} parameters are frozen. They are equal on all clients, and sent anyway."
         console.print(line, highlight=False, soft_wrap=True)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)

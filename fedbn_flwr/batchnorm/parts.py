@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BatchNormLayer", "Part", "Parts", "split_state"]
+from fedbn_flwr.training.freezing import holds_eval
+
+__all__ = ["BatchNormLayer", "Part", "Parts", "learning_parts", "split_state"]
 
 
 class Part(StrEnum):
@@ -105,6 +107,21 @@ class Parts:
         """Return a SHA-256 of names, parts and shapes; a client's saved part is used only if it has the same one."""
         text = "\n".join(f"{name} {self.part_of[name]} {tuple(shapes[name])}" for name in self.names)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def learning_parts(model: nn.Module) -> Parts:
+    """Return the split of a model in which BatchNorm has only the entries that training changes (see ``train_only``).
+
+    These are gamma and beta with ``requires_grad``, and the statistics of layers that are not kept in eval mode. All
+    other entries are in REST.
+    """
+    parts, modules = split_state(model), dict(model.named_modules(remove_duplicate=False))
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for layer in parts.layers:
+        if holds_eval(modules[layer.path]):
+            frozen.update(layer.entries.values())
+    kept = ((layer.path, {k: n for k, n in layer.entries.items() if n not in frozen}) for layer in parts.layers)
+    return Parts(parts.names, tuple(BatchNormLayer(path, entries) for path, entries in kept if entries))
 
 
 def _is_batchnorm(module: nn.Module) -> bool:

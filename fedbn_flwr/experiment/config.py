@@ -35,6 +35,7 @@ from fedbn_flwr.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.training.freezing import FrozenBN
 from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import LearningRate, OptimizerName, Sampling, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
@@ -194,6 +195,19 @@ class Config(_MethodSettings):
         "K > 0: the run ends when the score on the validation examples has not improved for K tested rounds, and its "
         "result is the state after the best round; needs validation-share",
         ge=0,
+    )
+
+    train_only: str = _key(
+        "own data and models",
+        "",
+        "comma list of paths of modules (`layer4,fc`): only their parameters train, the others are frozen; empty = all "
+        "train",
+    )
+    frozen_bn: FrozenBN = _key(
+        "own data and models",
+        "eval",
+        "BatchNorm outside train-only: eval = normalises with its running statistics, which stay as they are, train = "
+        "with the batch's, and the running ones move as the method says",
     )
 
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
@@ -567,6 +581,7 @@ class Config(_MethodSettings):
             "renorm_rmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "renorm_dmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
+            "frozen_bn": (bool(self.train_only) and tracks, "it is for train-only, with norm=batch and batch-renorm"),
             "mlp_hidden": (self.model == "mlp", "it is for model=mlp"),
             "image_size": (self.image_size in (0, size), f"model={self.model} takes images of {size} pixels"),
             "label_column": (tables, "it is for dataset=csv: and hf:"),

@@ -13,14 +13,16 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.setup import misfits
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import At, Freezing, freeze_round
+from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.loop import kept_modes
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
@@ -57,6 +59,8 @@ class Inspection:
         reestimation: additional traffic of re-estimated BN statistics in each round with a test; None without.
         plain: traffic of a round of FedAvg with the same model.
         warnings: why the method would have no effect, or only a part of it.
+        frozen: the parameters that do not train (``train-only``); they are sent all the same.
+        fixed: the BN layers whose running statistics do not move either (``frozen-bn=eval``).
     """
 
     parts: Parts
@@ -68,6 +72,8 @@ class Inspection:
     reestimation: Phase | None
     plain: Traffic
     warnings: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
     @property
     def first(self) -> Traffic:
@@ -134,24 +140,27 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         for traffic in (start, later):
             traffic.up += num_clients * (everything[0] - shared[0])
             traffic.counters_up += num_clients * (everything[1] - shared[1])
-    per_layer, rows = method.exchange_cost(params)
     calls = batchnorm_calls(model, config) if method.synchronises else ()
-    size = next(model.parameters()).element_size() * rows * sum(calls) if calls else 0
-    exchanges = Traffic(per_layer * len(calls), size, num_clients * size)
+    costs = [(channels, *method.exchange_cost(params, gradient)) for channels, gradient in calls]
+    width = next(model.parameters()).element_size() if costs else 0
+    size = width * sum(channels * rows for channels, _, rows in costs)
+    exchanges = Traffic(sum(number for _, number, _ in costs), size, num_clients * size)
     freezes = method.freezes(params) if issubclass(method, Freezing) else None
     phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, freezes)
     reestimation = None
-    if (method.reestimates or config.recalibrate) and (layers := len(list(parts.moments()))):
+    learning = learning_parts(model)
+    if (method.reestimates or config.recalibrate) and (layers := len(list(learning.moments()))):
         tested = -(-config.num_server_rounds // config.eval_every)
-        statistics = sum(state[name].nbytes for name in parts.statistics)
+        statistics = sum(state[name].nbytes for name in learning.statistics)
         reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
-    shapes = {name: array.shape for name, array in state.items()}
-    misfits = [
-        f"{need}; the model has {has or 'none'}: a run is refused"
-        for need, has, _ in method.misfits(params, parts, shapes)
-    ]
-    warnings = (*misfits, *_warnings(parts, method), *config.warnings())
-    return Inspection(parts, floats, counters, method.local, calls, phases, reestimation, plain, warnings)
+    refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
+    warnings = (*refused, *_warnings(parts, method), *config.warnings())
+    channels = tuple(number for number, _ in calls)
+    frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
+    fixed = tuple(path for path, module in model.named_modules() if holds_eval(module))
+    return Inspection(
+        parts, floats, counters, method.local, channels, phases, reestimation, plain, warnings, frozen, fixed
+    )
 
 
 def _phases(
@@ -190,18 +199,21 @@ def _phases(
     return tuple(found)
 
 
-def batchnorm_calls(model: nn.Module, config: Config) -> tuple[int, ...]:
-    """Return the channels of each BatchNorm call in a forward pass, in order; a layer called twice counts twice."""
+def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool], ...]:
+    """Return the BatchNorm calls of a forward pass, in order: channels, and whether the input needs a gradient.
+
+    A layer called twice counts twice; layers that are kept in eval mode are left out.
+    """
     parameter = next(model.parameters())
-    found: list[int] = []
+    found: list[tuple[int, bool]] = []
 
     def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        found.append(args[0].shape[1])
+        found.append((args[0].shape[1], args[0].requires_grad))
 
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not holds_eval(module)]
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
-        with kept_modes(model), torch.no_grad():
+        with kept_modes(model), torch.enable_grad():
             model.eval()(torch.zeros(2, *config.example_shape(), dtype=parameter.dtype, device=parameter.device))
     finally:
         for handle in handles:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import learning_parts, split_state
 from fedbn_flwr.data import Augment
-from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
+from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config, split
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.models import InitReport, build_model, load_initial
@@ -22,6 +22,7 @@ from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.strategies import FedAvg, FedBS
+from fedbn_flwr.training.freezing import train_only
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
 
@@ -31,6 +32,7 @@ __all__ = [
     "local_training",
     "make_model",
     "make_strategy",
+    "misfits",
     "on_device",
     "pick_device",
     "training_model",
@@ -87,6 +89,7 @@ def make_model(config: Config) -> nn.Module:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.momentum = config.bn_momentum
+    train_only(model, split(config.train_only), config.frozen_bn)
     return model
 
 
@@ -174,7 +177,7 @@ def check(config: Config) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     model = make_model(config)
-    if found := _misfits(config, model):
+    if found := misfits(config, model):
         ways = list(_other_settings(config))
         ways += [] if "norm='batch'" in ways else ["another model"]
         lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in found]
@@ -189,24 +192,41 @@ def check(config: Config) -> None:
     _try_model(config, model)
 
 
-def _misfits(config: Config, model: nn.Module) -> list[Misfit]:
-    """Return why the model does not fit the method of a config."""
+def misfits(config: Config, model: nn.Module) -> list[Misfit]:
+    """Return why the model does not fit the method of a config; BN layers that ``train-only`` leaves out do not count.
+
+    A method for BatchNorm would have no effect on layers that do not change.
+    """
     if config.strategy == CENTRALIZED:
         return []
     shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
-    return config.method().misfits(config.params(), split_state(model), shapes)
+    method, params, parts = config.method(), config.params(), split_state(model)
+    found = method.misfits(params, parts, shapes)
+    if config.train_only and not found:
+        which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
+        has = f"{parts.named_layers()}, and train-only={config.train_only} freezes {which} them"
+        found = [fit._replace(has=has) for fit in method.misfits(params, learning_parts(model), shapes)]
+    return found
 
 
 def _other_settings(config: Config) -> Iterator[str]:
     """Yield each change of one setting with which the model fits."""
     tests = ",".join(name for name in config.evaluations() if name != RECALIBRATED)
-    changes = {"strategy": "fedavg", "local_part": "", "client_hooks": "", "recalibrate": False, "eval_on": tests}
+    changes: dict[str, Any] = {
+        "strategy": "fedavg",
+        "local_part": "",
+        "client_hooks": "",
+        "recalibrate": False,
+        "eval_on": tests,
+    }
+    if config.train_only:
+        changes |= {"frozen_bn": "train", "train_only": ""}
     for name, value in {**changes, "norm": "batch"}.items():
         if value == getattr(config, name):
             continue
         other = config.model_copy(update={name: value})
         with suppress(ConfigError):  # the methods that are left cannot be combined
-            if not _misfits(other, make_model(other)):
+            if not misfits(other, make_model(other)):
                 yield f"{name.replace('_', '-')}={value!r}"
 
 
@@ -217,6 +237,8 @@ def _try_model(config: Config, model: nn.Module) -> None:
     try:
         with torch.no_grad():
             outputs = model.eval()(examples.float())
+    except FedBNError:
+        raise
     except Exception as error:  # the model's own, which may raise anything
         raise ConfigError(
             f"model {config.model!r} fails on a batch of inputs {tuple(examples.shape)}: {type(error).__name__}: "

@@ -304,8 +304,11 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @classmethod
     @abstractmethod
-    def exchange_cost(cls, params: P) -> tuple[int, int]:
-        """Return the additional cost of a synchronised BN layer: exchanges, and rows of its channels each way."""
+    def exchange_cost(cls, params: P, gradient: bool = True) -> tuple[int, int]:
+        """Return the additional cost of a synchronised BN layer: exchanges, and rows of its channels each way.
+
+        ``gradient``: its input needs a gradient; that of a layer after a frozen network does not.
+        """
 
     @classmethod
     @abstractmethod

@@ -211,7 +211,7 @@ class FedAvg(Server[P]):
         return found
 
     @classmethod
-    def exchange_cost(cls, params: P) -> tuple[int, int]:
+    def exchange_cost(cls, params: P, gradient: bool = True) -> tuple[int, int]:
         """Return (0, 0): no BN layer is synchronised."""
         return 0, 0
 

@@ -318,10 +318,10 @@ class FedTAN(FedAvg[P]):
         return params.fedtan_transport == "channel"
 
     @classmethod
-    def exchange_cost(cls, params: P) -> tuple[int, int]:
+    def exchange_cost(cls, params: P, gradient: bool = True) -> tuple[int, int]:
         """Return exchanges per layer, and rows: mean, variance, two gradients; 2L+1 adds the mean's remainder."""
         forward, rows = (2, 2) if params.fedtan_exchanges == "3L+1" else (1, 3)
-        return (forward + 1, rows + 2) if cls.backward == "global" else (forward, rows)
+        return (forward + 1, rows + 2) if cls.backward == "global" and gradient else (forward, rows)
 
     def synchronised(self, server_round: int) -> bool:
         """Return whether the round's first step is synchronised."""

@@ -51,11 +51,10 @@ frozen BN.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -73,6 +72,7 @@ from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.settings import share_of
 
@@ -143,16 +143,13 @@ class FreezeBN(ClientHook):
 
     def __init__(self, affine: bool, statistics: bool = True) -> None:
         self.affine, self.statistics = affine, statistics
-        self._modes: dict[nn.Module, bool] = {}
+        self._undo: list[Callable[[], None]] = []
         self._learning: list[nn.Parameter] = []
 
     def begin(self, model: nn.Module) -> None:
         """Put the BN layers in eval mode; with ``affine`` also freeze their parameters."""
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        self._modes = {layer: layer.training for layer in layers if self.statistics}
-        for layer in self._modes:
-            layer.eval()
-            layer.train = functools.partial(_stay, layer)  # type: ignore[method-assign]
+        self._undo = [hold_eval(layer) for layer in layers if self.statistics]
         if self.affine:
             self._learning = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
             for parameter in self._learning:
@@ -160,16 +157,11 @@ class FreezeBN(ClientHook):
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Restore the layers' modes and unfreeze their parameters."""
-        for layer, mode in self._modes.items():
-            del layer.train  # the instance attribute; the class's method is used again
-            layer.train(mode)
+        for undo in self._undo:
+            undo()
         for parameter in self._learning:
             parameter.requires_grad_(True)
         return {}
-
-
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    return layer
 
 
 class ReportDrift(ClientHook):

@@ -131,3 +131,17 @@ def test_warnings_name_what_a_method_would_not_do() -> None:
     )
     model = build_model("mlp", num_classes=10, channels=1, size=28)
     assert all(inspect_model(model, strategy, 2).warnings == () for strategy in STRATEGIES if strategy != "fedwon")
+
+
+@pytest.mark.parametrize("frozen_bn", ["eval", "train"])
+@pytest.mark.parametrize("strategy", ["fedtan", "feddna", "scaffold", "staticbn", "fedavg"])
+def test_predicted_traffic_with_frozen_layers(run_strategy, strategy: str, frozen_bn: str) -> None:
+    """Layers after a frozen network have no exchange of gradients; variates are of trained parameters only."""
+    asked = {"model": "lenet", "dataset": "mnist", "train-only": "fc3,norm2,conv2", "frozen-bn": frozen_bn}
+    quick = {"batch-size": 2, "local-steps": 1, "num-server-rounds": 2, "learning-rate": 0.001}
+    momentum = {"sgd-momentum": 0.9, "momentum-scope": "global"} if strategy == "fedavg" else {}
+    config = Config.make({"strategy": strategy, **asked, **quick, **momentum})
+    found = inspect_model(make_model(config), strategy, 2, config)
+    assert measured(run_strategy, config, 2) == predicted(found)
+    assert len(found.frozen) == 8
+    assert found.fixed == (("norm1",) if frozen_bn == "eval" else ())
