@@ -4,7 +4,7 @@ The functions import torchvision: it takes longer to import than torch, and over
 every message.
 
 Logits are (N, classes, H, W) for images (N, 3, H, W): the entry "out" of torchvision's dictionary. There is no
-auxiliary classifier. FixBN trains DeepLabv3+; torchvision has only DeepLabv3.
+auxiliary classifier. FixBN trains DeepLabv3+; torchvision has only DeepLabv3; ``smp:`` models have it.
 """
 
 from __future__ import annotations
