@@ -114,6 +114,13 @@ ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/data/test_loading.py",
     "task": "tests/experiment/test_evaluations.py",
+    **dict.fromkeys(
+        (
+            *("label-column", "client-column", "group-column", "split-column", "feature-columns", "positive-values"),
+            *("missing", "standardise", "skip-unreadable", "test-share", "cache-gib", "data-workers"),
+        ),
+        "tests/data/test_own_data.py",
+    ),
     "min-replies": "tests/server/test_bad_replies.py",
     "round-timeout": "tests/experiment/test_setup.py",
     "init": "tests/experiment/test_init.py",

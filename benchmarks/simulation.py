@@ -151,8 +151,9 @@ def prepare(folder: Path, data_dir: str, settings: Sequence[Setting]) -> None:
         if data_dir:
             dataset = load_dataset(name, data_dir)
             parts = {"train": dataset.train, "test": dataset.test}
-            pixels = {part: samples.inputs for part, samples in parts.items()}
-            targets = {part: samples.targets for part, samples in parts.items()}
+            whole = {part: samples.take(torch.arange(len(samples))) for part, samples in parts.items()}
+            pixels = {part: inputs for part, (inputs, _) in whole.items()}
+            targets = {part: classes for part, (_, classes) in whole.items()}
             mean, std = dataset.mean, dataset.std
         else:
             generator = torch.Generator().manual_seed(0)

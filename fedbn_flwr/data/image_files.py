@@ -189,7 +189,7 @@ class FileSet:
         Raises:
             DataError: a file is damaged, or a worker process has ended.
         """
-        count = self._wanted.workers
+        count = _num_workers(self._wanted.workers)
         if not count:
             yield from (self.read(*request) for request in requests)
             return
@@ -216,7 +216,7 @@ class FileSet:
         with self._lock:
             if self._workers is None or self._workers[0] != os.getpid():  # a fork has none of its own
                 self._keep()
-                self._workers = os.getpid(), _executor(self, self._wanted.workers)
+                self._workers = os.getpid(), _executor(self, _num_workers(self._wanted.workers))
             return self._workers[1]
 
     def _keep(self) -> ImageCache:
@@ -490,6 +490,15 @@ def _refuse_damaged(damaged: dict[int, str]) -> None:
         more = f"\nand {len(damaged) - 10} more" if len(damaged) > 10 else ""
         count = f"{len(damaged)} image files cannot be read:\n" if len(damaged) > 1 else ""
         raise DataError(count + "\n".join(first) + more)
+
+
+def _num_workers(asked: int) -> int:
+    """Return the number of processes that decode: for -1 the cores, or none where several processes have clients."""
+    if asked >= 0:
+        return asked
+    ray = sys.modules.get("ray")
+    shared = multiprocessing.parent_process() is not None or (ray is not None and ray.is_initialized())
+    return 0 if shared else os.cpu_count() or 1
 
 
 def _executor(files: FileSet, workers: int) -> Executor:

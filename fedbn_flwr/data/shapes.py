@@ -23,7 +23,8 @@ class Shape:
         width: in pixels.
         max_bytes: sets of image files with more bytes than this stay on the disk; so many decoded bytes are kept.
         originals: image files stay on the disk, and what is kept of them has the size as stored.
-        workers: processes that decode images on the disk ahead of their use; 0 = the process that uses them decodes.
+        workers: processes that decode images on the disk ahead of their use; 0 = the process that uses them decodes;
+            -1 = the cores, or 0 where several processes have clients.
     """
 
     channels: int

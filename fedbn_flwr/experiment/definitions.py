@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedbn_flwr.messages.protocol import NUM_EXAMPLES
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 
 __all__ = ["CLIENTS", "definitions"]
 
@@ -16,7 +16,7 @@ _OF_SOME = {
     "-unseen": "plain mean over the clients among them that have not trained in this run",
     CLIENTS: "number of clients whose test set defines the metric",
 }
-_TESTED_ON = {"own": "its own test set", "global": "the whole test set"}
+_TESTED_ON = {"own": "its own test set", "global": "the whole test set", VALIDATION: "its own validation examples"}
 
 
 def definitions(final: Mapping[str, Any], line: Mapping[str, Any], num_tested: int, federated: bool) -> dict[str, str]:
@@ -38,6 +38,8 @@ def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: b
         return "mean over the clients, weighted by their training examples" if federated else "mean over the examples"
     if key.startswith("test-"):
         return f"pooled over the whole test set, {num_tested} examples"
+    if key.startswith(f"{VALIDATION}-"):
+        return "pooled over the validation examples of all clients"
     if found := next((text for ending, text in _OF_SOME.items() if key.endswith(ending)), None):
         return found
     name = key.split("-")[1]

@@ -31,6 +31,7 @@ DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first roun
 PLACES = frozenset(
     (
         *("out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout", "tensorboard"),
+        *("cache-gib", "data-workers"),
         *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
     )
 )

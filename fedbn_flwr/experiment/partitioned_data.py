@@ -116,7 +116,7 @@ def _dataset(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         pick_device(config.device),
         int(config.cache_gib * 2**30),
         originals=augment is not None and RESIZED_CROP in augment.each,
-        workers=max(0, config.data_workers),
+        workers=config.data_workers,
     )
 
 

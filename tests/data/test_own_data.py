@@ -13,6 +13,7 @@ from fedbn_flwr.data import OwnData, load_dataset, own_info, own_notes
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.run import run
 
 
 def write_images(root: Path, folders: dict[str, int], size: tuple[int, int] = (6, 4), suffix: str = "png") -> None:
@@ -348,6 +349,27 @@ def test_unreadable_files_can_be_left_out(tmp_path: Path) -> None:
     (note,) = own_notes(config.own_data())
     assert "2 of 4 image files are left out" in note
     assert "a/0.png" in note
+
+
+def test_cache_gib_and_data_workers_change_no_bit(tmp_path: Path) -> None:
+    write_images(tmp_path, {"a/cat": 6, "a/dog": 5, "b/cat": 4, "b/dog": 6}, size=(40, 40))
+    keys = {"dataset": f"folder:{tmp_path}", "model": "lenet", "local-steps": 3, "batch-size": 4, "augment": "flip"}
+    ways = ({}, {"cache-gib": 0, "data-workers": 0}, {"cache-gib": 2e-5, "data-workers": 2})
+    found = {}
+    for augment in ("flip", "flip,resized-crop"):
+        for at, way in enumerate(ways):
+            config = Config.make({**keys, **way, "augment": augment, "num-server-rounds": 2})
+            summary = run(config, tmp_path / f"{augment}-{at}", workers=0)
+            found.setdefault(augment, set()).add(summary["sha256"])
+    assert all(len(digests) == 1 for digests in found.values())
+    assert found["flip"] != found["flip,resized-crop"]
+
+
+def test_the_split_of_a_table_by_split_column(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "t.csv", "x,y,part\n1,0,train\n2,1,test\n3,1,train\n")
+    data = load_dataset(own_info(own("csv", path, label_column="y", split_column="part")))
+    assert data.train.inputs.tolist() == [[1.0], [3.0]]
+    assert data.test.inputs.tolist() == [[2.0]]
 
 
 def test_a_data_set_of_the_hub_by_a_local_stand_in(tmp_path: Path) -> None:
