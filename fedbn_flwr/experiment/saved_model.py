@@ -78,7 +78,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         StateError: the folder lacks the model or a part of it; the error says what to do.
     """
     config, about = run_config(run), metadata(run)
-    model = make_model(config)
+    model = make_model(config, freeze=False)
     state, what = _state(run, config, model, about, choice)
     try:
         model.load_state_dict(state)

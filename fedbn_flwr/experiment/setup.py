@@ -69,8 +69,8 @@ def training_model(config: Config) -> nn.Module:
     return cast(nn.Module, torch.compile(model)) if config.compile else model
 
 
-def make_model(config: Config) -> nn.Module:
-    """Return the model of a config on the CPU, with seeded weights."""
+def make_model(config: Config, *, freeze: bool = True) -> nn.Module:
+    """Return the model of a config on the CPU, with seeded weights; ``freeze``: with its ``train-only``."""
     model = build_model(
         config.model,
         num_classes=config.num_outputs(),
@@ -89,7 +89,8 @@ def make_model(config: Config) -> nn.Module:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.momentum = config.bn_momentum
-    train_only(model, split(config.train_only), config.frozen_bn)
+    if freeze:
+        train_only(model, split(config.train_only), config.frozen_bn)
     return model
 
 

@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.experiment.evaluate_run import evaluate_run
 from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.saved_model import Choice, load_model
 from fedbn_flwr.experiment.setup import check, make_model
+from fedbn_flwr.training.freezing import holds_eval
 
 HEAD = {"model": "lenet", "train-only": "fc3"}
 
@@ -78,3 +81,13 @@ def test_inspect_says_which_layers_train() -> None:
     assert "train-only: 10 parameters are frozen" in shown.output
     adapting = CliRunner().invoke(app, ["inspect", *asked, "--set", "frozen-bn=train"]).output
     assert "statistics only" in adapting
+
+
+def test_a_saved_model_is_a_plain_one(quick_config: Any, tmp_path: Path) -> None:
+    """What a run froze is no property of its result: statistics of new inputs go into every layer."""
+    run(quick_config(**HEAD), tmp_path / "out")
+    model = load_model(tmp_path / "out", Choice()).model
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(holds_eval(module) for module in model.modules())
+    plain, adapted = evaluate_run(tmp_path / "out", {"dataset": "digits"}, "adapt")[1]
+    assert plain.result.loss != adapted.result.loss
