@@ -7,7 +7,7 @@ M2 / (n - 1), the unbiased variance that torch's layers keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example, wit
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["Moments", "merge", "moments_of", "reestimate_statistics", "tracking_layers"]
+__all__ = ["Moments", "load_statistics", "merge", "moments_of", "reestimate_statistics", "tracking_layers"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,19 @@ def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, s
                 model(prepared(inputs))
     found = model.named_modules(remove_duplicate=False)
     return {path: sums[module] for path, module in found if module in sums}
+
+
+def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
+    """Give BatchNorm layers re-estimated statistics: the mean and the biased variance, by which a batch is normalised.
+
+    Args:
+        model: changed in place.
+        moments: by layer path, as ``reestimate_statistics`` returns them.
+    """
+    for path, found in moments.items():
+        layer: Any = model.get_submodule(path)
+        layer.running_mean.copy_(found.mean)
+        layer.running_var.copy_(found.m2 / found.count)
 
 
 def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:

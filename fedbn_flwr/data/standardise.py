@@ -90,6 +90,7 @@ def standardised(
     test: Sequence[Indices],
     how: Standardise,
     owned: Sequence[Indices] | None = None,
+    held_out: Sequence[tuple[Indices, Indices]] = (),
 ) -> tuple[Dataset, tuple[Scale, ...]]:
     """Return the data with the mean and std of their training examples, and the scale of each client for "local".
 
@@ -102,6 +103,8 @@ def standardised(
         test: test examples of each client.
         how: "" = federated for inputs that are no images, the data set's own constants for images.
         owned: training and validation examples of each client; None = ``train``.
+        held_out: training and test examples of clients that do not train: no part of the federation's statistics, and
+            standardised by their own with "local".
 
     Raises:
         DataError: the examples are images on the disk, or images with "local".
@@ -116,8 +119,12 @@ def standardised(
     if data.train.as_bytes:
         raise DataError("standardise=local is for rows and signals; images have one mean and std in all clients.")
     scales = tuple(map(scale_of, moments))
-    parts = (data.train, train if owned is None else owned), (data.test, test)
-    own_train, own_test = (_each_by_its_owner(samples, own, scales, whole) for samples, own in parts)
+    every = (*scales, *(scale_of(moments_of_inputs(data.train, part)) for part, _ in held_out))
+    parts = (
+        (data.train, (*(train if owned is None else owned), *(part for part, _ in held_out))),
+        (data.test, (*test, *(part for _, part in held_out))),
+    )
+    own_train, own_test = (_each_by_its_owner(samples, own, every, whole) for samples, own in parts)
     return replace(data, train=own_train, test=own_test, mean=(), std=()), scales
 
 

@@ -183,6 +183,11 @@ class Config(_MethodSettings):
         lt=1,
     )
 
+    held_out_clients: str = _key(
+        "own data and models",
+        "",
+        "clients that never train and are tested in each tested round: a number (the last) or a comma list of names",
+    )
     init: str = _key(
         "own data and models",
         "",
@@ -308,7 +313,7 @@ class Config(_MethodSettings):
             raise ValueError(f"{str(value).lower()} is neither a number nor text")
         return value
 
-    @field_validator("lr_decay_factor", "lr_decay_at", "mlp_hidden", mode="before")
+    @field_validator("lr_decay_factor", "lr_decay_at", "held_out_clients", "mlp_hidden", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

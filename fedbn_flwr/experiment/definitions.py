@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedbn_flwr.experiment.held_out import HELD_OUT
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 
 __all__ = ["CLIENTS", "definitions"]
@@ -38,6 +39,10 @@ def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: b
         return "mean over the clients, weighted by their training examples" if federated else "mean over the examples"
     if key.startswith("test-"):
         return f"pooled over the whole test set, {num_tested} examples"
+    if key == HELD_OUT:
+        return "tests of each client that never trains, by name"
+    if key.startswith(HELD_OUT):
+        return "plain mean over the clients that never train, where it is defined"
     if key.startswith(f"{VALIDATION}-"):
         return "pooled over the validation examples of all clients"
     if found := next((text for ending, text in _OF_SOME.items() if key.endswith(ending)), None):

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.data import Subset
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
@@ -224,10 +224,7 @@ def _reestimate(model: nn.Module, data: Subset | _Joined, task: Task, saved: Sav
             f"bn={ADAPT} re-estimates BN statistics from two or more examples. The data have {len(data)}, and "
             f"model={saved.config.model} with norm={saved.config.norm} needs BatchNorm. Leave bn out."
         )
-    for path, found in moments.items():
-        layer: Any = model.get_submodule(path)
-        layer.running_mean.copy_(found.mean)
-        layer.running_var.copy_(found.m2 / found.count)
+    load_statistics(model, moments)
 
 
 def _predictions(outputs: Tensor, data: Subset | _Joined, task: Task, classes: Sequence[str]) -> str:

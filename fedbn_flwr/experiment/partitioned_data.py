@@ -23,7 +23,7 @@ from fedbn_flwr.data import (
 )
 from fedbn_flwr.data.augment import RESIZED_CROP
 from fedbn_flwr.data.splits import Indices
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import pick_device
 from fedbn_flwr.seeds import derive_seed
@@ -43,6 +43,14 @@ class PartitionedData:
     augment: Augment | None
     validation: tuple[Indices, ...] = ()
     scales: tuple[Scale, ...] = ()  # of each client, under standardise=local
+    held_out_names: tuple[str, ...] = ()
+    held_out: tuple[tuple[Indices, Indices], ...] = ()  # training and test examples of each held-out client
+
+    def held_out_views(self, at: int) -> tuple[Subset, Subset]:
+        """Return the inputs, of which no target is used, and the test data of a held-out client."""
+        data, (train, test) = self.dataset, self.held_out[at]
+        inputs = Subset(data.train, train, mean=data.mean, std=data.std)
+        return inputs, Subset(data.test, test, mean=data.mean, std=data.std)
 
     def train_view(self, partition_id: int | None = None) -> Subset:
         """Return a client's training data; without a partition id that of all clients together."""
@@ -50,9 +58,16 @@ class PartitionedData:
         return Subset(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std, augment=self.augment)
 
     def test_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's own test data; without a partition id the whole test set."""
-        own = None if partition_id is None else self.test[partition_id]
+        """Return a client's own test data; without a partition id all test data but those of held-out clients."""
+        own = self._tests() if partition_id is None else self.test[partition_id]
         return Subset(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
+
+    def _tests(self) -> Indices | None:
+        """Return the test examples of no held-out client; None = all."""
+        if not self.held_out:
+            return None
+        apart = np.concatenate([test for _, test in self.held_out])
+        return np.setdiff1d(np.arange(len(self.dataset.test)), apart)
 
     def validation_view(self, partition_id: int | None = None) -> Subset:
         """Return a client's validation data, which it does not train on; without a partition id that of all clients.
@@ -68,7 +83,11 @@ class PartitionedData:
         data, groups = self.dataset, self.dataset.test.groups
         if groups is None:
             return {}
-        found = {name: torch.nonzero(groups == index).flatten() for index, name in enumerate(data.group_names)}
+        tests = self._tests()
+        known = torch.ones_like(groups, dtype=torch.bool)
+        if tests is not None:
+            known = torch.zeros_like(known).index_fill_(0, torch.as_tensor(tests).to(groups.device), True)
+        found = {n: torch.nonzero((groups == index) & known).flatten() for index, n in enumerate(data.group_names)}
         return {name: Subset(data.test, own, mean=data.mean, std=data.std) for name, own in found.items() if len(own)}
 
     def domain_of(self, partition_id: int) -> str | None:
@@ -84,15 +103,18 @@ class PartitionedData:
 
 
 def count_clients(config: Config) -> int:
-    """Return ``num_clients``; if it is 0, the number of groups for a split by group, and 5 for other splits.
+    """Return ``num_clients``; if it is 0, the groups that are not held out for a split by group, 5 for other splits.
 
     Raises:
         DataError: the data is missing.
     """
     if config.num_clients or not PARTITIONS[config.split_name()].by_group:
         return config.num_clients or DEFAULT_CLIENTS
-    groups = _dataset(config).train.groups
-    return DEFAULT_CLIENTS if groups is None else len(torch.unique(groups))  # without groups the split raises
+    data = _dataset(config)
+    if data.train.groups is None:
+        return DEFAULT_CLIENTS  # the split raises
+    apart = len(_held_out(config.held_out_clients, config.split_name(), data))
+    return max(1, len(torch.unique(data.train.groups)) - apart)
 
 
 def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = ()) -> PartitionedData:
@@ -122,7 +144,7 @@ def _dataset(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
 
 _SPLIT_KEYS = (
     *("augment", "seed", "validation_share", "partition", "partition_alpha"),
-    *("classes_per_client", "num_shards", "shards_per_client", "domain_share", "standardise"),
+    *("classes_per_client", "num_shards", "shards_per_client", "domain_share", "standardise", "held_out_clients"),
 )
 
 
@@ -130,9 +152,13 @@ _SPLIT_KEYS = (
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
     options = dict(zip(_SPLIT_KEYS, values, strict=True))
-    names = ("augment", "partition", "partition_alpha", "validation_share", "standardise")
-    augment, partition, alpha, share, standardise = (options.pop(key) for key in names)
-    train, test = split_dataset(data, partition, num_clients, alpha=alpha, **options)
+    names = ("augment", "partition", "partition_alpha", "validation_share", "standardise", "held_out_clients")
+    augment, partition, alpha, share, standardise, held_out_clients = (options.pop(key) for key in names)
+    apart = _held_out(held_out_clients, partition, data)
+    train, test = split_dataset(data, partition, num_clients + len(apart), alpha=alpha, **options)
+    places = [at % len(train) for at in apart.values()]  # -1 is the last client
+    held_out = tuple((train[at], test[at]) for at in places)
+    train, test = ([part for at, part in enumerate(parts) if at not in places] for parts in (train, test))
     validation: tuple[Indices, ...] = ()
     if share:
         seeds = [derive_seed(options["seed"], "validation", client) for client in range(num_clients)]
@@ -144,8 +170,41 @@ def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedDa
             )
         train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
     owned = [np.concatenate(both) for both in zip(train, validation, strict=True)] if share else train
-    data, scales = standardised(data, train, test, standardise, owned)
-    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment), validation, scales)
+    data, scales = standardised(data, train, test, standardise, owned, held_out)
+    return PartitionedData(
+        data, tuple(train), tuple(test), Augment.parse(augment), validation, scales, tuple(apart), held_out
+    )
+
+
+def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
+    """Return the held-out clients of the config: their names, and their places among all clients, -1 for the last.
+
+    Raises:
+        ConfigError: a name is unknown, or the split does not give each client a group, or no client is left.
+    """
+    if not text.strip():
+        return {}
+    groups = (
+        [] if data.train.groups is None else [data.group_names[g] for g in torch.unique(data.train.groups).tolist()]
+    )
+    if text.strip().isdigit():
+        count = int(text)
+        if partition == "natural" and count >= len(groups):
+            raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")
+        last = groups[-count:] if partition == "natural" else [f"held-out-{at}" for at in range(count)]
+        return {name: at - count for at, name in enumerate(last)}
+    if partition != "natural":
+        raise ConfigError(
+            f"held-out-clients={text!r} names clients, which partition={partition} has not. Use partition=natural, or "
+            "a number of clients."
+        )
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    for name in wanted:
+        if name not in groups:
+            raise unknown_name("held-out client", name, groups)
+    if len(set(wanted)) == len(groups):
+        raise ConfigError(f"held-out-clients={text!r} leaves none of the {len(groups)} clients to train.")
+    return {name: groups.index(name) for name in dict.fromkeys(wanted)}
 
 
 def put_aside(samples: Examples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:

@@ -21,6 +21,7 @@ from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.definitions import CLIENTS, definitions
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
+from fedbn_flwr.experiment.held_out import HELD_OUT, HeldOut
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.preprocessing import INPUTS, Preprocessing
@@ -33,7 +34,7 @@ from fedbn_flwr.messages.protocol import (
     TRAIN_LOSS,
     VALIDATION,
 )
-from fedbn_flwr.messages.records import from_record, state_sha256, tensors
+from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
 from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.report import RoundReport, Traffic
@@ -82,6 +83,7 @@ class Recorder:
         self._inputs = Preprocessing.of(config, data.dataset if data else None)
         self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
+        self._held_out = HeldOut(data, self._task) if data and data.held_out else None
         self._domains = data.domain_views() if data else {}
         self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
         untrained = [name for name in config.evaluations() if name.startswith("global")]
@@ -120,6 +122,10 @@ class Recorder:
             tested = self._tested(state)
             line |= tested
             self._note_divergence(report, tested)
+            if self._held_out:
+                whole = state if state is not None else to_state(self._model.state_dict())
+                line |= self._held_out.test(self._model, whole, self._strategy)
+                load_state(self._model, tensors(whole))
         self._trained |= {str(client) for client in report.participants}
         line |= _personal(report, self._trained, self._task)
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
@@ -205,7 +211,7 @@ class Recorder:
         best = choose(measured, key=lambda line: line[headline], default={})
         kept_round = self.stopping.best() if self.stopping else None
         last = lines[kept_round - 1] if kept_round else measured[-1] if measured else {}
-        kept = ("train-", "test-", "personal-", f"{VALIDATION}-", "domains")
+        kept = ("train-", "test-", "personal-", f"{VALIDATION}-", HELD_OUT, "domains")
         final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
         summary: dict[str, Any] = {
             "strategy": strategy.name if strategy else self._config.strategy,

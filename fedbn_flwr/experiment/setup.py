@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import learning_parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, learning_parts, split_state
 from fedbn_flwr.data import Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config, split
@@ -21,6 +21,7 @@ from fedbn_flwr.models import InitReport, build_model, load_initial
 from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.method import Misfit
+from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg, FedBS
 from fedbn_flwr.training.freezing import train_only
 from fedbn_flwr.training.memory_format import set_memory_format
@@ -133,8 +134,16 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[An
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
         **({"loss_key": VALIDATION_LOSS} if config.validation_share and config.strategy == FedBS.name else {}),
-        **config.params().model_dump(),
+        **{**config.params().model_dump(), **_tests(config)},
     )
+
+
+def _tests(config: Config) -> dict[str, str]:
+    """Return the tests that the strategy must know: those of held-out clients need the average of local BN parts."""
+    local = bool(config.method().local & {Part.AFFINE, Part.STATISTICS}) and Part.REST not in config.method().local
+    if not config.held_out_clients or not local or SHARED_BN in config.evaluations():
+        return {}
+    return {"eval_on": ",".join((*config.evaluations(), SHARED_BN))}
 
 
 def check(config: Config) -> None:
