@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from fedbn_flwr.data.folders import SUFFIXES
 from fedbn_flwr.data.image_files import unreadable
@@ -31,6 +30,8 @@ def read_folder(request: OwnData) -> Found:
         ConfigError: keys of tables are set.
         DataError: the folder has no images, or the folders do not have one of the layouts; files cannot be read.
     """
+    from PIL import Image
+
     root = request.existing()
     if not root.is_dir():
         raise DataError(f"dataset={request.name!r} is a file; a folder of image folders needed.")
@@ -167,6 +168,8 @@ def _mask(request: OwnData, folder: Path, name: str) -> Path:
 
 
 def _count_classes(masks: Sequence[Path]) -> int:
+    from PIL import Image
+
     largest = 0
     for path in masks:
         with Image.open(path) as image:
