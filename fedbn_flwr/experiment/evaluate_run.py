@@ -120,7 +120,6 @@ def _config_of_data(config: Config, data: Mapping[str, Any]) -> Config:
     of_run = config.to_mapping()
     keys = (*_OF_THE_MODEL, *(key for key in config.keys("own data and models") if key not in _OF_TRAINING))
     shared = {key: of_run[key] for key in keys if key in of_run}
-    shared["standardise"] = ""  # the inputs stay as they are; those of the run replace mean and std
     return Config.make_of_shared(shared, {"partition": "iid", "num-clients": 1, **data})[0]
 
 
@@ -154,7 +153,7 @@ def _data(saved: SavedModel, config: Config) -> PartitionedData:
         )
     if problems:
         raise ConfigError("\n".join(f"{problem}." for problem in problems))
-    if not taken.mean:  # the run's inputs are taken as they are, or each client's have its own mean
+    if ran.standardise == "local":  # each client has its own mean and std, so these data have theirs
         return data
     return replace(data, dataset=replace(dataset, mean=taken.mean, std=taken.std))
 

@@ -159,7 +159,7 @@ def load_exported(path: str | Path) -> nn.Module:
     if _CONFIG not in about:
         raise ConfigError(f"{path} was not written by `fedbn-flwr export --format torch`.")
     config = Config.make(json.loads(about[_CONFIG]))
-    model, taken = make_model(config, freeze=False), Preprocessing.saved(config, about)
+    model, taken = make_model(config), Preprocessing.saved(config, about)
     if about[_FOLDED] == "true":
         model, _ = fold(model, torch.zeros(2, *taken.shape))
     model.load_state_dict(state)
