@@ -284,6 +284,8 @@ def evaluate(
         console.print(f"model: {what}", markup=False, highlight=False, soft_wrap=True)
         metrics = list(rows[0].result.named())
         table = Table("data", "BN statistics", "examples", *metrics, box=None)
+        for column in table.columns:
+            column.overflow = "fold"
         for row in rows:
             values = [f"{value:.4f}" for value in row.result.named().values()]
             table.add_row(row.data, row.statistics, str(row.result.num_examples), *values)

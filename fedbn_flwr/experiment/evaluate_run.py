@@ -93,14 +93,15 @@ def evaluate_run(
     model, task = on_device(saved.model, config), config.learning_task()
     statistics = ["as saved", *(["re-estimated"] if bn == ADAPT else [])]
     rows: list[Row] = []
+    outputs = _Outputs(model, wanted=out is not None and not task.by_pixel)
     for which in statistics:
         if which != "as saved":
             _reestimate(model, chosen, task, saved)
-        with _Outputs(model) as outputs:
+        with outputs:
             rows.append(Row("all", which, evaluate(model, chosen, task=task)))
         rows += [Row(name, which, evaluate(model, view, task=task)) for name, view in groups.items()]
     if out is not None:
-        text = "" if task.by_pixel else _predictions(outputs.all(), chosen, task, saved.preprocessing.classes)
+        text = _predictions(outputs.all(), chosen, task, saved.interface.classes) if outputs.wanted else ""
         _write(out, text, saved.what, config, rows)
     return saved.what, rows
 
@@ -125,17 +126,23 @@ def _config_of_data(config: Config, data: Mapping[str, Any]) -> Config:
 
 def _data(saved: SavedModel, config: Config) -> PartitionedData:
     """Return the new data with the normalisation of the run; raise ConfigError if they do not fit the model."""
-    ran, taken = saved.config, saved.preprocessing
+    ran, taken = saved.config, saved.interface
     problems = []
     if config.model != ran.model or config.norm != ran.norm:
         problems.append("model and norm are those of the run; leave them out")
-    if ran.learning_task().name != config.learning_task().name:
-        problems.append(f"the model is for {ran.learning_task().name}, the data are for {config.learning_task().name}")
-    classes, found = ran.data_info().num_classes, config.data_info().num_classes
+    if taken.task != config.learning_task().name:
+        problems.append(f"the model is for {taken.task}, the data are for {config.learning_task().name}")
+    classes, found = taken.num_classes, config.data_info().num_classes
     if found != classes:
         problems.append(
             f"the data of the run have {classes} classes, dataset={config.dataset} has {found}. Bring these data to "
             "the classes of the run, in the same order"
+        )
+    features = config.data_info().feature_names
+    if features and taken.features and features != taken.features:
+        problems.append(
+            f"the features of the run are {', '.join(taken.features)}; those of dataset={config.dataset} are "
+            f"{', '.join(features)}. Name columns and categories in feature-columns, e.g. age,sex:F|M"
         )
     if problems:
         raise ConfigError("\n".join(f"{problem}." for problem in problems))
@@ -198,17 +205,23 @@ class _Joined:
 
 
 class _Outputs:
-    """The outputs of a model in the block."""
+    """The outputs of a model in the last block, on the CPU; kept only if they are wanted."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, wanted: bool) -> None:
+        self.wanted = wanted
+        self._model = model
         self._found: list[Tensor] = []
-        self._handle = model.register_forward_hook(lambda module, args, output: self._found.append(output.cpu()))
 
-    def __enter__(self) -> _Outputs:
-        return self
+    def __enter__(self) -> None:
+        self._found = []
+        self._handle = self._model.register_forward_hook(self._note)
 
     def __exit__(self, *error: object) -> None:
         self._handle.remove()
+
+    def _note(self, model: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.wanted:
+            self._found.append(output.cpu())
 
     def all(self) -> Tensor:
         """Return all outputs, (N, ...)."""

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from fedbn_flwr.checked_file import encode_safetensors, write_atomically
 from fedbn_flwr.client.saved_state import read_state
 from fedbn_flwr.errors import ConfigError, DataError, EngineError, FedBNError, StateError, unknown_name
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.model_card import CARD, model_card, without_places
+from fedbn_flwr.experiment.interface import INTERFACE, Interface
+from fedbn_flwr.experiment.model_card import CARD, dataset_name, model_card
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
-from fedbn_flwr.experiment.preprocessing import INPUTS, Preprocessing
 from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
-from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.export import (
     Folding,
     encode_onnx,
@@ -44,7 +42,7 @@ BOUND = 1e-4
 """Largest error of the logits that an exported file may have, divided by the largest logit."""
 
 _BATCHES = [1, 5, 26]  # examples of the check
-_CONFIG, _FOLDED, _NORMALISED = "config", "folded", "normalised"
+_FOLDED, _NORMALISED = "folded", "normalised"
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def export(
     model, folding = copy.deepcopy(saved.model).to(memory_format=torch.contiguous_format), None
     if fold_bn:
         model, folding = fold(model, examples[:2])
-    layer = saved.preprocessing.layer()
+    layer = saved.interface.normalise()
     given = raw if normalise else examples
     packed = with_normalise(model, layer if normalise else None)
     about = _about(saved, folding, normalise)
@@ -156,14 +154,14 @@ def load_exported(path: str | Path) -> nn.Module:
         StateError: the file cannot be read.
     """
     state, about = read_state(Path(path))
-    if _CONFIG not in about:
+    if _NORMALISED not in about:
         raise ConfigError(f"{path} was not written by `fedbn-flwr export --format torch`.")
-    config = Config.make(json.loads(about[_CONFIG]))
-    model, taken = make_model(config), Preprocessing.saved(config, about)
+    taken = Interface.read(about)
+    model = taken.model()
     if about[_FOLDED] == "true":
         model, _ = fold(model, torch.zeros(2, *taken.shape))
     model.load_state_dict(state)
-    return with_normalise(model, taken.layer() if about[_NORMALISED] == "true" else None)
+    return with_normalise(model, taken.normalise() if about[_NORMALISED] == "true" else None)
 
 
 def _check_places(out: Path, card: Path, format: str) -> None:
@@ -187,25 +185,25 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
 
     Inputs are float32 (32, ...).
     """
-    count, config, taken = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"}), saved.preprocessing
+    count, config, taken = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"}), saved.interface
     try:
         data = partitioned_data(config, count_clients(config))
     except (DataError, ConfigError):
         data = None
     if data is not None and len(test := data.dataset.test):
         positions = torch.linspace(0, len(test) - 1, count).long()
-        what = f"{min(count, len(test))} test examples of {config.dataset}"
+        what = f"{min(count, len(test))} test examples of {dataset_name(config)}"
         return data.test_view().batch(positions)[0], test.take(positions)[0].float(), what, data
     generator = torch.Generator().manual_seed(0)
     raw = torch.rand(count, *taken.shape, generator=generator)
     raw = (raw * 256).floor() if taken.as_bytes else raw
-    return taken.layer()(raw), raw, f"{count} random inputs, since the data of the run are not here", None
+    return taken.normalise()(raw), raw, f"{count} random inputs, since the data of the run are not here", None
 
 
 def _about(saved: SavedModel, folding: Folding | None, normalise: bool) -> dict[str, str]:
     """Return the metadata of the file."""
     about = {"format": "pt", "model": saved.config.model, "what": saved.what}
-    about |= {INPUTS: saved.preprocessing.to_json(), _CONFIG: json.dumps(without_places(saved.config))}
+    about |= {INTERFACE: saved.interface.to_json()}
     return about | {_FOLDED: json.dumps(folding is not None), _NORMALISED: json.dumps(normalise)}
 
 

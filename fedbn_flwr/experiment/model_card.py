@@ -21,22 +21,10 @@ from fedbn_flwr.export import Folding
 if TYPE_CHECKING:
     from fedbn_flwr.experiment.export import Check
 
-__all__ = ["CARD", "model_card", "without_places"]
+__all__ = ["CARD", "dataset_name", "model_card"]
 
 CARD = "MODEL_CARD.md"
 
-_WHERE = {
-    "test-": "on the whole test set, all examples together",
-    "personal-own-": "each client's own model on its own test data",
-    "personal-global-": "each client's own model on the whole test set",
-    "train-": "on the examples of the last round's training, while it trains",
-}
-_MEANS = {
-    "-weighted": "mean weighted by the clients' test examples",
-    "-seen": "plain mean over the clients that trained",
-    "-unseen": "plain mean over the clients that never trained",
-    "": "plain mean over the clients",
-}
 _USE = {
     "torch": """from fedbn_flwr.experiment.export import load_exported
 
@@ -76,7 +64,7 @@ def model_card(
     config = saved.config
     content = file.read_bytes()
     sections = [
-        f"# {config.model}, trained on {config.dataset} with {config.title}",
+        f"# {config.model}, trained on {dataset_name(config)} with {config.title}",
         _list(
             {
                 "file": f"`{file.name}`, {format}, {len(content):,} bytes",
@@ -98,14 +86,21 @@ def model_card(
         *_metrics(saved.run),
         "## Versions and settings",
         _list({name: version for name, version in versions().items() if version != "not installed"}),
-        f"```yaml\n{yaml.safe_dump(without_places(config), sort_keys=False).strip()}\n```",
+        f"```yaml\n{yaml.safe_dump(_without_places(config), sort_keys=False).strip()}\n```",
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def without_places(config: Config) -> dict[str, Scalar]:
+def _without_places(config: Config) -> dict[str, Scalar]:
     """Return the settings without folders of the machine that did the run."""
-    return {key: value for key, value in config.to_mapping().items() if key not in PLACES}
+    found = {key: value for key, value in config.to_mapping().items() if key not in PLACES}
+    return {**found, "dataset": dataset_name(config)}
+
+
+def dataset_name(config: Config) -> str:
+    """Return the name of the data set; for own data the kind and the last part of the path."""
+    kind, colon, path = config.dataset.partition(":")
+    return f"{kind}{colon}{Path(path).name}"
 
 
 def _list(items: Mapping[str, Any]) -> str:
@@ -114,7 +109,7 @@ def _list(items: Mapping[str, Any]) -> str:
 
 def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[str, str]]:
     """Yield what the model takes and gives."""
-    taken = saved.preprocessing
+    taken = saved.interface
     shape = f"({', '.join(['N', *map(str, taken.shape)])}), any number N"
     values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them; NaN where a value is missing"
     if normalise:
@@ -126,6 +121,10 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
         mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
         where = "in" if normalise else "not in"
         yield f"normalisation, {where} the file", f"({x} - mean) / std, mean {mean}, std {std} per {what}"
+    elif saved.config.standardise == "local":
+        yield "normalisation, not in the file", "each client's inputs with its own mean and std (standardise=local)"
+    if taken.features:
+        yield "features, in this order", ", ".join(taken.features)
     yield "outputs", "float32 (N, outputs, ...), logits before any softmax or sigmoid; numbers for a regression"
     if names := taken.classes:
         yield "classes", ", ".join(f"{number} = {name}" for number, name in enumerate(names))
@@ -149,7 +148,7 @@ def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
 
 def _data(saved: SavedModel, data: PartitionedData | None) -> Iterator[str]:
     config = saved.config
-    yield _list({"data set": config.dataset, "split over the clients": config.partition})
+    yield _list({"data set": dataset_name(config), "split over the clients": config.partition})
     if data is None:
         yield "The data of the run are not where this card was written, so there are no counts here."
         return
@@ -165,8 +164,9 @@ def _metrics(run: Path) -> Iterator[str]:
         yield f"summary.json is not in {run.name}: whoever did the run has the metrics."
         return
     final = {key: value for key, value in summary["final"].items() if isinstance(value, (int, float))}
+    told = summary.get("definitions", {})
     yield f"After round {final.pop('round', '?')}:"
-    yield _table(["metric", "value", "definition"], [[key, _shown(v), _definition(key)] for key, v in final.items()])
+    yield _table(["metric", "value", "definition"], [[key, _shown(v), told.get(key, "")] for key, v in final.items()])
     for metric, values in summary["final"].get("domains", {}).items():
         yield f"{metric} by domain:"
         yield _table(list(values), [[_shown(value) for value in values.values()]])
@@ -181,13 +181,6 @@ def _metrics(run: Path) -> Iterator[str]:
 def _summary(run: Path) -> dict[str, Any]:
     path = run / "summary.json"
     return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _definition(metric: str) -> str:
-    """Return the definition of a metric of ``summary.json``."""
-    where = next((text for prefix, text in _WHERE.items() if metric.startswith(prefix)), "")
-    mean = next(text for suffix, text in _MEANS.items() if metric.endswith(suffix))
-    return f"{where}; {mean}" if metric.startswith("personal-") else where
 
 
 def _shown(value: Any) -> str:

@@ -22,9 +22,9 @@ from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.definitions import CLIENTS, definitions
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.held_out import HELD_OUT, HeldOut
+from fedbn_flwr.experiment.interface import INTERFACE, Interface
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
-from fedbn_flwr.experiment.preprocessing import INPUTS, Preprocessing
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
@@ -80,7 +80,7 @@ class Recorder:
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
-        self._inputs = Preprocessing.of(config, data.dataset if data else None)
+        self._interface = Interface.of(config, data.dataset if data else None)
         self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
         self._held_out = HeldOut(data, self._task) if data and data.held_out else None
@@ -242,7 +242,10 @@ class Recorder:
             summary["model-note"] = why_absent(absent, clients)
             logger.info("%s", summary["model-note"])
             state = {name: array for name, array in state.items() if strategy.run.parts.part_of[name] not in absent}
-        more = {"sha256": summary["sha256"], INPUTS: self._inputs.to_json()}  # what using the model elsewhere needs
+        more = {
+            "sha256": summary["sha256"],
+            INTERFACE: self._interface.to_json(),
+        }  # what using the model elsewhere needs
         more |= {KEPT_HASHES: json.dumps(dict(sorted(local.items())))} if strategy and strategy.local else {}
         more |= {DIVERGED_AT: str(since)} if since else {}
         self._folder.finish(state, {"format": "pt", **about, **more}, summary)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.client.saved_state import AVERAGED, client_file, global_state, metadata, personal_state, site_state
+from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.preprocessing import Preprocessing
-from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.experiment.interface import Interface
+from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.training.memory_format import set_memory_format
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]
@@ -45,7 +46,7 @@ class SavedModel:
         run: the run's folder.
         config: the run's settings.
         model: in eval mode, on the CPU, in the run's memory format.
-        preprocessing: of its inputs.
+        interface: what it is built from, takes and gives.
         about: the metadata of ``model.safetensors``.
         what: which model it is, and where its BN entries are from.
     """
@@ -53,13 +54,13 @@ class SavedModel:
     run: Path
     config: Config
     model: nn.Module
-    preprocessing: Preprocessing
+    interface: Interface
     about: Mapping[str, str]
     what: str
 
 
 def run_config(run: Path) -> Config:
-    """Return the settings of a run.
+    """Return the settings of a run; they are not checked again where its own data are not here.
 
     Raises:
         ConfigError: the folder has none, or this version cannot read them.
@@ -67,7 +68,14 @@ def run_config(run: Path) -> Config:
     path = run / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run} is no folder of a run: {path.name} is absent. {NEEDED}")
-    return Config.load(path)
+    try:
+        return Config.load(path)
+    except ConfigError:
+        values = RunFolder.settings(run)
+        fields = {field.alias or name: name for name, field in Config.model_fields.items()}
+        if not is_own(str(values.get("dataset"))) or values.keys() - fields:
+            raise
+        return Config.model_construct(**{fields[key]: value for key, value in values.items()})
 
 
 def load_model(run: Path, choice: Choice) -> SavedModel:
@@ -78,7 +86,8 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         StateError: the folder lacks the model or a part of it; the error says what to do.
     """
     config, about = run_config(run), metadata(run)
-    model = make_model(config, freeze=False)
+    interface = Interface.saved(config, about)
+    model = interface.model()
     state, what = _state(run, config, model, about, choice)
     try:
         model.load_state_dict(state)
@@ -87,9 +96,8 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
             f"{run}: the entries of {what} do not fit model={config.model}, norm={config.norm} of config.yaml. Take "
             f"both files from the same run. {error}"
         ) from error
-    preprocessing = Preprocessing.saved(config, about)
     model = set_memory_format(model.eval(), config.memory_format)
-    return SavedModel(run, config, model, preprocessing, about, what)
+    return SavedModel(run, config, model, interface, about, what)
 
 
 def _state(
@@ -113,8 +121,12 @@ def _state(
             return state, f"the own model of client {client}, with the {kept} entries that it kept"
         why = "it kept nothing, since it did not train" if kept else f"under {config.title} all clients have it"
         return state, f"the global model for client {client}: {why}"
-    notes = [f"{part}: {about[part]}" for part in Part if parts.select([part]) and about.get(part, GLOBAL) != GLOBAL]
-    return global_state(run), "; ".join(["the global model", *notes])
+    notes: dict[str, list[str]] = {}
+    for part in Part:
+        if parts.select([part]) and (text := about.get(part, GLOBAL)) != GLOBAL:
+            notes.setdefault(text, []).append(part)
+    what = ["the global model", *(f"its {', '.join(names)} entries: {text}" for text, names in notes.items())]
+    return global_state(run), "; ".join(what)
 
 
 def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:

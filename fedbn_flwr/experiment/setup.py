@@ -28,6 +28,7 @@ from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
 
 __all__ = [
+    "build_options",
     "check",
     "initialise",
     "local_training",
@@ -70,28 +71,32 @@ def training_model(config: Config) -> nn.Module:
     return cast(nn.Module, torch.compile(model)) if config.compile else model
 
 
-def make_model(config: Config, *, freeze: bool = True) -> nn.Module:
-    """Return the model of a config on the CPU, with seeded weights; ``freeze``: with its ``train-only``."""
-    model = build_model(
-        config.model,
-        num_classes=config.num_outputs(),
-        input_shape=config.example_shape(),
-        hidden=config.hidden(),
-        norm=config.norm,
-        norm_groups=config.norm_groups,
-        norm_options={
+def build_options(config: Config) -> dict[str, Any]:
+    """Return the arguments of ``build_model`` of a config, as JSON can hold them."""
+    return {
+        "name": config.model,
+        "num_classes": config.num_outputs(),
+        "input_shape": list(config.example_shape()),
+        "hidden": list(config.hidden()),
+        "norm": config.norm,
+        "norm_groups": config.norm_groups,
+        "norm_options": {
             "rmax": config.renorm_rmax,
             "dmax": config.renorm_dmax,
             "activation": config.activation,
             "gain": config.wsconv_gain,
         },
-        seed=config.seed,
-    )
+        "seed": config.seed,
+    }
+
+
+def make_model(config: Config) -> nn.Module:
+    """Return the model of a config on the CPU, with seeded weights and its ``train-only``."""
+    model = build_model(**build_options(config))
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.momentum = config.bn_momentum
-    if freeze:
-        train_only(model, split(config.train_only), config.frozen_bn)
+    train_only(model, split(config.train_only), config.frozen_bn)
     return model
 
 

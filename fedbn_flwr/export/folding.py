@@ -52,8 +52,8 @@ class Folding:
 
     def lines(self, shown: int = 1_000_000) -> list[str]:
         """Return a report: what was done, and for each reason the layers that stay, at most ``shown`` by name."""
-        found = [f"{len(self.folded)} BatchNorm layers folded"] if self.folded else []
-        found += [f"{len(self.baked)} convolutions have plain weights instead of derived ones"] if self.baked else []
+        found = [f"{len(self.folded)} of the BatchNorm layers folded"] if self.folded else []
+        found += [f"{len(self.baked)} of the convolutions: plain weights instead of derived ones"] if self.baked else []
         reasons: defaultdict[str, list[str]] = defaultdict(list)
         for path, reason in self.left.items():
             reasons[reason].append(shown_path(path))

@@ -21,6 +21,7 @@ from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.experiment import export as export_module
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.evaluate_run import evaluate_run
 from fedbn_flwr.experiment.export import FORMATS, SUFFIXES, export, load_exported
 from fedbn_flwr.experiment.output import RunFolder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
@@ -155,7 +156,7 @@ def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(quick_run, tm
 def test_averaged_bn_is_exported_where_the_run_saved_it(quick_run, tmp_path: Path) -> None:
     _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
     done = export(run, tmp_path / "model.safetensors", "torch", Choice(averaged=True))
-    assert "affine: weighted average of the clients' latest" in done.what
+    assert "its affine, statistics, counters entries: weighted average of the clients' latest" in done.what
     plain, _, _ = finished(tmp_path / "run")
     with pytest.raises(ConfigError, match="bn=averaged is for runs whose clients keep BN"):
         export(plain, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True))
@@ -191,6 +192,34 @@ def test_without_the_data_of_the_run_random_inputs_are_used(tmp_path: Path) -> N
     done = export(run, tmp_path / "model.safetensors", "torch")
     assert done.check.inputs == "32 random inputs, since the data of the run are not here"
     assert "so there are no counts here" in done.card.read_text()
+
+
+def test_a_table_goes_in_as_it_is_and_may_be_gone(tmp_path: Path, quick_run) -> None:
+    """A missing value becomes the mean; the run's own data are not needed later."""
+    rows = [(30 + k % 40, "" if k % 9 == 0 else 200 + k, "xyz"[k % 3], "ab"[k % 2], int(k % 4 == 0)) for k in range(60)]
+    path = tmp_path / "heart.csv"
+    path.write_text("age,chol,kind,hospital,sick\n" + "\n".join(",".join(map(str, row)) for row in rows))
+    own = {"dataset": f"csv:{path}", "label-column": "sick", "client-column": "hospital", "num-clients": 2}
+    _, run = quick_run(strategy="fedbn", task="binary", missing="mean", **own)
+    done = export(run, tmp_path / "here/model.safetensors", "torch", Choice(client=1), fold_bn=True)
+    assert done.check.inputs == "12 test examples of csv:heart.csv"
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("heart.csv", "absent.csv"))
+    again = export(run, tmp_path / "gone/model.safetensors", "torch", Choice(client=1), fold_bn=True)
+    assert again.check.inputs.startswith("32 random inputs")
+    card = again.card.read_text()
+    assert "- features, in this order: age, chol, kind=x, kind=y, kind=z\n" in card
+    assert "- inputs: float32 (N, 5), any number N; as the data hold them; NaN where a value is missing" in card
+    assert str(tmp_path) not in card
+    inputs = torch.tensor([[50.0, float("nan"), 1, 0, 0], [50.0, 230, 1, 0, 0]])
+    outputs = load_exported(done.file)(inputs)
+    assert outputs.isfinite().all()
+    assert torch.equal(outputs, load_exported(again.file)(inputs))
+    (tmp_path / "b.csv").write_text("age,chol,kind,hospital,sick\n" + "30,200,x,a,0\n40,210,w,a,1\n50,220,y,b,1\n" * 5)
+    evaluated = evaluate_run(run, {"dataset": f"csv:{path}"}, "own:1", part="all")[1]
+    assert evaluated[0].result.num_examples == 60
+    with pytest.raises(ConfigError, match="the features of the run are age, chol, kind=x, kind=y, kind=z; those of"):
+        evaluate_run(run, {"dataset": f"csv:{tmp_path / 'b.csv'}"}, "own:1", part="all")
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:
@@ -232,7 +261,7 @@ def test_the_card_says_what_it_is(quick_run, tmp_path: Path) -> None:
     arguments = ["export", str(run), "--bn", "averaged", "--fold-bn", "--format", "torch"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "home/model.safetensors")])
     assert result.exit_code == 0, result.output
-    assert "1 BatchNorm layers folded" in result.output
+    assert "1 of the BatchNorm layers folded" in result.output
     card = (tmp_path / "home/MODEL_CARD.md").read_text()
     with safe_open(run / "model.safetensors", "pt") as file:
         assert file.metadata()["sha256"] == summary["sha256"]
@@ -240,7 +269,7 @@ def test_the_card_says_what_it_is(quick_run, tmp_path: Path) -> None:
         "# mlp, trained on digits with fedbn\n",
         f"SHA-256 of the run's final state: `{summary['sha256']}`",
         "- inputs: float32 or uint8 (N, 1, 28, 28), any number N; pixels 0 to 255",
-        f"| personal-own-accuracy | {summary['final']['personal-own-accuracy']:.4f} | each client's own model on",
+        f"| personal-own-accuracy | {summary['final']['personal-own-accuracy']:.4f} | plain mean over 3 clients",
         "| client | own-accuracy | own-loss | own-num-examples |",
         "\n   all  142  146  0  146",
         "\nstrategy: fedbn\n",

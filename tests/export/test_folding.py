@@ -157,7 +157,7 @@ def test_a_layer_at_two_paths_is_folded_at_both() -> None:
 def test_the_report_names_what_stays() -> None:
     _, report = fold(net(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)), images())
     assert report.lines() == [
-        "1 BatchNorm layers folded",
+        "1 of the BatchNorm layers folded",
         "1 not folded (0): its input is not the output of one convolution or linear layer",
         "1 not folded (3): GroupNorm computes its statistics from each example",
     ]

@@ -1,0 +1,103 @@
+"""What a run's model is built from, what it takes and what it gives.
+
+``model.safetensors`` holds it in its metadata, so that the model can be used where the data of the run are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.data import Dataset
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.setup import build_options
+from fedbn_flwr.export import Normalise
+from fedbn_flwr.models import build_model
+
+__all__ = ["INTERFACE", "Interface"]
+
+INTERFACE = "interface"
+"""The metadata of ``model.safetensors`` with the interface, JSON."""
+
+_BYTES = 255.0
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A model and its inputs, which become (x / scale - mean) / std, per channel or feature.
+
+    Attributes:
+        build: the arguments of ``build_model``.
+        task: the name of the learning task.
+        num_classes: classes, labels or target columns of the run's data; the model may have more outputs.
+        shape: of an input: (C, H, W) of images, (C,) of rows.
+        mean: of the training data after the division by ``scale``; () if inputs are taken as they are.
+        std: in the same way.
+        scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the mean.
+        classes: names of the classes 0, 1, ...; () if they have none.
+        features: names of the features of rows, in order; () if they have none.
+    """
+
+    build: Mapping[str, Any]
+    task: str
+    num_classes: int
+    shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = _BYTES
+    classes: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, data: Dataset | None) -> Interface:
+        """Return that of a run; ``data`` None = its data are not here, only the description of the data set is."""
+        shape, info = config.example_shape(), config.data_info()
+        mean, std = (data.mean, data.std) if data else (info.mean, info.std)
+        if not data and mean and shape[0] != info.channels:
+            mean, std = (v * 3 if shape[0] == 3 else (sum(v) / len(v),) for v in (mean, std))
+        as_bytes = data.test.as_bytes if data else not info.input_shape
+        return cls(
+            build_options(config),
+            config.learning_task().name,
+            info.num_classes,
+            shape,
+            mean,
+            std,
+            _BYTES if as_bytes else 1.0,
+            info.class_names,
+            info.feature_names,
+        )
+
+    @classmethod
+    def saved(cls, config: Config, about: Mapping[str, str]) -> Interface:
+        """Return that of the metadata of ``model.safetensors``; for a file of an older version that of the config."""
+        return cls.read(about) if INTERFACE in about else cls.of(config, None)
+
+    @classmethod
+    def read(cls, about: Mapping[str, str]) -> Interface:
+        """Return that of the metadata of a file."""
+        values: dict[str, Any] = json.loads(about[INTERFACE])
+        values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return cls(**values)
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether inputs are images, pixels 0..255."""
+        return self.scale == _BYTES
+
+    def to_json(self) -> str:
+        """Return the text for the metadata."""
+        return json.dumps(asdict(self))
+
+    def model(self) -> nn.Module:
+        """Return the model with its initial weights."""
+        return build_model(**self.build)
+
+    def normalise(self) -> Normalise:
+        """Return the layer that normalises inputs."""
+        missing = not self.as_bytes and bool(self.mean)
+        return Normalise(self.mean, self.std, self.scale, len(self.shape) - 1, missing=missing)
