@@ -25,6 +25,7 @@ __all__ = ["CARD", "dataset_name", "model_card"]
 
 CARD = "MODEL_CARD.md"
 
+_PACKAGES = {"torch": (), "torch-export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 _USE = {
     "torch": """from fedbn_flwr.experiment.export import load_exported
 
@@ -85,7 +86,7 @@ def model_card(
         "## Metrics",
         *_metrics(saved.run),
         "## Versions and settings",
-        _list({name: version for name, version in versions().items() if version != "not installed"}),
+        _list({name: found for name, found in versions(*_PACKAGES[format]).items() if found != "not installed"}),
         f"```yaml\n{yaml.safe_dump(_without_places(config), sort_keys=False).strip()}\n```",
     ]
     return "\n\n".join(sections) + "\n"

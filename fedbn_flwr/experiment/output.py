@@ -44,9 +44,9 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], free: Col
     return "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that a result depends on."""
-    names = ("fedbn-flwr", "flwr", "torch", "torchvision", "numpy", "ray", "flwr-datasets")
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of the packages that a result depends on, and of ``more``."""
+    names = ("fedbn-flwr", "flwr", "torch", "torchvision", "numpy", "ray", "flwr-datasets", *more)
     found = {"python": platform.python_version()}
     for name in names:
         try:
