@@ -42,7 +42,7 @@ _OF_THE_MODEL = (
 # Settings of the group "own data and models" that do not describe data.
 _OF_TRAINING = (
     *("init", "train-only", "early-stopping", "validation-share", "held-out-clients", "on-divergence"),
-    *("mlp-hidden", "standardise"),
+    *("frozen-bn", "mlp-hidden", "standardise"),
 )
 
 

@@ -112,8 +112,9 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
     """Yield what the model takes and gives."""
     taken = saved.interface
     shape = f"({', '.join(['N', *map(str, taken.shape)])}), any number N"
+    own = not taken.mean and saved.config.standardise == "local"
     values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them; NaN where a value is missing"
-    if normalise:
+    if normalise and not own:
         yield "inputs", f"float32{' or uint8' if format == 'torch' and taken.as_bytes else ''} {shape}; {values}"
     else:
         yield "inputs", f"float32 {shape}; normalised before the model"
@@ -122,7 +123,7 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
         mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
         where = "in" if normalise else "not in"
         yield f"normalisation, {where} the file", f"({x} - mean) / std, mean {mean}, std {std} per {what}"
-    elif saved.config.standardise == "local":
+    elif own:
         yield "normalisation, not in the file", "each client's inputs with its own mean and std (standardise=local)"
     if taken.features:
         yield "features, in this order", ", ".join(taken.features)
