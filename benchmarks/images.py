@@ -1,6 +1,6 @@
 """Reading a folder of images that is larger than memory, beside torchvision's ImageFolder in a DataLoader.
 
-``python benchmarks/images.py [--count 50000] [--workers 2] [--cache-gib 1] [--write docs/performance.md]`` makes a
+``python benchmarks/images.py [--count 50000] [--workers 2] [--cache-gib 0.5] [--write docs/performance.md]`` makes a
 folder of JPEG files of 224 pixels (smooth random fields with noise, each different, about 20 kB), in four clients of
 ten classes, once, in ``--folder``. Both ways read the same files in batches of 64, with the same random resized crop
 and flip by torchvision, and with as many worker processes; they take turns. The memory is that of the process and its
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from measure import Table, write_block
+from measure import facts, table, write_block
 from PIL import Image
 from rich.progress import track
 from torchvision import datasets
@@ -50,7 +50,9 @@ def make(folder: Path, count: int) -> None:
 def _write(job: tuple[Path, int]) -> None:
     path, seed = job
     rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (9, 9, 3)).astype(np.uint8)).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    coarse = Image.fromarray(rng.integers(0, 256, (9, 9, 3)).astype(np.uint8)).resize(
+        (SIZE, SIZE), Image.Resampling.BICUBIC
+    )
     noise = rng.normal(0, 8, (SIZE, SIZE, 1))
     pixels = (np.asarray(coarse, np.float32) + noise).clip(0, 255).astype(np.uint8)
     Image.fromarray(pixels).save(path, quality=85)
@@ -66,7 +68,9 @@ def ours(folder: Path, workers: int, cache_gib: float) -> dict[int, Subset]:
     if groups is None:
         raise ValueError("the folder has no clients")
     return {
-        client: Subset(data.train, torch.nonzero(groups == client).flatten(), mean=data.mean, std=data.std, augment=augment)
+        client: Subset(
+            data.train, torch.nonzero(groups == client).flatten(), mean=data.mean, std=data.std, augment=augment
+        )
         for client in range(CLIENTS)
     }
 
@@ -126,7 +130,7 @@ def _pss(process: int) -> int:
 def main(
     count: Annotated[int, typer.Option(help="Images in the folder.")] = 50_000,
     workers: Annotated[int, typer.Option(help="Worker processes of both.")] = 2,
-    cache_gib: Annotated[float, typer.Option(help="Decoded images that are kept.")] = 1.0,
+    cache_gib: Annotated[float, typer.Option(help="GiB of decoded images that are kept.")] = 0.5,
     turns: Annotated[int, typer.Option(help="Turns of each way.")] = 5,
     each: Annotated[int, typer.Option(help="Images of a turn.")] = 4000,
     folder: Annotated[Path | None, typer.Option(help="Where the images are or will be.")] = None,
@@ -152,12 +156,13 @@ def main(
                 speeds["ours"].append(speed)
         memories.append(memory())
     base = statistics.median(speeds["torchvision"])
-    table = Table(("way", "images per second", "/ torchvision"))
-    for name, found in speeds.items():
-        table.add((name, f"{statistics.median(found):.0f}", f"{statistics.median(found) / base:.2f}"))
+    medians = {name: statistics.median(found) for name, found in speeds.items()}
+    rows = [(name, f"{speed:.0f}", f"{speed / base:.2f}") for name, speed in medians.items()]
     lines = [
-        str(table),
+        table((f"{count:,} files, {workers} workers", "images per second", "/ torchvision"), rows),
+        "",
         f"Memory after rounds 1, 2, 3 with cache-gib={cache_gib:g}: {', '.join(f'{m:.0f}' for m in memories)} MiB.",
+        facts(),
     ]
     print("\n".join(lines))
     if write:

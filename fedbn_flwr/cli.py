@@ -129,7 +129,7 @@ def run(
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
         if workers is not None and engine is not Engine.in_process:
             raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
-        preflight(settings, folder)
+        _report_own_data(preflight(settings, folder)[0])
         options = "" if engine is Engine.in_process else f" --engine {engine.value}"
         options += "" if workers is None else f" --workers {workers}"
         try:
@@ -142,6 +142,17 @@ def run(
             _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
             raise
         _print_results(settings.title, summary, folder)
+
+
+def _report_own_data(settings: Any) -> None:
+    """Print what was read of own data; warnings are logged when the run starts."""
+    from fedbn_flwr.data import is_own
+    from fedbn_flwr.experiment.data_report import data_report
+    from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+
+    if is_own(settings.dataset) and not settings.dataset.endswith(":"):
+        split = partitioned_data(settings, count_clients(settings))
+        console.print(data_report(split, settings).text(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
@@ -253,6 +264,7 @@ def partition(
 
     with _exit_codes():
         settings = Config.load(config, set_ or [])
+        _report_own_data(settings)
         tables = count_split(settings)
         for table in tables:
             console.print(f"{table.of} examples by {table.what}", highlight=False)

@@ -17,6 +17,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, reestimate_statistics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
@@ -58,7 +59,7 @@ class HeldOut:
         found: dict[str, dict[str, Any]] = {}
         for name, (inputs, tests) in self._clients.items():
             load_state(model, tensors({**state, **entries}))
-            metrics: dict[str, Any] = {"num-examples": len(tests), **self._tested(model, tests, which)}
+            metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests), **self._tested(model, tests, which)}
             moments = reestimate_statistics(model, inputs, batch_size=self._task.test_batch)
             if moments:
                 load_statistics(model, moments)
@@ -108,7 +109,7 @@ def _means(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     names = dict.fromkeys(name for metrics in found.values() for name in metrics)
     means: dict[str, float] = {}
     for name in names:
-        if name in ("num-examples", "nearest-client"):
+        if name in (NUM_EXAMPLES, "nearest-client"):
             continue
         values = [metrics[name] for metrics in found.values() if metrics.get(name) == metrics.get(name, float("nan"))]
         if values:

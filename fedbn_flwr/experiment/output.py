@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -190,6 +190,12 @@ class RunFolder:
                 write_atomically(path, encode_safetensors(entries, {"format": "pt", "client": client}), mode=0o600)
                 clients.append(client)
         return clients
+
+    def save_data(self, figures: Mapping[str, Any], notes: Sequence[str], warnings: Sequence[str]) -> None:
+        """Write what was read of own data: ``data.json``."""
+        content = {**_clean(figures), "notes": list(notes), "warnings": list(warnings)}
+        with self._writing():
+            write_atomically(self.path / "data.json", json.dumps(content, indent=2) + "\n")
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with ``about`` as metadata), the curves and, last, the summary."""

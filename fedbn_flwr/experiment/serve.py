@@ -15,9 +15,11 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError, StateError
 from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
@@ -118,6 +120,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
     elif config.validation_share and config.evaluations()[0].startswith("personal"):
         personal.append(VALIDATION)
     folder = RunFolder(out, config, (saved.server_round if saved else 0) if begun else None)
+    _report_data(folder, config, data)
     recorder = Recorder(folder, config, model, data, strategy, on_round)
 
     def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -204,7 +207,9 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
     plain = unwrap(model)
     _log_initial(initialise(plain, config))
     settings = local_training(config)
-    recorder = Recorder(RunFolder(out, config), config, plain, data, None, on_round)
+    folder = RunFolder(out, config)
+    _report_data(folder, config, data)
+    recorder = Recorder(folder, config, plain, data, None, on_round)
     stopping, kept = recorder.stopping, dict[str, Any]()
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
@@ -241,6 +246,17 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[st
     if report.diverged and config.on_divergence == "stop":
         raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
     return summary
+
+
+def _report_data(folder: RunFolder, config: Config, data: PartitionedData | None) -> None:
+    """Log and write what was read of own data."""
+    if data is None or not is_own(config.dataset):
+        return
+    report = data_report(data, config)
+    logger.info("%s", report.text())
+    for warning in report.warnings:
+        logger.warning("%s", warning)
+    folder.save_data(report.figures, report.notes, report.warnings)
 
 
 def _log_initial(report: InitReport | None) -> None:

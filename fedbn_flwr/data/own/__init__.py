@@ -35,7 +35,6 @@ _LARGEST = 224  # pixels; the height of larger images, unless image-size says mo
 _TEST_SEED = 0  # all runs and seeds have the same test examples
 
 
-@functools.lru_cache(maxsize=8)
 def own_info(request: OwnData) -> DatasetInfo:
     """Return the description of own data, after reading them (image files: their names and headers).
 
@@ -43,9 +42,12 @@ def own_info(request: OwnData) -> DatasetInfo:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    if not request.path:
-        return _elsewhere(request)
-    found = _read(request)
+    return _info(request, _stamp(request)) if request.path else _elsewhere(request)
+
+
+@functools.lru_cache(maxsize=8)
+def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
+    found = _read(request, stamp)
     images = not isinstance(found.inputs, Tensor) or found.inputs.dtype == torch.uint8
     channels = (found.inputs.shape[1] if isinstance(found.inputs, Tensor) else 3) if images else 0
     mean, std = IMAGENET
@@ -56,7 +58,7 @@ def own_info(request: OwnData) -> DatasetInfo:
         min(found.size[0], _LARGEST) if images else 0,
         f"{len(found):,} examples of own data",
         "own data",
-        functools.partial(_load, request),
+        functools.partial(_load, request, stamp),
         "",
         (mean if channels == 3 else (sum(mean) / 3,)) if images else (),
         (std if channels == 3 else (sum(std) / 3,)) if images else (),
@@ -72,14 +74,25 @@ def own_info(request: OwnData) -> DatasetInfo:
 
 def own_notes(request: OwnData) -> tuple[str, ...]:
     """Return what a user must know of own data, one text each."""
-    return _read(request).notes if request.path else ()
+    return _read(request, _stamp(request)).notes if request.path else ()
 
 
 @functools.lru_cache(maxsize=8)
-def _read(request: OwnData) -> Found:
+def _read(request: OwnData, stamp: tuple[int, ...]) -> Found:
+    del stamp  # other files are read again
     return _READERS[request.kind](request)
 
 
+def _stamp(request: OwnData) -> tuple[int, ...]:
+    """Return time and size of a file or folder, so that a process notices when it is another one."""
+    try:
+        found = Path(request.path).stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=8)
 def _elsewhere(request: OwnData) -> DatasetInfo:
     """Return the description of data that only the nodes have; the config must say what the model needs."""
     features = stated_features(request.feature_columns)
@@ -124,10 +137,10 @@ def _nothing(folder: Path, shape: Shape) -> Loaded:
     raise ValueError("the data are on the nodes only")
 
 
-def _load(request: OwnData, folder: Path, shape: Shape) -> Loaded:
+def _load(request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape) -> Loaded:
     """Return the training and the test examples: a reader of ``data.loading``."""
     del folder
-    found = _read(request)
+    found = _read(request, stamp)
     parts = _split(request, found)
     numbers = [torch.from_numpy(part) for part in parts]
     groups = None if found.clients is None else torch.from_numpy(found.clients)

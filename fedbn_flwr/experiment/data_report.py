@@ -1,0 +1,169 @@
+"""What was read of the data of a run, before round 1: counts, shapes, value ranges, and what looks wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr.data import Samples, is_own, own_notes, partition_counts, partition_table
+from fedbn_flwr.data.splits import Indices
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.partitioned_data import PartitionedData
+
+__all__ = ["DataReport", "data_report"]
+
+_SAMPLED = 64  # images on the disk whose values are looked at
+_MOST = 20  # clients, classes and features that the text shows
+_LARGE = 1e4  # a number of this size in inputs that are taken as they are
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was read.
+
+    Attributes:
+        figures: numbers of examples by part and client, classes, shape, value ranges: the content of ``data.json``.
+        notes: what reading changed or left out.
+        warnings: what looks wrong; training goes on.
+    """
+
+    figures: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+
+    def text(self) -> str:
+        """Return the report, several lines; the warnings are not in it."""
+        found = self.figures
+        parts = ", ".join(f"{number:,} {part}" for part, number in found["examples"].items() if number)
+        lines = [f"{found['dataset']}: {found['task']}, {parts} examples of shape {tuple(found['shape'])}"]
+        low, high = found["values"]["lowest"], found["values"]["highest"]
+        lines[0] += f", values {low:g} to {high:g}" + (" (of a sample)" if found["values"]["sampled"] else "")
+        if counts := found.get("training examples by class"):
+            table = np.array(list(counts.values()))
+            if table.shape[1] <= _MOST and len(table) <= _MOST:
+                names = partition_table(table, found["classes"] or tuple(map(str, range(table.shape[1]))))
+                of = [f"client {at} is {name}" for at, name in enumerate(counts) if name != str(at)]
+                lines += ["training examples by class", names, *([", ".join(of)] if of else [])]
+        for name, held in found.get("held-out clients", {}).items():
+            lines.append(f"held out: {name}, {held['inputs']:,} inputs, {held['test']:,} test examples")
+        features = found.get("features", {})
+        for name, values in list(features.items())[:_MOST]:
+            missing = f", {values['missing']} missing" if values["missing"] else ""
+            lines.append(f"  {name}: {values['lowest']:g} to {values['highest']:g}, mean {values['mean']:g}{missing}")
+        if len(features) > _MOST:
+            lines.append(f"  and {len(features) - _MOST} more features")
+        return "\n".join([*lines, *self.notes])
+
+
+def data_report(split: PartitionedData, config: Config) -> DataReport:
+    """Return the report of a run's data, or of those of one node (a split with one client)."""
+    data, info, own = split.dataset, config.data_info(), is_own(config.dataset)
+    names = _client_names(split)
+    values = _values(data.train, split)
+    figures: dict[str, Any] = {
+        "dataset": config.dataset,
+        "task": config.learning_task().name,
+        "shape": list(data.train.shape),
+        "classes": list(data.class_names),
+        "examples": {
+            "training": sum(map(len, split.train)),
+            "validation": sum(map(len, split.validation)),
+            "test": sum(map(len, split.test)),
+        },
+        "training examples by client": {name: len(part) for name, part in zip(names, split.train, strict=True)},
+        "test examples by client": {name: len(part) for name, part in zip(names, split.test, strict=True)},
+        "values": values,
+    }
+    if split.held_out:
+        figures["held-out clients"] = {
+            name: {"inputs": len(train), "test": len(test)}
+            for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True)
+        }
+    warnings = list(_of_clients(figures))
+    if data.train.by_class:
+        labels = data.train.labels.cpu().numpy()
+        classes = max(data.num_classes, int(labels.max()) + 1)
+        counts = partition_counts(split.train, labels, classes)
+        figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
+        if own and config.split_name() == "natural":
+            warnings += _without_class(names, counts, data.class_names)
+    if info.feature_names and isinstance(data.train, Samples):
+        figures["features"] = _features(data.train, split, info.feature_names)
+        warnings += _of_features(figures["features"], figures["examples"]["training"])
+    warnings += _of_values(values, data.train.as_bytes, bool(data.mean) or bool(split.scales))
+    return DataReport(figures, own_notes(config.own_data()) if own else (), tuple(warnings))
+
+
+def _client_names(split: PartitionedData) -> list[str]:
+    """Return the name of each client: its group, if it has one group of its own, else its number."""
+    groups, known = split.dataset.train.groups, split.dataset.group_names
+    names = []
+    for at, part in enumerate(split.train):
+        found = [] if groups is None else torch.unique(groups[torch.as_tensor(part).to(groups.device)]).tolist()
+        names.append(known[found[0]] if len(found) == 1 else str(at))
+    return names if len(set(names)) == len(names) else [str(at) for at in range(len(names))]
+
+
+def _values(samples: Any, split: PartitionedData) -> dict[str, Any]:
+    """Return the range of the training inputs' values; of images on the disk that of a sample."""
+    whole: Indices = np.concatenate(split.train)
+    sampled = not isinstance(samples, Samples)
+    inputs = samples.take(torch.as_tensor(whole[:_SAMPLED]))[0] if sampled else samples.inputs
+    found: Tensor = inputs if sampled else inputs[torch.as_tensor(whole).to(inputs.device)]
+    numbers = found[~found.isnan()] if found.is_floating_point() else found
+    low, high = (float(bound) for bound in torch.aminmax(numbers)) if numbers.numel() else (0.0, 0.0)
+    missing = int(found.isnan().sum()) if found.is_floating_point() else 0
+    return {"lowest": low, "highest": high, "missing": missing, "sampled": sampled}
+
+
+def _features(samples: Samples, split: PartitionedData, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    rows = samples.inputs[torch.as_tensor(np.concatenate(split.train)).to(samples.device)].double().cpu().numpy()
+    found = {}
+    for name, column in zip(names, rows.T, strict=True):
+        values = column[~np.isnan(column)]
+        low, high, mean = (float(f(values)) if len(values) else float("nan") for f in (np.min, np.max, np.mean))
+        found[name] = {"lowest": low, "highest": high, "mean": mean, "missing": int(np.isnan(column).sum())}
+    return found
+
+
+def _of_clients(figures: dict[str, Any]) -> Iterator[str]:
+    for name, count in figures["training examples by client"].items():
+        if count < 2:
+            yield f"client {name} has {count} training example: BatchNorm cannot compute statistics from it alone"
+    without = [name for name, count in figures["test examples by client"].items() if not count]
+    if without:
+        yield f"no test examples: client {_listed(without)}; their own tests are left out of every mean"
+
+
+def _without_class(names: list[str], counts: Indices, classes: tuple[str, ...]) -> Iterator[str]:
+    for at in range(counts.shape[1]):
+        without = [name for name, row in zip(names, counts, strict=True) if not row[at]]
+        if without and len(without) < len(names):
+            yield f"no training examples of class {classes[at] if classes else at}: client {_listed(without)}"
+
+
+def _of_features(features: dict[str, dict[str, float]], count: int) -> Iterator[str]:
+    constant = [name for name, values in features.items() if values["lowest"] == values["highest"]]
+    if constant:
+        yield f"the same value in all training examples: {_listed(constant)}; leave it out of feature-columns"
+    if mostly := [name for name, values in features.items() if 2 * values["missing"] > count]:
+        yield f"missing in more than half of the training examples: {_listed(mostly)}"
+
+
+def _of_values(values: dict[str, Any], as_bytes: bool, scaled: bool) -> Iterator[str]:
+    low, high = values["lowest"], values["highest"]
+    if as_bytes and high <= 1:
+        yield f"pixels are {low:g} to {high:g}, and bytes are expected to be 0 to 255: multiply them by 255"
+    elif low == high:
+        yield f"all inputs are {low:g}"
+    if not as_bytes and not scaled and max(abs(low), abs(high)) > _LARGE:
+        yield f"inputs reach {max(abs(low), abs(high)):g} and are taken as they are: use standardise=federated"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")

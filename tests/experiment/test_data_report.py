@@ -1,0 +1,85 @@
+"""What is told of own data before round 1: counts by client and class, ranges, and what looks wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.data_report import data_report
+from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.run import run
+
+
+def report(tmp_path: Path, settings: dict[str, object] | None = None, **arrays: np.ndarray):
+    np.savez(tmp_path / "a.npz", **arrays)
+    config = Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}", **(settings or {})})
+    return data_report(partitioned_data(config, count_clients(config)), config)
+
+
+def test_counts_ranges_and_held_out_clients(tmp_path: Path) -> None:
+    x = np.arange(24.0).reshape(12, 2)
+    x[3, 1] = np.nan
+    client = np.array(list("aaaabbbbcccc"))
+    found = report(
+        tmp_path,
+        {"missing": "mean", "held-out-clients": "b"},
+        x=x,
+        y=np.array(["no", "yes"] * 6),
+        client=client,
+        split=np.arange(12) % 4 == 0,
+    )
+    assert found.figures["training examples by class"] == {"a": [1, 2], "c": [1, 2]}
+    assert found.figures["examples"] == {"training": 6, "validation": 0, "test": 2}
+    assert found.figures["held-out clients"] == {"b": {"inputs": 3, "test": 1}}
+    assert found.figures["values"] == {"lowest": 2.0, "highest": 23.0, "missing": 1, "sampled": False}
+    text = found.text()
+    assert "classification, 6 training, 2 test examples of shape (2,), values 2 to 23" in text
+    assert "held out: b, 3 inputs, 1 test examples" in text
+    assert found.warnings == ()
+
+
+WRONG = {
+    "a client without a class": (
+        {"client": np.repeat([0, 1], 10), "y": np.repeat([0, 1], 10)},
+        {},
+        r"class 0: .* 1\n",
+    ),
+    "one example": (
+        {"client": np.array([0] * 19 + [1]), "split": np.arange(20) % 5 == 1},
+        {},
+        "client 1 has 1 training example",
+    ),
+    "no tests": (
+        {"client": np.array([0] * 15 + [1] * 5), "split": np.arange(20) < 5},
+        {},
+        "no test examples: client 1",
+    ),
+    "bytes of 0 and 1": ({"x": np.random.default_rng(0).integers(0, 2, (20, 4, 4)).astype(np.uint8)}, {}, "multiply"),
+    "large numbers": ({"x": np.full((20, 2), 1e6) + np.arange(40).reshape(20, 2)}, {"standardise": "none"}, "reach 1.0+4e"),
+    "all the same": ({"x": np.zeros((20, 2))}, {}, "all inputs are 0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_looks_wrong(tmp_path: Path, case: str) -> None:
+    arrays, settings, message = WRONG[case]
+    sound = {"x": np.random.default_rng(0).normal(size=(20, 2)), "y": np.arange(20) % 2}
+    clean = report(tmp_path, {"num-clients": 2}, **sound)
+    assert clean.warnings == ()
+    found = report(tmp_path, {**settings, "num-clients": 2, "model": "mlp"}, **{**sound, **arrays})
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(found.warnings))
+
+
+def test_a_run_writes_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    np.savez(tmp_path / "a.npz", x=np.ones((20, 2)), y=np.arange(20) % 2)
+    settings = {"dataset": f"npz:{tmp_path / 'a.npz'}", "num-server-rounds": 1, "num-clients": 2}
+    run(Config.make(settings), tmp_path / "out", workers=0)
+    content = json.loads((tmp_path / "out/data.json").read_text())
+    assert content["warnings"] == ["all inputs are 1"]
+    assert content["examples"]["training"] == 16
+    assert "all inputs are 1" in caplog.text
