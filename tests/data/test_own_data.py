@@ -353,7 +353,7 @@ def test_unreadable_files_can_be_left_out(tmp_path: Path) -> None:
 
 def test_cache_gib_and_data_workers_change_no_bit(tmp_path: Path) -> None:
     write_images(tmp_path / "data", {"a/cat": 6, "a/dog": 5, "b/cat": 4, "b/dog": 6}, size=(40, 40))
-    keys = {"dataset": f"folder:{tmp_path / 'data'}", "model": "lenet", "local-steps": 3, "batch-size": 4, "augment": "flip"}
+    keys = {"dataset": f"folder:{tmp_path / 'data'}", "model": "lenet", "local-steps": 3, "batch-size": 4}
     ways = ({}, {"cache-gib": 0, "data-workers": 0}, {"cache-gib": 2e-5, "data-workers": 2})
     found = {}
     for augment in ("flip", "flip,resized-crop"):

@@ -59,7 +59,7 @@ WRONG = {
         "no test examples: client 1",
     ),
     "bytes of 0 and 1": ({"x": np.random.default_rng(0).integers(0, 2, (20, 4, 4)).astype(np.uint8)}, {}, "multiply"),
-    "large numbers": ({"x": np.full((20, 2), 1e6) + np.arange(40).reshape(20, 2)}, {"standardise": "none"}, "reach 1.0+4e"),
+    "large numbers": ({"x": 1e6 + np.arange(40.0).reshape(20, 2)}, {"standardise": "none"}, "reach 1.0+4e"),
     "all the same": ({"x": np.zeros((20, 2))}, {}, "all inputs are 0"),
 }
 
