@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _CHUNK = 4096
 _READ_AHEAD = 3  # batches for each worker process that are asked for before the first one is used
-_ALIGNED = 64
+_HEADER = 64  # bytes; images are aligned to as many
 
 
 def hold(
@@ -380,37 +380,43 @@ class ImageCache:
     """
 
     def __init__(self, count: int, capacity: int) -> None:
-        self._capacity = capacity
-        if capacity < _ALIGNED or not count:
-            self._capacity = 0
+        self._capacity = capacity if count and capacity > _HEADER else 0
+        if not self._capacity:
             return
         self._bytes = np.frombuffer(mmap(-1, capacity), np.uint8)
-        # Of each image: its place + 1 (0: not kept, -1: being written), channels, height, width.
-        self._index = np.frombuffer(mmap(-1, count * 4 * 8), np.int64).reshape(count, 4)
+        # The place of each image + 1; 0: not kept, -1: being written. At its place stand its shape, then its bytes.
+        self._places = np.frombuffer(mmap(-1, count * 8), np.int64)
         self._used = np.frombuffer(mmap(-1, 8), np.int64)
         self._lock = multiprocessing.get_context("fork" if sys.platform != "win32" else "spawn").Lock()
 
     def get(self, number: int) -> Bytes | None:
         """Return a kept image, (C, H, W); it shares the cache's memory. None if it is not kept."""
-        if not self._capacity or (place := int(self._index[number, 0])) <= 0:
+        if not self._capacity or (place := int(self._places[number])) <= 0:
             return None
-        shape = tuple(int(extent) for extent in self._index[number, 1:])
         start = place - 1
-        return self._bytes[start : start + shape[0] * shape[1] * shape[2]].reshape(shape)
+        shape = tuple(self._bytes[start : start + _HEADER].view(np.int64)[:3].tolist())
+        return self._bytes[start + _HEADER :][: shape[0] * shape[1] * shape[2]].reshape(shape)
 
     def put(self, number: int, image: Bytes) -> None:
         """Keep an image, uint8 (C, H, W), if there is room."""
-        if not self._capacity or self._index[number, 0] or int(self._used[0]) + image.size > self._capacity:
+        needed = _HEADER + -(-image.size // _HEADER) * _HEADER
+        if not self._capacity or self._places[number] or int(self._used[0]) + needed > self._capacity:
             return
-        with self._lock:
+        if not self._lock.acquire(timeout=1):
+            return  # its owner was killed: nothing more is kept
+        try:
             start = int(self._used[0])
-            if self._index[number, 0] or start + image.size > self._capacity:
+            if self._places[number] or start + needed > self._capacity:
                 return
-            self._index[number, 0] = -1
-            self._used[0] = start + -(-image.size // _ALIGNED) * _ALIGNED
-        self._bytes[start : start + image.size] = image.reshape(-1)
-        self._index[number, 1:] = image.shape
-        self._index[number, 0] = start + 1  # last: other processes read the image from now on
+            self._places[number] = -1
+            self._used[0] = start + needed
+        finally:
+            self._lock.release()
+        self._bytes[start : start + _HEADER].view(np.int64)[:3] = image.shape
+        self._bytes[start + _HEADER :][: image.size] = image.reshape(-1)
+        if self._lock.acquire(timeout=1):  # a barrier: the image is written before its place can be read
+            self._places[number] = start + 1
+            self._lock.release()
 
 
 class _Names:
