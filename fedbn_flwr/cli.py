@@ -175,6 +175,11 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
         rows.append(("centralized", "the reference: one loop over all data (`fedbn-flwr run` only)", "-"))
     else:
         rows = [(name, info.summary, info.source) for name, info in _registry(kind).items()]
+        if kind is Kind.datasets:
+            from fedbn_flwr.data import KINDS
+
+            forms = [form.partition(", ") for form in KINDS.values()]
+            rows += [(name, what, "own data") for name, _, what in forms]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, what, source in rows:
         line = f"{name:<{widths[0]}}  {what:<{widths[1]}}  {source}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedbn_flwr.data.augment import Augment
 from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.data.local_dataset import load_local_dataset
-from fedbn_flwr.data.own import OwnData, is_own, own_info, own_notes
+from fedbn_flwr.data.own import KINDS, OwnData, is_own, own_info, own_notes
 from fedbn_flwr.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -22,6 +22,7 @@ from fedbn_flwr.data.validation import split_off
 
 __all__ = [
     "DATASETS",
+    "KINDS",
     "MAX_BYTES",
     "PARTITIONS",
     "Augment",
