@@ -45,7 +45,7 @@ def batches(samples: Examples, augment: Augment | None) -> list[torch.Tensor]:
     """Two passes over a part of the images, in batches of unequal size."""
     subset = Subset(samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment)
     orders = [torch.randperm(COUNT - 1, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    positions = [part for order in orders for part in torch.split(order, 4)]
+    positions = [part for order, size in zip(orders, (1, 4), strict=True) for part in torch.split(order, size)]
     found = list(subset.batches(positions, torch.Generator().manual_seed(3)))
     assert all(torch.equal(y, subset.targets[p]) for (_, y), p in zip(found, positions, strict=True))
     return [inputs for inputs, _ in found]
