@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import yaml
 from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.data import (
     DATASETS,
     MAX_BYTES,
@@ -318,6 +319,11 @@ class Config(_MethodSettings):
     def _text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
+    @field_validator("held_out_clients")
+    @classmethod
+    def _none(cls, value: str) -> str:
+        return "" if value.strip() == "0" else value
+
     @model_validator(mode="after")
     def _together(self) -> Self:
         """Check the keys together, and report all problems at once."""
@@ -445,6 +451,10 @@ class Config(_MethodSettings):
         values: dict[str, Any] = {name: getattr(self, name, "") for name in keys}
         return OwnData(kind, path, **values)
 
+    def data_on_nodes(self) -> bool:
+        """Return whether only the nodes have the data: own data without a path."""
+        return is_own(self.dataset) and self.dataset.endswith(":")
+
     def split_name(self) -> str:
         """Return the name of the split: ``partition``, or its default for the data."""
         if self.partition or not is_own(self.dataset):
@@ -571,6 +581,9 @@ class Config(_MethodSettings):
     def _freezes(self) -> bool:
         return self.strategy != CENTRALIZED and self.method().freezes_bn
 
+    def _alone(self) -> bool:
+        return self.strategy != CENTRALIZED and Part.REST in self.method().local
+
     def _unused(self) -> dict[str, str]:
         """Return the keys outside the method's settings that have no effect under the other keys."""
         info, task = self.data_info(), self._plain_task()
@@ -598,6 +611,10 @@ class Config(_MethodSettings):
             "positive_values": (own and not self.dataset.startswith("folder:"), "it is for dataset=csv:, npz: and hf:"),
             "skip_unreadable": (self.dataset.startswith("folder:"), "it is for dataset=folder:"),
             "test_share": (own, "it is for own data"),
+            "held_out_clients": (
+                not self.data_on_nodes() and not self._alone(),
+                f"{self.title} shares no model" if self._alone() else "only the nodes have the data",
+            ),
             "cache_gib": (info.by_file, "it is for data sets of image files"),
             "data_workers": (info.by_file, "it is for data sets of image files"),
             "augment": (not info.input_shape, "it is for images"),

@@ -123,7 +123,8 @@ class Recorder:
             line |= tested
             self._note_divergence(report, tested)
             if self._held_out:
-                whole = state if state is not None else to_state(self._model.state_dict())
+                own = to_state(self._model.state_dict())
+                whole = state if state is not None else {name: array.copy() for name, array in own.items()}
                 line |= self._held_out.test(self._model, whole, self._strategy)
                 load_state(self._model, tensors(whole))
         self._trained |= {str(client) for client in report.participants}
