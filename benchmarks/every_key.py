@@ -121,6 +121,8 @@ ELSEWHERE = {
         ),
         "tests/data/test_own_data.py",
     ),
+    "class-names": "tests/experiment/test_data_of_nodes.py",
+    "held-out-clients": "tests/experiment/test_held_out.py",
     "min-replies": "tests/server/test_bad_replies.py",
     "round-timeout": "tests/experiment/test_setup.py",
     "init": "tests/experiment/test_init.py",

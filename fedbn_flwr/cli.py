@@ -251,7 +251,7 @@ def inspect(
         built = make_model(settings)
         loaded = initialise(built, settings)
         found = inspect_model(built, strategy, num_clients, settings)
-        _print_inspection(f"{model} (norm={norm})", settings.title, num_clients, found, layers)
+        _print_inspection(f"{settings.model} (norm={settings.norm})", settings.title, num_clients, found, layers)
         for line in loaded.lines() if loaded else ():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 

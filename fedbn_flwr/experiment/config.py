@@ -146,6 +146,12 @@ class Config(_MethodSettings):
     positive_values: str = _key(
         "own data and models", "", "comma list of targets that count as 1, or `>NUMBER`; all others count as 0"
     )
+    class_names: str = _key(
+        "own data and models",
+        "",
+        "comma list: names of the classes (texts of the target, class folders) in the order of their numbers; empty = "
+        "those found, in the order of the alphabet",
+    )
     missing: Literal["refuse", "mean"] = _key(
         "own data and models", "refuse", "missing features: refuse, or mean = the mean of the training examples"
     )
@@ -455,6 +461,10 @@ class Config(_MethodSettings):
         """Return whether only the nodes have the data: own data without a path."""
         return is_own(self.dataset) and self.dataset.endswith(":")
 
+    def standardise_as(self) -> Standardise:
+        """Return ``standardise``, or its default for the data."""
+        return self.standardise or ("federated" if self.data_info().input_shape else "none")
+
     def split_name(self) -> str:
         """Return the name of the split: ``partition``, or its default for the data."""
         if self.partition or not is_own(self.dataset):
@@ -609,6 +619,10 @@ class Config(_MethodSettings):
             "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
             "missing": (bool(info.input_shape), "it is for rows and signals"),
             "positive_values": (own and not self.dataset.startswith("folder:"), "it is for dataset=csv:, npz: and hf:"),
+            "class_names": (
+                own and task.name in ("classification", "binary") and not self.positive_values,
+                "it is for own data with classes, without positive-values",
+            ),
             "skip_unreadable": (self.dataset.startswith("folder:"), "it is for dataset=folder:"),
             "test_share": (own, "it is for own data"),
             "held_out_clients": (
@@ -789,8 +803,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
-            # YAML would read ">0" as the head of a text over several lines, which one line never is.
-            plain = not value.strip() or value.strip().startswith((">", "|"))
+            # YAML would read ">0" as the head of a text over several lines, and "csv:" as a mapping.
+            plain = not value.strip() or value.strip().startswith((">", "|")) or value.strip().endswith(":")
             values[key.strip()] = value.strip() if plain else yaml.safe_load(value)
         except UNREADABLE as error:
             raise ConfigError(f"--set {override!r}: {error}") from error

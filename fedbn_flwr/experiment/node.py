@@ -16,7 +16,7 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import Augment, Subset, is_own, load_local_dataset
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data, put_aside
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data, put_aside, whole_data
 from fedbn_flwr.experiment.setup import local_training, pick_device, training_model
 from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
 from fedbn_flwr.seeds import derive_seed
@@ -74,7 +74,7 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
     """Return a node's training data, its test sets, and its validation data if the run has some."""
     node = context.node_config
     if DATA_PATH in node and is_own(config.dataset):
-        split = _own_data(config, str(node[DATA_PATH]))
+        split = _own_data(config, str(node[DATA_PATH]), int(node.get(PARTITION_ID, 0)))
         own_tests = {"own": split.test_view()}
         return split.train_view(0), own_tests, split.validation_view(0) if config.validation_share else None
     if DATA_PATH in node:
@@ -107,22 +107,42 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
     return split.train_view(partition_id), tests, validation
 
 
-def _own_data(config: Config, path: str) -> PartitionedData:
+def _own_data(config: Config, path: str, client: int) -> PartitionedData:
     """Return a node's own data of the run's kind, all for one client.
 
     Raises:
-        DataError: the examples have another shape than the run's.
+        DataError: they cannot be used, or do not fit the run's model.
     """
     kind = config.dataset.partition(":")[0]
     here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
-    found, wanted = here.example_shape(), config.example_shape()
-    if found != wanted:
-        names = ", ".join(here.data_info().feature_names[:20])
+    if config.standardise_as() == "federated" and not config.data_on_nodes():
         raise DataError(
-            f"data-path={path!r} has examples of shape {found}{f' ({names})' if names else ''}; the run's model takes "
-            f"{wanted}. Set feature-columns, with the categories of text (sex:F|M), so that all nodes have the same."
+            f"data-path={path!r}: dataset={config.dataset!r} names data of the server, whose mean and std are not "
+            f"those of the nodes. Start the run with dataset='{kind}:', or with standardise=local or none."
         )
-    return partitioned_data(here, 1)
+    try:
+        found, wanted = here.data_info(), config.data_info()
+        shape = config.example_shape()
+        if found.input_shape != wanted.input_shape:
+            names = f" ({', '.join(found.feature_names[:20])})" if found.feature_names else ""
+            has = f"{len(found.feature_names)} features" if names else f"inputs of shape {here.example_shape()}"
+            raise DataError(
+                f"data-path={path!r} has {has}{names}; the run's model takes {shape[0] if len(shape) == 1 else shape}. "
+                "Set feature-columns, with the categories of text (sex:F|M), so that all nodes have the same."
+            )
+        if here.num_outputs() != config.num_outputs():
+            raise DataError(
+                f"data-path={path!r} needs a model with {here.num_outputs()} outputs; the run's has "
+                f"{config.num_outputs()}. Set num-classes."
+            )
+        if found.class_names != wanted.class_names and found.task.name in ("classification", "binary"):
+            raise DataError(
+                f"data-path={path!r}: its classes have names ({', '.join(found.class_names[:20])}), whose numbers must "
+                "be those of all nodes. State them in the run's config: class-names."
+            )
+        return whole_data(here, shape, client, config.standardise == "local")
+    except ConfigError as error:  # of this node's data, not of the run
+        raise DataError(f"data-path={path!r}: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)  # called for every message

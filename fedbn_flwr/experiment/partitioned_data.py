@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedbn_flwr.data import (
     Dataset,
     Examples,
     Scale,
+    Standardise,
     Subset,
     load_dataset,
     split_dataset,
@@ -28,7 +30,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import pick_device
 from fedbn_flwr.seeds import derive_seed
 
-__all__ = ["PartitionedData", "count_clients", "partitioned_data", "put_aside"]
+__all__ = ["PartitionedData", "count_clients", "partitioned_data", "put_aside", "whole_data"]
 
 DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
 
@@ -127,7 +129,34 @@ def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = 
     return _partitioned(num_clients, _dataset(config, shape), *(getattr(config, key) for key in _SPLIT_KEYS))
 
 
+def whole_data(config: Config, shape: tuple[int, ...], client: int, scaled: bool) -> PartitionedData:
+    """Return all data of a config for one client, whose number seeds the draw of its validation examples.
+
+    Args:
+        config: the run's, with the dataset of this node.
+        shape: that of the run's inputs.
+        client: partition id.
+        scaled: whether inputs have the client's own mean and std, as under standardise=local; else images have the
+            constants of the data set, and other inputs are taken as they are.
+    """
+    keys = (config.augment, config.seed, config.validation_share)
+    return _whole(_dataset(config, shape), client, "local" if scaled else "none", *keys)
+
+
+@functools.lru_cache(maxsize=4)
+def _whole(
+    data: Dataset, client: int, standardise: Standardise, augment: str, seed: int, share: float
+) -> PartitionedData:
+    train, test = (np.arange(len(samples), dtype=np.int64) for samples in (data.train, data.test))
+    return _prepared(data, [train], [test], [client], standardise, augment, seed, share)
+
+
 def _dataset(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
+    if config.data_on_nodes():
+        raise DataError(
+            f"dataset={config.dataset!r} has no path: only the nodes have the data, each at the data-path of its node "
+            "config, and tests of the server need some. Use eval-on=personal-own over a network; or name the path."
+        )
     shape, augment = shape or config.example_shape(), Augment.parse(config.augment)
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
     return load_dataset(
@@ -159,21 +188,36 @@ def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedDa
     places = [at % len(train) for at in apart.values()]  # -1 is the last client
     held_out = tuple((train[at], test[at]) for at in places)
     train, test = ([part for at, part in enumerate(parts) if at not in places] for parts in (train, test))
+    clients, seed = range(num_clients), options["seed"]
+    return _prepared(data, train, test, clients, standardise, augment, seed, share, tuple(apart), held_out)
+
+
+def _prepared(
+    data: Dataset,
+    train: list[Indices],
+    test: list[Indices],
+    clients: Sequence[int],
+    standardise: Standardise,
+    augment: str,
+    seed: int,
+    share: float,
+    names: tuple[str, ...] = (),
+    held_out: tuple[tuple[Indices, Indices], ...] = (),
+) -> PartitionedData:
+    """Return the data of these clients: validation examples put aside, inputs standardised."""
     validation: tuple[Indices, ...] = ()
     if share:
-        seeds = [derive_seed(options["seed"], "validation", client) for client in range(num_clients)]
+        seeds = [derive_seed(seed, "validation", client) for client in clients]
         pairs = [put_aside(data.train, part, share, seed) for part, seed in zip(train, seeds, strict=True)]
         if not any(len(part) for _, part in pairs):
             raise DataError(
-                f"validation-share={share} gives no client a validation example: the largest of {num_clients} has "
+                f"validation-share={share} gives no client a validation example: the largest of {len(clients)} has "
                 f"{max(map(len, train))} training examples. Use a larger share or fewer clients."
             )
         train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
     owned = [np.concatenate(both) for both in zip(train, validation, strict=True)] if share else train
     data, scales = standardised(data, train, test, standardise, owned, held_out)
-    return PartitionedData(
-        data, tuple(train), tuple(test), Augment.parse(augment), validation, scales, tuple(apart), held_out
-    )
+    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment), validation, scales, names, held_out)
 
 
 def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:

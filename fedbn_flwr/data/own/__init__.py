@@ -105,7 +105,8 @@ def _elsewhere(request: OwnData) -> DatasetInfo:
     if not request.task:
         problems.append("task is not set")
     task = chosen_task(request, "classification", (request.task,) if request.task else ("classification",))
-    if not request.num_classes and task.name not in ("binary", "regression"):
+    classes = request.num_classes or len(request.classes)
+    if not classes and task.name not in ("binary", "regression"):
         problems.append("num-classes is not set")
     if problems:
         raise ConfigError(
@@ -117,7 +118,7 @@ def _elsewhere(request: OwnData) -> DatasetInfo:
     rows = request.kind == "csv"
     return DatasetInfo(
         request.name,
-        request.num_classes or 1,
+        1 if task.name == "binary" else classes or 1,
         0 if rows else 3,
         request.image_size,
         "own data of the nodes",
@@ -130,6 +131,8 @@ def _elsewhere(request: OwnData) -> DatasetInfo:
         task=task,
         downloads=False,
         input_shape=(width,) if rows else (),
+        class_names=request.classes or (("negative", "positive") if request.positive_values else ()),
+        feature_names=tuple(f"{name}={c}" if c else name for name, kinds in features for c in kinds or ("",)),
     )
 
 

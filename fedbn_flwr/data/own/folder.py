@@ -14,7 +14,7 @@ import torch
 
 from fedbn_flwr.data.folders import SUFFIXES
 from fedbn_flwr.data.image_files import unreadable
-from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, shown
+from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, numbered_classes, shown
 from fedbn_flwr.errors import ConfigError, DataError
 
 __all__ = ["read_folder"]
@@ -84,7 +84,7 @@ def read_folder(request: OwnData) -> Found:
         outputs, names = request.num_classes or _count_classes(masks), no_names
         targets: torch.Tensor | Sequence[Path] = masks
     else:
-        labels, names = numbered([label for _, _, label in rows])
+        labels, names = numbered_classes(request, [label for _, _, label in rows], "class folders")
         allowed = ("classification", *(("binary",) if len(names) == 2 else ()))
         task = chosen_task(request, "classification", allowed)
         if len(names) < 2:

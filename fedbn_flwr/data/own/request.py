@@ -42,6 +42,7 @@ class OwnData:
         num_classes: number of classes; 0 = those found.
         image_size: height and width of the images; 0 = those of the first image (``npz``: of all).
         positive_values: comma list of targets that count as 1, or ``>NUMBER``; all others count as 0.
+        class_names: comma list of the classes in the order of their numbers; "" = in the order of the alphabet.
         missing: "refuse", or "mean" for the mean of the training examples.
         test_share: share of the examples that are test examples, where the data do not say.
     """
@@ -57,6 +58,7 @@ class OwnData:
     split_column: str = ""
     feature_columns: str = ""
     positive_values: str = ""
+    class_names: str = ""
     missing: str = "refuse"
     skip_unreadable: bool = False
     test_share: float = 0.2
@@ -65,6 +67,11 @@ class OwnData:
     def name(self) -> str:
         """The config's ``dataset``."""
         return f"{self.kind}:{self.path}"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names in ``class_names``."""
+        return tuple(name.strip() for name in self.class_names.split(",") if name.strip())
 
     @staticmethod
     def parse(dataset: str) -> tuple[str, str]:
@@ -138,6 +145,23 @@ def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str
     unique = sorted(set(values), key=lambda v: (isinstance(v, str), v))
     index = {value: at for at, value in enumerate(unique)}
     return np.array([index[value] for value in values], np.int64), tuple(str(value) for value in unique)
+
+
+def numbered_classes(
+    request: OwnData, values: Sequence[object], what: str
+) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """Return the class of each value and the names of the classes, those of the config if it has some.
+
+    Raises:
+        DataError: a value is none of the config's classes.
+    """
+    names = request.classes
+    if not names:
+        return numbered(values)
+    known = {name: at for at, name in enumerate(names)}
+    if unknown := sorted({str(value) for value in values} - known.keys()):
+        raise DataError(f"dataset={request.name!r}: {what} have {shown(unknown)}; class-names has {shown(names, 20)}.")
+    return np.array([known[str(value)] for value in values], np.int64), names
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:

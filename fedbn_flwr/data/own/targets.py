@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered, shown
+from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered_classes, shown
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
 
@@ -69,11 +69,11 @@ def _classes(request: OwnData, values: Any, what: str, text: bool) -> tuple[Tens
         )
     names: tuple[str, ...] = ()
     low = 0 if text else int(values.min())
-    if not text and low >= 0 and (request.num_classes or values.max() < _MOST_CLASSES):
+    if not request.classes and not text and low >= 0 and (request.num_classes or values.max() < _MOST_CLASSES):
         labels = values.astype(np.int64)  # the numbers of the classes
         found = int(labels.max()) + 1
     else:
-        labels, names = numbered([v if text else int(v) for v in values.tolist()])
+        labels, names = numbered_classes(request, [v if text else int(v) for v in values.tolist()], what)
         found = len(names)
     task = chosen_task(request, "classification", ("classification", *(("binary",) if found <= 2 else ())))
     if request.num_classes and request.num_classes < found:

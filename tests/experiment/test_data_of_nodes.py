@@ -1,0 +1,167 @@
+"""Own data that only the nodes have: ``dataset=csv:`` without a path, and ``data-path`` in each node's config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedbn_flwr.cli import app
+from fedbn_flwr.client import client_app
+from fedbn_flwr.client.saved_state import metadata
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.interface import Interface
+from fedbn_flwr.experiment.node import client_fn
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.serve import serve
+
+NAMES = ("east", "north", "west")
+SETTINGS = {
+    "num-server-rounds": 2,
+    "local-steps": 2,
+    "batch-size": 8,
+    "mlp-hidden": "6",
+    "eval-on": "personal-own",
+}
+TABLE = {
+    **SETTINGS,
+    "label-column": "target",
+    "positive-values": ">0",
+    "feature-columns": "age,bmi,sex:F|M",
+    "split-column": "part",
+    "task": "binary",
+    "missing": "mean",
+}
+HEAD = "age,bmi,sex,part,target,patient"
+
+
+def rows_of(client: int) -> list[str]:
+    rng = np.random.default_rng(client)
+    rows = []
+    for at in range(30):
+        age, bmi = rng.normal(50 + 5 * client, 10), rng.normal(25 - client, 4)
+        known = f"{bmi:.2f}" if rng.random() < 0.8 else ""
+        part, patient = ("test" if at % 5 == 4 else "train"), 100 * client + at // 2
+        patient += 50 * (part == "test")
+        rows.append(f"{age:.1f},{known},{'FM'[at % 2]},{part},{int(age > 55) * (1 + at % 3)},{patient}")
+    return rows
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> list[Path]:
+    """A table for each client, and ``all.csv`` with the rows of all."""
+    paths = [tmp_path / f"{name}.csv" for name in NAMES]
+    whole = []
+    for client, path in enumerate(paths):
+        path.write_text("\n".join([HEAD, *rows_of(client)]))
+        whole += [f"{row},{NAMES[client]}" for row in rows_of(client)]
+    (tmp_path / "all.csv").write_text("\n".join([f"{HEAD},hospital", *whole]))
+    return paths
+
+
+Serve = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Serve:
+    """``served(settings, node_configs, name)``: summary and rounds of a run of nodes in this process."""
+
+    def do(settings: dict[str, Any], nodes: Sequence[dict[str, Any]], name: str = "out") -> Any:
+        config = Config.make(settings)
+        app = client_app(client_fn)
+        with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
+            return serve(grid, config, tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
+
+    return do
+
+
+def at(paths: Sequence[Path], **more: Any) -> list[dict[str, Any]]:
+    return [{"data-path": str(path), **more} for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys"),
+    [
+        ("fedavg", {"standardise": "local"}),
+        ("fedbn", {"standardise": "local", "validation-share": 0.25, "group-column": "patient"}),
+    ],
+)
+def test_the_bits_of_one_data_set_with_natural_clients(strategy, keys, served, tables, tmp_path) -> None:
+    """The split into training and test part is in the data: each node would draw its own, other than that of all."""
+    settings = {**TABLE, **keys, "strategy": strategy}
+    alone, lines = served({**settings, "dataset": "csv:"}, at(tables))
+    together = run(
+        Config.make({**settings, "dataset": f"csv:{tmp_path / 'all.csv'}", "client-column": "hospital"}),
+        tmp_path / "together",
+        workers=0,
+    )
+    assert alone["sha256"] == together["sha256"]
+    same = {key: value for key, value in together["final"].items() if key != "domains"}
+    assert alone["final"] == same
+    assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
+
+
+def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
+    """The second node has no cats: its dogs are class 1 all the same."""
+    counts = {"a": {"cat": 6, "dog": 5}, "b": {"dog": 8}}
+    for client, (name, classes) in enumerate(counts.items()):
+        for label, count in classes.items():
+            for number in range(count):
+                folder = tmp_path / "all" / name / ("test" if number < 2 else "train") / label
+                folder.mkdir(parents=True, exist_ok=True)
+                pixels = np.random.default_rng(100 * client + number).integers(0, 256, (9, 9)).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    settings = {**SETTINGS, "num-server-rounds": 1, "image-size": 28, "num-classes": 2, "task": "classification"}
+    nodes = at([tmp_path / "all" / name for name in counts])
+    with pytest.raises(ConfigError, match=r"(?s)no node can train.*have names \(cat, dog\).*class-names"):
+        served({**settings, "dataset": "folder:"}, nodes, "unnamed")
+    alone, _ = served({**settings, "dataset": "folder:", "class-names": "cat,dog"}, nodes)
+    together = run(Config.make({**settings, "dataset": f"folder:{tmp_path / 'all'}"}), tmp_path / "whole", workers=0)
+    assert alone["sha256"] == together["sha256"]
+    assert Interface.read(metadata(tmp_path / "out")).classes == ("cat", "dog")
+
+
+def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    for name, shape in (("0", (9, 9)), ("1", (12, 12, 3))):
+        np.savez(tmp_path / f"{name}.npz", x=rng.integers(0, 256, (20, *shape)).astype(np.uint8), y=np.arange(20) % 2)
+    settings = {key: value for key, value in SETTINGS.items() if key != "mlp-hidden"}
+    settings |= {"num-server-rounds": 1, "dataset": "npz:", "model": "lenet", "image-size": 32, "num-classes": 3}
+    settings["task"] = "classification"
+    _, lines = served(settings, at([tmp_path / "0.npz", tmp_path / "1.npz"]))
+    assert [line["participants"] for line in lines] == [[0, 1]]
+
+
+def test_a_node_with_other_data_is_named_and_the_others_go_on(served, tables, tmp_path) -> None:
+    tables[1].write_text("age,bmi,part,target\n" + "\n".join(f"{a},20,train,{a % 2}" for a in range(9)))
+    settings = {**TABLE, "dataset": "csv:", "standardise": "local"}
+    _, lines = served(settings, at(tables))
+    (said,) = lines[0]["rejected"]
+    assert "(partition 1): data-path=" in said
+    assert "feature-columns='sex' is not a column" in said
+    assert lines[0]["participants"] == [0, 2]
+    text = {**settings, "feature-columns": "age,sex"}
+    with pytest.raises(ConfigError, match=r"has 3 features \(age, sex=F, sex=M\); the run's model takes 2. .*sex:F\|M"):
+        served(text, at([tables[0], tables[2]]), "text")
+
+
+def test_what_the_server_must_know_of_the_data_is_in_the_config(served, tables, tmp_path) -> None:
+    settings = {**TABLE, "dataset": "csv:"}
+    with pytest.raises(DataError, match=r"only the nodes have the data.*eval-on=personal-own"):
+        served({**settings, "eval-on": "global"}, at(tables), "global")
+    with pytest.raises(FedBNError, match=r"only the nodes have the data.*data-path"):
+        run(Config.make({**settings, "num-clients": 2}), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"held-out-clients='a' has no effect: only the nodes have the data"):
+        Config.make({**settings, "held-out-clients": "a"})
+    keys = [option for key, value in {**settings, "model": "mlp"}.items() for option in ("--set", f"{key}={value}")]
+    shown = CliRunner().invoke(app, ["inspect", *keys])
+    assert shown.exit_code == 0, shown.output
+    assert "mlp (norm=batch)" in shown.output
