@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -23,6 +23,7 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
+from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
@@ -36,6 +37,8 @@ from fedbn_flwr.messages.protocol import (
     EXCHANGE_QUERY,
     INFO,
     MOD,
+    MOMENTS,
+    MOMENTS_QUERY,
     NUM_EXAMPLES,
     PARTITION_ID,
     STEPS,
@@ -51,7 +54,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
     message_seed,
 )
-from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.messages.records import tensors, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
@@ -195,6 +198,7 @@ class TorchClient(NumPyClient):
 
     def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
         read, local = TrainConfig.read(config), self._local_entries(lent, config)
+        self._standardise(read)
         store = self._store(lent, config, read)
         if read.by_messages:
             parameters, config = log_answer(self.context, parameters, config)
@@ -260,6 +264,7 @@ class TorchClient(NumPyClient):
             set). NaN where a test set does not define a metric.
         """
         read = EvaluateConfig.read(config)
+        self._standardise(read)
         metrics: Config = {}
         first: tuple[float, int] | None = None
         with self._lend() as lent:
@@ -281,6 +286,7 @@ class TorchClient(NumPyClient):
             names in ``fedbn-flwr.array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
         read = MessageConfig.read(config)
+        self._standardise(read)
         with self._lend() as lent:
             _, prefix = self._load(lent, parameters, config, self._store(lent, config, read))
             seed = self._stream(read.server_round, "statistics").initial_seed()
@@ -289,6 +295,25 @@ class TorchClient(NumPyClient):
             entries = to_state(to_entries(found, lent.state))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
+
+    def input_moments(self) -> FeatureMoments:
+        """Return the sums of the training inputs, from which the server finds the mean and std of all nodes together.
+
+        Raises:
+            DataError: the inputs are not in memory.
+        """
+        if not isinstance(self.train_data, Subset):
+            raise DataError(f"the training data are a {type(self.train_data).__name__}; fedbn_flwr.data.Subset needed")
+        return moments_of_inputs(self.train_data.samples, self.train_data.indices)
+
+    def _standardise(self, read: MessageConfig) -> None:
+        """Use the mean and std of inputs that the server sends."""
+        if mean := read.input_mean:
+            self.train_data, *tests = (
+                data.scaled(mean, read.input_std) if isinstance(data, Subset) else data
+                for data in (self.train_data, *self.test_data.values())
+            )
+            self.test_data = dict(zip(self.test_data, tests, strict=True))
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
         key = -1 if self.partition_id is None else self.partition_id
@@ -386,8 +411,8 @@ def client_app(
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
     partition id (from ``get_properties`` or the node's config) and the number of training examples, and
-    ``query.statistics`` with the ``statistics`` of a ``TorchClient``. ``messages.numpy_client`` describes how arrays
-    and their names are sent.
+    ``query.statistics`` and ``query.moments`` with the ``statistics`` and ``input_moments`` of a ``TorchClient``.
+    ``messages.numpy_client`` describes how arrays and their names are sent.
 
     Args:
         client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
@@ -418,6 +443,21 @@ def client_app(
         if not isinstance(client, TorchClient):
             raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
         return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
+
+    @app.query(MOMENTS_QUERY.partition(".")[2])
+    @NamedConfigErrors()
+    def moments_message(message: Message, context: Context) -> Message:
+        own = context.node_config.get(PARTITION_ID)
+        info = ConfigRecord({} if own is None else {PARTITION_ID: int(own)})
+        content = RecordDict({INFO: info})
+        try:
+            client = _client(client_fn, context)
+            if not isinstance(client, TorchClient):
+                raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
+            content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
+        except DataError as error:  # an answer, as to the query
+            info[UNUSABLE] = str(error)
+        return Message(content, reply_to=message)
 
     @app.evaluate()
     @NamedConfigErrors()

@@ -17,7 +17,7 @@ from fedbn_flwr.data.partitioning import (
 )
 from fedbn_flwr.data.picture import partition_picture, partition_table
 from fedbn_flwr.data.samples import Dataset, Examples, Samples, Subset
-from fedbn_flwr.data.standardise import Scale, Standardise, standardised
+from fedbn_flwr.data.standardise import FeatureMoments, Scale, Standardise, moments_of_inputs, scale_of, standardised
 from fedbn_flwr.data.validation import split_off
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Dataset",
     "DatasetInfo",
     "Examples",
+    "FeatureMoments",
     "OwnData",
     "PartitionInfo",
     "PartitionRequest",
@@ -40,12 +41,14 @@ __all__ = [
     "load_dataset",
     "load_local_dataset",
     "make_partition",
+    "moments_of_inputs",
     "own_info",
     "own_notes",
     "partition_counts",
     "partition_picture",
     "partition_table",
     "partition_test_set",
+    "scale_of",
     "split_dataset",
     "split_off",
     "standardised",

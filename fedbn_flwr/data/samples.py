@@ -292,6 +292,15 @@ class Subset:
         return self._samples.targets if self._indices is None else self._samples.targets[self._indices]
 
     @property
+    def indices(self) -> Tensor:
+        """The example at each position, int64 (n,)."""
+        return torch.arange(len(self._samples)) if self._indices is None else self._indices
+
+    def scaled(self, mean: Sequence[float], std: Sequence[float]) -> Subset:
+        """Return the same examples with another mean and std."""
+        return Subset(self._samples, self._indices, mean=mean, std=std, augment=self._augment)
+
+    @property
     def groups(self) -> Tensor | None:
         """Groups of the examples, int64 (n,), on the samples' device; None if the samples have no groups."""
         groups = self._samples.groups

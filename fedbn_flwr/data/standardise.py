@@ -53,7 +53,7 @@ class Scale:
     std: tuple[float, ...]
 
 
-def moments_of_inputs(samples: Examples, indices: Indices) -> FeatureMoments:
+def moments_of_inputs(samples: Examples, indices: Indices | Tensor) -> FeatureMoments:
     """Return the moments of some examples' inputs; a NaN is missing.
 
     Raises:

@@ -115,34 +115,38 @@ def _own_data(config: Config, path: str, client: int) -> PartitionedData:
     """
     kind = config.dataset.partition(":")[0]
     here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
+    try:
+        _check_fit(config, here)
+        return whole_data(here, config.example_shape(), client, config.standardise == "local")
+    except (ConfigError, DataError) as error:  # of this node's data, not of the run
+        raise DataError(f"data-path={path!r}: {error}") from error
+
+
+def _check_fit(config: Config, here: Config) -> None:
+    """Raise DataError unless the data of the config ``here``, a node's, fit the run's config."""
     if config.standardise_as() == "federated" and not config.data_on_nodes():
         raise DataError(
-            f"data-path={path!r}: dataset={config.dataset!r} names data of the server, whose mean and std are not "
-            f"those of the nodes. Start the run with dataset='{kind}:', or with standardise=local or none."
+            f"dataset={config.dataset!r} names data of the server, whose mean and std are not those of the nodes. "
+            f"Start the run with dataset='{config.dataset.partition(':')[0]}:', or with standardise=local or none."
         )
-    try:
-        found, wanted = here.data_info(), config.data_info()
-        shape = config.example_shape()
-        if found.input_shape != wanted.input_shape:
-            names = f" ({', '.join(found.feature_names[:20])})" if found.feature_names else ""
-            has = f"{len(found.feature_names)} features" if names else f"inputs of shape {here.example_shape()}"
-            raise DataError(
-                f"data-path={path!r} has {has}{names}; the run's model takes {shape[0] if len(shape) == 1 else shape}. "
-                "Set feature-columns, with the categories of text (sex:F|M), so that all nodes have the same."
-            )
-        if here.num_outputs() != config.num_outputs():
-            raise DataError(
-                f"data-path={path!r} needs a model with {here.num_outputs()} outputs; the run's has "
-                f"{config.num_outputs()}. Set num-classes."
-            )
-        if found.class_names != wanted.class_names and found.task.name in ("classification", "binary"):
-            raise DataError(
-                f"data-path={path!r}: its classes have names ({', '.join(found.class_names[:20])}), whose numbers must "
-                "be those of all nodes. State them in the run's config: class-names."
-            )
-        return whole_data(here, shape, client, config.standardise == "local")
-    except ConfigError as error:  # of this node's data, not of the run
-        raise DataError(f"data-path={path!r}: {error}") from error
+    found, wanted = here.data_info(), config.data_info()
+    if found.input_shape != wanted.input_shape:
+        names, shape = found.feature_names, config.example_shape()
+        has = f"{len(names)} features ({', '.join(names[:20])})" if names else f"inputs {here.example_shape()}"
+        raise DataError(
+            f"it has {has}; the run's model takes {shape[0] if len(shape) == 1 else shape}. Set feature-columns, with "
+            "the categories of text (sex:F|M), so that all nodes have the same."
+        )
+    if here.num_outputs() != config.num_outputs():
+        raise DataError(
+            f"it needs a model with {here.num_outputs()} outputs; the run's has {config.num_outputs()}. Set "
+            "num-classes."
+        )
+    if found.class_names != wanted.class_names and found.task.name in ("classification", "binary"):
+        raise DataError(
+            f"its classes have names ({', '.join(found.class_names[:20])}), whose numbers must be those of all nodes. "
+            "State them in the run's config: class-names."
+        )
 
 
 @functools.lru_cache(maxsize=4)  # called for every message

@@ -7,8 +7,9 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_atomically
 from fedbn_flwr.client.saved_state import client_file
+from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
@@ -196,6 +198,16 @@ class RunFolder:
         content = {**_clean(figures), "notes": list(notes), "warnings": list(warnings)}
         with self._writing():
             write_atomically(self.path / "data.json", json.dumps(content, indent=2) + "\n")
+
+    def agreed(self, ask: Callable[[], Scale]) -> Scale:
+        """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
+        path = self.path / "scale.json"
+        if path.is_file():
+            return Scale(**{name: tuple(values) for name, values in json.loads(path.read_text()).items()})
+        found = ask()
+        with self._writing():
+            write_atomically(path, json.dumps(asdict(found), indent=2) + "\n")
+        return found
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with ``about`` as metadata), the curves and, last, the summary."""

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ class Recorder:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
         self._interface = Interface.of(config, data.dataset if data else None)
+        if strategy and (scale := strategy.input_scale):
+            self._interface = replace(self._interface, mean=scale.mean, std=scale.std)
         self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
         self._held_out = HeldOut(data, self._task) if data and data.held_out else None

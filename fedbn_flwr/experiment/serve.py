@@ -17,6 +17,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError, StateError
+from fedbn_flwr.experiment.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data_report import data_report
@@ -121,6 +122,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
         personal.append(VALIDATION)
     folder = RunFolder(out, config, (saved.server_round if saved else 0) if begun else None)
     _report_data(folder, config, data)
+    if config.data_on_nodes() and config.standardise_as() == "federated":
+        strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
 
     def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -17,6 +17,8 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedtan` | ArrayRecord: one exchange of a synchronised step | server, client | client, server | 0.1 |
 | `query.exchange` | message type: one exchange of a synchronised step | server | client | 0.1 |
 | `query.statistics` | message type: re-estimated statistics | server | client | 0.1 |
+| `query.moments` | message type: sums of the inputs before round 1 | server | client | 0.1 |
+| `input-moments` | ArrayRecord: count, mean and m2 of each feature of the inputs | client | server | 0.1 |
 | `server-round` | int | server | client | 0.1 |
 | `fedbn-flwr.seed` | int: seed of the run, for the clients' default generators | server | client | 0.1 |
 | `fedbn-flwr.hooks` | str, comma list: client hooks to apply | server | client | 0.1 |
@@ -26,6 +28,8 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.run` | str: this run and its resumptions | server | client | 0.1 |
 | `fedbn-flwr.committed` | str, comma list: rounds of the checkpoints | server | client | 0.1 |
 | `test-sets` | str, comma list | server | client | 0.1 |
+| `fedbn-flwr.input-mean` | list of float: mean of inputs over the nodes | server | client | 0.1 |
+| `fedbn-flwr.input-std` | list of float: standard deviation of inputs | server | client | 0.1 |
 | `fedbn-flwr.frozen` | bool: BN is frozen in this round | server | client | 0.1 |
 | `fedbn-flwr.fedtan-barrier` | str: id of the barrier in this process | server | client | 0.1 |
 | `fedbn-flwr.fedtan-address` | str, host:port | server | client | 0.1 |
@@ -180,6 +184,8 @@ INFO = Key("properties", "ConfigRecord of a reply: ReplyInfo", "client", "server
 EXCHANGE = Key("fedtan", "ArrayRecord: one exchange of a synchronised step", "server, client", "client, server")
 EXCHANGE_QUERY = Key("query.exchange", "message type: one exchange of a synchronised step", "server", "client")
 STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistics", "server", "client")
+MOMENTS_QUERY = Key("query.moments", "message type: sums of the inputs before round 1", "server", "client")
+MOMENTS = Key("input-moments", "ArrayRecord: count, mean and m2 of each feature of the inputs", "client", "server")
 
 # --- config of a message from the server ------------------------------------------------------------------------------
 SERVER_ROUND = Key("server-round", "int", "server", "client")
@@ -191,6 +197,8 @@ SERIES = Key("fedbn-flwr.series", "str: experiment id", "server", "client")
 RUN = Key("fedbn-flwr.run", "str: this run and its resumptions", "server", "client")
 COMMITTED = Key("fedbn-flwr.committed", "str, comma list: rounds of the checkpoints", "server", "client")
 TEST_SETS = Key("test-sets", "str, comma list", "server", "client")
+INPUT_MEAN = Key("fedbn-flwr.input-mean", "list of float: mean of inputs over the nodes", "server", "client")
+INPUT_STD = Key("fedbn-flwr.input-std", "list of float: standard deviation of inputs", "server", "client")
 FROZEN = Key("fedbn-flwr.frozen", "bool: BN is frozen in this round", "server", "client")
 BARRIER = Key("fedbn-flwr.fedtan-barrier", "str: id of the barrier in this process", "server", "client")
 CHANNEL_ADDRESS = Key("fedbn-flwr.fedtan-address", "str, host:port", "server", "client")
@@ -342,6 +350,8 @@ class MessageConfig:
         local_sha256: hash of the state that the client must restore, "" for no state; None = the client decides.
         continuity: the run, for the client's state folder.
         seed: the seed of the run, see ``message_seed``.
+        input_mean: mean of each feature of the inputs, which only the nodes have; () = the client knows it.
+        input_std: standard deviation in the same way.
     """
 
     server_round: int = 1
@@ -349,6 +359,8 @@ class MessageConfig:
     local_sha256: str | None = None
     continuity: Continuity | None = None
     seed: int = 0
+    input_mean: tuple[float, ...] = ()
+    input_std: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -363,6 +375,8 @@ class MessageConfig:
             "local_sha256": config.get(LOCAL_SHA256),
             "continuity": Continuity.read(config),
             "seed": int(config.get(SEED, 0)),
+            "input_mean": tuple(config.get(INPUT_MEAN, ())),
+            "input_std": tuple(config.get(INPUT_STD, ())),
         }
 
     def write(self) -> dict[str, Any]:
@@ -376,6 +390,8 @@ class MessageConfig:
             entries[LOCAL_ENTRIES] = json.dumps(list(self.local_entries))
         if self.local_sha256 is not None:
             entries[LOCAL_SHA256] = self.local_sha256
+        if self.input_mean:
+            entries |= {INPUT_MEAN: list(self.input_mean), INPUT_STD: list(self.input_std)}
         return entries
 
 

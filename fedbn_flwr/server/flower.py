@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import (
     ClientPartError,
     ConfigError,
@@ -69,6 +70,7 @@ class Server(Method[P]):
         on_round_end: called at the end of each round, with the model to test or save and the round's metrics.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
             model with ``completion`` sets it to False.
+        input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
     """
 
@@ -81,6 +83,7 @@ class Server(Method[P]):
         super().__init__(*args, **kwargs)
         self.on_round_end = on_round_end
         self.tests = tuple(name.strip() for name in self.params.eval_on.split(","))
+        self.input_scale: Scale | None = None
         self._saved: tuple[int, dict[str, Any]] | None = None
         self._early_replies: list[Message] = []
         self.run = RunState(self.name, parts)
@@ -543,6 +546,8 @@ class Server(Method[P]):
             local_entries=self._local_entries(),
             continuity=self.continuity,
             seed=self.params.seed,
+            input_mean=self.input_scale.mean if self.input_scale else (),
+            input_std=self.input_scale.std if self.input_scale else (),
         )
 
     def _address(

@@ -8,20 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
 from fedbn_flwr.client import client_app
 from fedbn_flwr.client.saved_state import metadata
+from fedbn_flwr.data import Scale
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.experiment.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.interface import Interface
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
+from fedbn_flwr.messages.protocol import MOMENTS, MOMENTS_QUERY
+from fedbn_flwr.messages.records import to_record
 
 NAMES = ("east", "north", "west")
 SETTINGS = {
@@ -98,13 +104,9 @@ def test_the_bits_of_one_data_set_with_natural_clients(strategy, keys, served, t
     """The split into training and test part is in the data: each node would draw its own, other than that of all."""
     settings = {**TABLE, **keys, "strategy": strategy}
     alone, lines = served({**settings, "dataset": "csv:"}, at(tables))
-    together = run(
-        Config.make({**settings, "dataset": f"csv:{tmp_path / 'all.csv'}", "client-column": "hospital"}),
-        tmp_path / "together",
-        workers=0,
-    )
-    assert alone["sha256"] == together["sha256"]
-    same = {key: value for key, value in together["final"].items() if key != "domains"}
+    whole = together(settings, tmp_path)
+    assert alone["sha256"] == whole["sha256"]
+    same = {key: value for key, value in whole["final"].items() if key != "domains"}
     assert alone["final"] == same
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
 
@@ -124,8 +126,8 @@ def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)no node can train.*have names \(cat, dog\).*class-names"):
         served({**settings, "dataset": "folder:"}, nodes, "unnamed")
     alone, _ = served({**settings, "dataset": "folder:", "class-names": "cat,dog"}, nodes)
-    together = run(Config.make({**settings, "dataset": f"folder:{tmp_path / 'all'}"}), tmp_path / "whole", workers=0)
-    assert alone["sha256"] == together["sha256"]
+    whole = run(Config.make({**settings, "dataset": f"folder:{tmp_path / 'all'}"}), tmp_path / "whole", workers=0)
+    assert alone["sha256"] == whole["sha256"]
     assert Interface.read(metadata(tmp_path / "out")).classes == ("cat", "dog")
 
 
@@ -149,7 +151,7 @@ def test_a_node_with_other_data_is_named_and_the_others_go_on(served, tables, tm
     assert "feature-columns='sex' is not a column" in said
     assert lines[0]["participants"] == [0, 2]
     text = {**settings, "feature-columns": "age,sex"}
-    with pytest.raises(ConfigError, match=r"has 3 features \(age, sex=F, sex=M\); the run's model takes 2. .*sex:F\|M"):
+    with pytest.raises(ConfigError, match=r"it has 3 features \(age, sex=F, sex=M\); the .* takes 2\. .*sex:F\|M"):
         served(text, at([tables[0], tables[2]]), "text")
 
 
@@ -165,3 +167,97 @@ def test_what_the_server_must_know_of_the_data_is_in_the_config(served, tables, 
     shown = CliRunner().invoke(app, ["inspect", *keys])
     assert shown.exit_code == 0, shown.output
     assert "mlp (norm=batch)" in shown.output
+
+
+# --- standardise=federated -------------------------------------------------------------------------------------------
+
+
+def together(settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Return the summary of the run in process that has all data."""
+    keys = {**settings, "dataset": f"csv:{tmp_path / 'all.csv'}", "client-column": "hospital"}
+    return run(Config.make(keys), tmp_path / "together", workers=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys"),
+    [
+        ("fedavg", {"validation-share": 0.25, "group-column": "patient", "recalibrate": True}),
+        ("fedtan", {"fedtan-transport": "messages", "num-server-rounds": 1}),
+    ],
+)
+def test_the_agreed_mean_and_std_give_the_bits_of_a_run_that_has_all_data(
+    strategy, keys, served, tables, tmp_path
+) -> None:
+    settings = {**TABLE, **keys, "strategy": strategy}
+    alone, _ = served({**settings, "dataset": "csv:"}, at(tables))
+    whole = together({key: value for key, value in settings.items() if key != "fedtan-transport"}, tmp_path)
+    assert alone["sha256"] == whole["sha256"]
+    assert alone["final"] == {key: value for key, value in whole["final"].items() if key != "domains"}
+    found, wanted = (Interface.read(metadata(tmp_path / name)) for name in ("out", "together"))
+    assert len(found.mean) == 4
+    assert (found.mean, found.std, found.features) == (wanted.mean, wanted.std, wanted.features)
+
+
+def test_the_agreed_mean_and_std_are_the_same_in_a_resumed_run_without_a_node(served, tables, tmp_path) -> None:
+    settings = {**TABLE, "dataset": "csv:", "checkpoint-every": 1, "strategy": "fedavg"}
+    served({**settings, "num-server-rounds": 1}, at(tables))
+    agreed = Interface.read(metadata(tmp_path / "out"))
+    tables[2].unlink()
+    _, lines = served({**settings, "num-server-rounds": 2, "resume": True}, at(tables))
+    assert [line["participants"] for line in lines] == [[0, 1, 2], [0, 1]]
+    assert Interface.read(metadata(tmp_path / "out")) == agreed
+
+
+def test_a_node_that_cannot_say_its_sums_is_named_and_left_out(served, tables, tmp_path, caplog) -> None:
+    settings = {**TABLE, "dataset": "csv:", "num-server-rounds": 1}
+    served(settings, [*at(tables[:2]), {"data-path": str(tmp_path / "nowhere.csv")}])
+    left_out = [record.message for record in caplog.records if "mean and std" in record.message]
+    assert len(left_out) == 1
+    assert "(partition 2) has no part in the mean and std of the inputs: data-path=" in left_out[0]
+    rows = [line.split(",") for path in tables[:2] for line in path.read_text().splitlines()[1:] if ",train," in line]
+    ages = np.array([row[0] for row in rows], np.float32).astype(np.float64)
+    found = Interface.read(metadata(tmp_path / "out"))
+    assert (found.mean[0], found.std[0]) == (pytest.approx(ages.mean()), pytest.approx(ages.std()))
+    with pytest.raises(ConfigError, match=r"standardise=federated needs the sums .*no node .*nowhere.csv"):
+        served(settings, [{"data-path": str(tmp_path / "nowhere.csv")}], "none")
+
+
+def test_sums_that_cannot_be_are_left_out(caplog) -> None:
+    good = {"count": [2.0, 2.0], "mean": [1.0, 0.0], "m2": [8.0, 0.0]}
+    sums = [good, {**good, "mean": [np.nan, 0.0]}, {**good, "m2": [1.0]}, {**good, "m2": [-1.0, 0.0]}, {}, None]
+    app = ClientApp()
+
+    @app.query(MOMENTS_QUERY.partition(".")[2])
+    def answer(message: Message, context: Context) -> Message:
+        own = sums[int(context.node_config["partition-id"])]
+        record = {} if own is None else {MOMENTS: to_record({name: np.array(v) for name, v in own.items()})}
+        return Message(RecordDict(record), reply_to=message)
+
+    config = Config.make({**TABLE, "dataset": "csv:", "feature-columns": "age,bmi"})
+    with InProcessGrid(app, len(sums)) as grid:
+        assert agreed_scale(grid, config) == Scale((1.0, 0.0), (2.0, 1.0))
+    said = [record.message.partition("inputs: ")[2] for record in caplog.records if "no part in" in record.message]
+    assert len(said) == 5
+    assert [text for text in said if "finite count, mean and m2 of 2 features needed" not in text] == [
+        "it sent a count or a sum of squares below 0"
+    ]
+
+
+def test_images_have_the_federations_mean_where_asked(served, tmp_path) -> None:
+    rng, values = np.random.default_rng(0), []
+    for client in range(2):
+        x, tests = rng.integers(0, 100 * (client + 1), (20, 28, 28)).astype(np.uint8), np.arange(20) % 4 == 0
+        np.savez(tmp_path / f"{client}.npz", x=x, y=np.arange(20) % 2, split=tests)
+        values.append(x[~tests])
+    settings = {**SETTINGS, "dataset": "npz:", "image-size": 28, "num-classes": 2, "task": "classification"}
+    settings |= {"standardise": "federated", "num-server-rounds": 1}
+    served(settings, at([tmp_path / f"{client}.npz" for client in range(2)]))
+    found, pixels = Interface.read(metadata(tmp_path / "out")), np.concatenate(values) / 255
+    assert found.mean == pytest.approx((pixels.mean(),))
+    assert found.std == pytest.approx((pixels.std(),))
+
+
+def test_data_of_the_server_and_of_the_nodes_have_no_common_mean(served, tables, tmp_path) -> None:
+    settings = {**TABLE, "dataset": f"csv:{tmp_path / 'all.csv'}", "client-column": ""}
+    with pytest.raises(ConfigError, match=r"names data of the server.*dataset='csv:', or with standardise=local"):
+        served(settings, at(tables))
