@@ -1,4 +1,4 @@
-"""A study's accuracy by domain, as Table 1 of FedWon (arXiv:2306.11879): the domains and their plain average."""
+"""A study's metrics by domain, as Table 1 of FedWon (arXiv:2306.11879): the domains and their plain average."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper")
 Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
-def domain_rows(summaries: Summaries, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+def domain_rows(summaries: Summaries, paper: Mapping[str, Any], metrics: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return a row for each method, split and domain, and one for the average of the domains; shares in percent.
 
     Args:
-        summaries: the finished runs of each (method, split). A run counts if its main metric was measured by domain:
-            with the global model on each domain's test set, or with the clients of each domain on their own test sets.
+        summaries: the finished runs of each (method, split). A run counts if the metric was measured by domain: with
+            the global model on each domain's test set, or with the clients of each domain on their own test sets.
         paper: by METHOD/SPLIT a mapping of domains and "average" to the paper's numbers; other entries are ignored.
+        metrics: the metrics with rows; none = the main metric of each run.
     """
     rows: list[dict[str, Any]] = []
-    for (method, split), done in summaries.items():
-        found = [s["final"]["domains"][s["headline"]] for s in done if s["headline"] in s["final"].get("domains", {})]
+    cells = [
+        (method, split, metric, done)
+        for (method, split), done in summaries.items()
+        for metric in metrics or dict.fromkeys(s["headline"] for s in done)
+    ]
+    for method, split, metric, done in cells:
+        found = [s["final"]["domains"][metric] for s in done if metric in s["final"].get("domains", {})]
         if not found:
             continue
-        stated = paper.get(f"{method}/{split}")
+        stated = paper.get(f"{method}/{split}") if metric == done[0]["headline"] else None
         stated = stated if isinstance(stated, Mapping) else {}
         defined = [{domain: value for domain, value in run.items() if value is not None} for run in found]
         runs = [{**run, AVERAGE: statistics.fmean(run.values())} for run in defined if run]
-        scale = 100 if in_percent(done[0]["headline"]) else 1
+        scale = 100 if in_percent(metric) else 1
         for domain in dict.fromkeys([*(name for run in found for name in run), *stated, AVERAGE]):
             values = [scale * run[domain] for run in runs if domain in run]
             numbers = {
@@ -41,7 +47,7 @@ def domain_rows(summaries: Summaries, paper: Mapping[str, Any]) -> list[dict[str
                 "std": statistics.stdev(values) if len(values) > 1 else None,
                 "paper": stated.get(domain),
             }
-            about = {"method": method, "split": split, "metric": done[0]["headline"], "domain": domain}
+            about = {"method": method, "split": split, "metric": metric, "domain": domain}
             rows.append({**about, **numbers})
     return rows
 
@@ -55,9 +61,10 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         "| " + " | ".join(["method", "split", "metric", *domains, "runs"]) + " |",
         "|---" * (len(domains) + 4) + "|",
     ]
-    for method, split in dict.fromkeys((row["method"], row["split"]) for row in rows):
-        own = {row["domain"]: row for row in rows if (row["method"], row["split"]) == (method, split)}
-        metric, runs = own[AVERAGE]["metric"], own[AVERAGE]["runs"]
+    keys = ("method", "split", "metric")
+    for about in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        own = {row["domain"]: row for row in rows if tuple(row[key] for key in keys) == about}
+        (method, split, metric), runs = about, own[AVERAGE]["runs"]
         places = 2 if in_percent(metric) else 4
         cells = [_shown(own[name]["mean"], own[name]["std"], places) if name in own else "-" for name in domains]
         lines.append("| " + " | ".join([method, split, metric, *cells, str(runs)]) + " |")

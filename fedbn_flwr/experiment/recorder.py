@@ -132,7 +132,7 @@ class Recorder:
                 load_state(self._model, tensors(whole))
         self._trained |= {str(client) for client in report.participants}
         line |= _personal(report, self._trained, self._task)
-        domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task.score)
+        domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task)
         clients = report.clients.values() or [report.metrics]
         line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
         line[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
@@ -199,8 +199,9 @@ class Recorder:
             if self._validation and name == self._config.evaluations()[0]:
                 line |= test(self._validation).named(f"{VALIDATION}-")
             if self._domains:
-                metric = prefix + self._task.score
-                domains[metric] = {domain: test(v).named(prefix)[metric] for domain, v in self._domains.items()}
+                found = {domain: test(view).named(prefix) for domain, view in self._domains.items()}
+                for metric in (prefix + name for name in self._task.metrics):
+                    domains[metric] = {domain: metrics[metric] for domain, metrics in found.items()}
         return {**line, "domains": domains} if domains else line
 
     def finish(self, state: State, strategy: FedAvg[Any] | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
@@ -321,16 +322,19 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _personal_domains(
-    report: RoundReport, domain_of: Callable[[int], str | None], score: str
+    report: RoundReport, domain_of: Callable[[int], str | None], task: Task
 ) -> dict[str, dict[str, float]]:
-    """Return the plain mean, over the clients of each domain, of their score on their own test data."""
-    values: dict[str, list[float]] = {}
+    """Return the plain mean, over the clients of each domain, of each metric on their own test data."""
+    tests: dict[str, list[Mapping[str, Any]]] = {}
     for client, metrics in report.evaluations.items():
         if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of(int(client))):
-            values.setdefault(domain, []).append(metrics[f"own-{score}"])
-    defined = {domain: [n for n in numbers if not math.isnan(n)] for domain, numbers in values.items()}
-    means = {domain: _mean(defined[domain] or numbers) for domain, numbers in values.items()}
-    return {f"personal-own-{score}": means} if means else {}
+            tests.setdefault(domain, []).append(metrics)
+    found: dict[str, dict[str, float]] = {}
+    for name in task.metrics if tests else ():
+        values = {domain: [m[f"own-{name}"] for m in own] for domain, own in tests.items()}
+        defined = {domain: [n for n in numbers if not math.isnan(n)] for domain, numbers in values.items()}
+        found[f"personal-own-{name}"] = {d: _mean(defined[d] or numbers) for d, numbers in values.items()}
+    return found
 
 
 def _contents(strategy: FedAvg[Any] | None) -> dict[str, str]:

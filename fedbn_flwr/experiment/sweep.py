@@ -10,6 +10,10 @@ A study file::
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35}
 
+The tables show the main metric of each run, the first one of ``eval-on``; ``metrics`` names others, by their keys in
+``summary.json``: ``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not have is left
+out there.
+
 The paper's number may also be given by domain, ``{amazon: 61.3, average: 66.3}``: it is then shown in the table by
 domain, a second table for data sets with several domains.
 
@@ -71,6 +75,7 @@ class Study(BaseModel):
     splits: dict[str, Settings] = {"all": {}}
     seeds: list[int] = Field(default_factory=lambda: [0])
     skip: list[str] = Field(default_factory=list)
+    metrics: list[str] = Field(default_factory=list)
     paper: dict[str, float | dict[str, float]] = Field(default_factory=dict)
 
     @classmethod
@@ -197,6 +202,9 @@ def sweep(
                 logger.error("%s: %s", cell.name, error)
             _write_tables(study, out)
         table = _write_tables(study, out)
+    known = {name for cell in cells if finished(cell.folder(out)) for name in _final(cell, out)}
+    if absent := [name for name in study.metrics if name not in known]:
+        logger.warning("metrics: no run of this study has %s", ", ".join(absent))
     if failed := [cell.name for cell in cells if _failed(cell, out)]:
         message = f"{len(failed)} of {len(cells)} runs diverged or trained nothing: {', '.join(failed)}"
         raise RunFailedError(message, table)
@@ -233,6 +241,11 @@ def _failed(cell: Cell, out: Path) -> bool:
     return not finished(folder) or (stop and DIVERGED_AT in json.loads((folder / "summary.json").read_text()))
 
 
+def _final(cell: Cell, out: Path) -> dict[str, Any]:
+    final: dict[str, Any] = json.loads((cell.folder(out) / "summary.json").read_text())["final"]
+    return final
+
+
 def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
     if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
@@ -259,13 +272,15 @@ def _write_tables(study: Study, out: Path) -> str:
     ended = {(m, split): _done(study, out, m, split) for split in study.splits for m in study.methods}
     done = {key: [s for s in summaries if DIVERGED_AT not in s] for key, summaries in ended.items()}
     rows = [
-        _row(study, *key, done[key] or summaries, len(summaries) - len(done[key])) for key, summaries in ended.items()
+        _row(study, *key, metric, done[key] or summaries, len(summaries) - len(done[key]))
+        for key, summaries in ended.items()
+        for metric in _metrics(study, summaries)
     ]
     shown = [row for row in rows if row["runs"] or row["diverged"]]
     table = _markdown(study, shown)
     write_atomically(out / "table.md", table)
     write_atomically(out / "table.csv", _csv(list(rows[0]), shown))
-    if domains := domain_rows(done, study.paper):
+    if domains := domain_rows(done, study.paper, study.metrics):
         by_domain = domain_markdown(study.name, domains)
         write_atomically(out / "domains.md", by_domain)
         write_atomically(out / "domains.csv", _csv(FIELDS, domains))
@@ -291,19 +306,26 @@ def _csv(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     return buffer.getvalue()
 
 
-def _row(study: Study, method: str, split: str, done: Sequence[Mapping[str, Any]], num_diverged: int) -> dict[str, Any]:
+def _metrics(study: Study, done: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the metrics that runs have rows for."""
+    main = done[0]["headline"] if done else ""
+    return [name for name in study.metrics if any(name in s["final"] for s in done)] or [main]
+
+
+def _row(
+    study: Study, method: str, split: str, metric: str, done: Sequence[Mapping[str, Any]], num_diverged: int
+) -> dict[str, Any]:
     """Return a row of the table, from the runs that did not diverge; their numbers are empty if all did."""
-    paper = study.paper.get(f"{method}/{split}")
-    headline = done[0]["headline"] if done else ""
+    paper = study.paper.get(f"{method}/{split}") if done and metric == done[0]["headline"] else None
     counted = [s for s in done if DIVERGED_AT not in s]
-    scale = 100 if in_percent(headline) else 1
-    final = [scale * s["final"][headline] for s in counted if s["final"].get(headline) is not None]
-    best = [scale * s["best"][headline] for s in counted if s["best"].get(headline) is not None]
+    scale = 100 if in_percent(metric) else 1
+    final = [scale * s["final"][metric] for s in counted if s["final"].get(metric) is not None]
+    best = [scale * s["best"][metric] for s in counted if s["best"].get(metric) is not None]
     ledger = done[0]["ledger"] if done else {}
     return {
         "method": method,
         "split": split,
-        "metric": headline,
+        "metric": metric,
         "runs": len(counted),
         "diverged": num_diverged,
         "mean": statistics.fmean(final) if final else None,

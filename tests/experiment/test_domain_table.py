@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import statistics
 from pathlib import Path
 
@@ -56,14 +57,16 @@ def test_a_domain_only_the_paper_has_is_shown_as_missing() -> None:
     assert "| - |" in domain_markdown("", rows)
 
 
-def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> None:
-    path = tmp_path / "study.yaml"
-    path.write_text("""
+STUDY = """
 name: small
 base: {dataset: digits-domains, partition: domain, num-clients: 5, num-server-rounds: 1, local-steps: 1, batch-size: 8}
 methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}}
-paper: {FedAvg/all: {noisy: 50, average: 66.3}}
-""")
+"""
+
+
+def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(STUDY + "paper: {FedAvg/all: {noisy: 50, average: 66.3}}\n")
     study, out = Study.load(path), tmp_path / "out"
     table = sweep(study, out)
     assert table == (out / "table.md").read_text() + "\n" + (out / "domains.md").read_text()
@@ -78,3 +81,23 @@ paper: {FedAvg/all: {noisy: 50, average: 66.3}}
     assert (rows["FedAvg", "noisy"]["paper"], rows["FedAvg", "average"]["paper"]) == ("50.0", "66.3")
     with (out / "table.csv").open() as file:
         assert [row["paper"] for row in csv.DictReader(file)] == ["", ""]
+
+
+def test_a_study_names_the_metrics_of_its_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, out = tmp_path / "study.yaml", tmp_path / "out"
+    wanted = ["personal-own-balanced-accuracy", "test-accuracy", "personal-own-accuracy", "test-auprc"]
+    path.write_text(STUDY.replace("base: {", "base: {metrics: balanced-accuracy, ") + f"metrics: {wanted}\n")
+    table = sweep(Study.load(path), out)
+    final = json.loads((out / "FedBN/all/seed-0/summary.json").read_text())["final"]
+    with (out / "table.csv").open() as file:
+        rows = {(row["method"], row["metric"]): row for row in csv.DictReader(file)}
+    assert list(rows) == [("FedAvg", "test-accuracy"), ("FedBN", wanted[0]), ("FedBN", "personal-own-accuracy")]
+    assert float(rows["FedBN", wanted[0]]["mean"]) == 100 * final[wanted[0]]
+    assert rows["FedBN", wanted[0]]["best-mean"] == "", "best is the best round of the main metric"
+    with (out / "domains.csv").open() as file:
+        by_domain = {(r["method"], r["metric"], r["domain"]): r["mean"] for r in csv.DictReader(file)}
+    for metric in (wanted[0], "personal-own-accuracy"):
+        for domain, value in final["domains"][metric].items():
+            assert float(by_domain["FedBN", metric, domain]) == 100 * value
+        assert f"| FedBN | all | {metric} |" in table
+    assert "metrics: no run of this study has test-auprc" in caplog.text
