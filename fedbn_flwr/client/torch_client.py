@@ -30,6 +30,7 @@ from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
     BATCH_SIZE,
+    DATA_REPORT,
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
@@ -96,6 +97,7 @@ class TorchClient(NumPyClient):
             FedBS may weigh the client by its loss there.
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed.
+        data_report: returns a text on the client's data that the server gets with the answer to its query.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
     it, the whole state dict in its order. ``fit`` returns the shared entries, and names them in its metrics if they are
@@ -115,6 +117,7 @@ class TorchClient(NumPyClient):
         task: Task = CLASSIFICATION,
         state_dir: Path | None = None,
         validation_data: Batches | None = None,
+        data_report: Callable[[], str] | None = None,
     ) -> None:
         self.model = model
         self.train_data = train_data
@@ -130,6 +133,7 @@ class TorchClient(NumPyClient):
         self.seed = seed
         self.task = task
         self.state_dir = state_dir
+        self.data_report = data_report
 
     @property
     def parts(self) -> Parts:
@@ -140,6 +144,8 @@ class TorchClient(NumPyClient):
     def get_properties(self, config: Config) -> Config:
         """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``.
 
+        With ``data_report`` its text, too.
+
         Raises:
             NormLayerError: the method synchronises BN layers, and this model's cannot be.
         """
@@ -147,6 +153,8 @@ class TorchClient(NumPyClient):
             with self._lend() as lent:
                 self._try_synchronised_step(lent)
         known: Config = {} if self.partition_id is None else {PARTITION_ID: self.partition_id}
+        if self.data_report:
+            known[DATA_REPORT] = self.data_report()
         size = len(self.train_data)
         return {**known, NUM_EXAMPLES: size, BATCH_SIZE: self.settings.first_batch(size)}
 
@@ -469,16 +477,18 @@ def client_app(
     @app.query()
     @NamedConfigErrors()
     def query_message(message: Message, context: Context) -> Message:
-        unusable = ""
+        said: dict[str, Any] = {}
         try:
             properties = _client(client_fn, context).get_properties(merged_config(message))
         except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
-            properties, unusable = {NUM_EXAMPLES: 0}, str(error)
+            properties, said = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
         if PARTITION_ID in context.node_config:
             properties = {PARTITION_ID: int(context.node_config[PARTITION_ID]), **properties}
+        if DATA_REPORT in properties:
+            said[DATA_REPORT] = str(properties[DATA_REPORT])
         reply = describe(message, properties)
-        if unusable:
-            reply.content[INFO] = ConfigRecord({UNUSABLE: unusable})
+        if said:
+            reply.content[INFO] = ConfigRecord(said)
         return reply
 
     return app

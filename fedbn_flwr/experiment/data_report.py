@@ -95,7 +95,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     if info.feature_names and isinstance(data.train, Samples):
         figures["features"] = _features(data.train, split, info.feature_names)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
-    warnings += _of_values(values, data.train.as_bytes, bool(data.mean) or bool(split.scales))
+    warnings += _of_values(values, data.train.as_bytes, config.standardise_as() != "none")
     return DataReport(figures, own_notes(config.own_data()) if own else (), tuple(warnings))
 
 

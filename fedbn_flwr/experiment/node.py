@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.data import Augment, Subset, is_own, load_local_dataset
+from fedbn_flwr.data import Subset, is_own, load_local_dataset
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data, put_aside, whole_data
+from fedbn_flwr.experiment.data_report import data_report
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
 from fedbn_flwr.experiment.setup import local_training, pick_device, training_model
-from fedbn_flwr.messages.protocol import DATA_CLASSES, DATA_PATH, NUM_PARTITIONS, PARTITION_ID, STATE_DIR, comma_list
-from fedbn_flwr.seeds import derive_seed
+from fedbn_flwr.messages.protocol import (
+    DATA_CLASSES,
+    DATA_PATH,
+    NUM_PARTITIONS,
+    PARTITION_ID,
+    REPORT_DATA,
+    REPORTED,
+    STATE_DIR,
+    comma_list,
+)
 
 __all__ = ["client_fn", "num_examples"]
+
+logger = logging.getLogger("flwr")
 
 
 def client_fn(context: Context) -> TorchClient:
@@ -46,6 +58,7 @@ def client_fn(context: Context) -> TorchClient:
         task=config.learning_task(),
         state_dir=_state_dir(config, context),
         validation_data=validation,
+        data_report=_report(config, context),
     )
 
 
@@ -73,53 +86,70 @@ def _state_dir(config: Config, context: Context) -> Path | None:
 def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
     """Return a node's training data, its test sets, and its validation data if the run has some."""
     node = context.node_config
-    if DATA_PATH in node and is_own(config.dataset):
-        split = _own_data(config, str(node[DATA_PATH]), int(node.get(PARTITION_ID, 0)))
-        own_tests = {"own": split.test_view()}
-        return split.train_view(0), own_tests, split.validation_view(0) if config.validation_share else None
     if DATA_PATH in node:
+        split, client = _own_data(config, context)[0], 0
+        tests = {"own": split.test_view(0)}
+    else:
+        try:
+            client, num_clients = (int(node[key]) for key in (PARTITION_ID, NUM_PARTITIONS))
+        except KeyError as error:
+            raise ConfigError(
+                f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
+                "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with "
+                "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
+            ) from error
+        split = partitioned_data(config, num_clients)
+        tests = {"own": split.test_view(client), "global": split.test_view()}
+    return split.train_view(client), tests, split.validation_view(client) if config.validation_share else None
+
+
+def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
+    """Return the data at a node's ``data-path``, all for one client, and the config that describes them.
+
+    Raises:
+        DataError: they cannot be used, or do not fit the run's model.
+    """
+    node = context.node_config
+    path, client = str(node[DATA_PATH]), int(node.get(PARTITION_ID, 0))
+    if not is_own(config.dataset):
         data = load_local_dataset(
-            str(node[DATA_PATH]),
+            path,
             config.dataset,
             *config.example_shape()[:2],
             classes=comma_list(node, DATA_CLASSES),
             device=str(pick_device(config.device)),
             num_classes=config.num_classes,
         )
-        augment, mean, std = Augment.parse(config.augment), data.mean, data.std
-        own, rest, validation = Subset(data.test, None, mean=mean, std=std), None, None
-        if config.validation_share:
-            seed = derive_seed(config.seed, "validation", int(node.get(PARTITION_ID, 0)))
-            rest, aside = put_aside(data.train, np.arange(len(data.train)), config.validation_share, seed)
-            validation = Subset(data.train, aside, mean=mean, std=std)
-        return Subset(data.train, rest, mean=mean, std=std, augment=augment), {"own": own}, validation
-    try:
-        partition_id, num_clients = (int(node[key]) for key in (PARTITION_ID, NUM_PARTITIONS))
-    except KeyError as error:
-        raise ConfigError(
-            f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
-            "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with "
-            "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
-        ) from error
-    split = partitioned_data(config, num_clients)
-    tests = {"own": split.test_view(partition_id), "global": split.test_view()}
-    validation = split.validation_view(partition_id) if config.validation_share else None
-    return split.train_view(partition_id), tests, validation
-
-
-def _own_data(config: Config, path: str, client: int) -> PartitionedData:
-    """Return a node's own data of the run's kind, all for one client.
-
-    Raises:
-        DataError: they cannot be used, or do not fit the run's model.
-    """
+        return whole_data(config, data, client, own_scale=False), config
     kind = config.dataset.partition(":")[0]
     here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
     try:
         _check_fit(config, here)
-        return whole_data(here, config.example_shape(), client, config.standardise == "local")
+        data = load_data(here, config.example_shape())
+        return whole_data(here, data, client, own_scale=config.standardise == "local"), here
     except (ConfigError, DataError) as error:  # of this node's data, not of the run
         raise DataError(f"data-path={path!r}: {error}") from error
+
+
+def _report(config: Config, context: Context) -> Callable[[], str] | None:
+    """Log, once in a run, what was read of a node's own data; return a text of it if the server may have it."""
+    if DATA_PATH not in context.node_config:
+        return None
+    path, state = context.node_config[DATA_PATH], context.state
+    if REPORTED not in state:
+        state[REPORTED] = ConfigRecord()  # over a network every message is a new process
+        report = data_report(*_own_data(config, context))
+        logger.info("data-path=%s\n%s", path, report.text())
+        for warning in report.warnings:
+            logger.warning("data-path=%s: %s", path, warning)
+    if str(context.node_config.get(REPORT_DATA, "")).lower() != "true":
+        return None
+
+    def text() -> str:
+        report = data_report(*_own_data(config, context))
+        return "\n".join([report.text(), *report.warnings])
+
+    return text
 
 
 def _check_fit(config: Config, here: Config) -> None:

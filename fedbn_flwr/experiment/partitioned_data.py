@@ -30,7 +30,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import pick_device
 from fedbn_flwr.seeds import derive_seed
 
-__all__ = ["PartitionedData", "count_clients", "partitioned_data", "put_aside", "whole_data"]
+__all__ = ["PartitionedData", "count_clients", "load_data", "partitioned_data", "put_aside", "whole_data"]
 
 DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
 
@@ -112,7 +112,7 @@ def count_clients(config: Config) -> int:
     """
     if config.num_clients or not PARTITIONS[config.split_name()].by_group:
         return config.num_clients or DEFAULT_CLIENTS
-    data = _dataset(config)
+    data = load_data(config)
     if data.train.groups is None:
         return DEFAULT_CLIENTS  # the split raises
     apart = len(_held_out(config.held_out_clients, config.split_name(), data))
@@ -126,21 +126,21 @@ def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = 
         DataError: the data is missing, or it cannot be split in this way.
     """
     # Runs with the same values of these keys share the data and its split.
-    return _partitioned(num_clients, _dataset(config, shape), *(getattr(config, key) for key in _SPLIT_KEYS))
+    return _partitioned(num_clients, load_data(config, shape), *(getattr(config, key) for key in _SPLIT_KEYS))
 
 
-def whole_data(config: Config, shape: tuple[int, ...], client: int, scaled: bool) -> PartitionedData:
-    """Return all data of a config for one client, whose number seeds the draw of its validation examples.
+def whole_data(config: Config, data: Dataset, client: int, *, own_scale: bool) -> PartitionedData:
+    """Return all data for one client, whose number seeds the draw of its validation examples.
 
     Args:
-        config: the run's, with the dataset of this node.
-        shape: that of the run's inputs.
+        config: the settings of the run.
+        data: the data of one node.
         client: partition id.
-        scaled: whether inputs have the client's own mean and std, as under standardise=local; else images have the
+        own_scale: whether inputs have the client's own mean and std, as under standardise=local; else images have the
             constants of the data set, and other inputs are taken as they are.
     """
     keys = (config.augment, config.seed, config.validation_share)
-    return _whole(_dataset(config, shape), client, "local" if scaled else "none", *keys)
+    return _whole(data, client, "local" if own_scale else "none", *keys)
 
 
 @functools.lru_cache(maxsize=4)
@@ -151,7 +151,12 @@ def _whole(
     return _prepared(data, [train], [test], [client], standardise, augment, seed, share)
 
 
-def _dataset(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
+def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
+    """Return the data of a run; images in a shape (C, H, W), () = that of the model.
+
+    Raises:
+        DataError: the data is missing, or only the nodes have it.
+    """
     if config.data_on_nodes():
         raise DataError(
             f"dataset={config.dataset!r} has no path: only the nodes have the data, each at the data-path of its node "

@@ -58,14 +58,17 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `batch-size` | int: examples of the first batch | client | server | 0.1 |
 | `unusable` | str: why the node cannot take part | client | server | 0.1 |
 | `refusal` | str: why a mod of the app has refused the query | client | server | 0.1 |
+| `data-report` | str: what the node has read, if its owner allows it | client | server | 0.1 |
 | `fedbn-flwr.synchronises` | bool, in the query: BN layers are synchronised | server | client | 0.1 |
 | `num-partitions` | int | node config | client | 0.1 |
 | `state-dir` | str: absolute folder of the kept state | node config, run config | client | 0.1 |
 | `data-path` | str: the node's own data | node config | client | 0.1 |
+| `report-data` | bool: the server may have the data report | node config | client | 0.1 |
 | `data-classes` | str, comma list: classes of the node's own data | node config | client | 0.1 |
 | `fedbn-flwr.local` | ArrayRecord: entries that stay with the client | client | client | 0.1 |
 | `fedbn-flwr.rules` | ArrayRecord: HOOK/NAME, entries of client hooks | client | client | 0.1 |
 | `fedbn-flwr.local.about` | ConfigRecord: version, fingerprint, round, begun | client | client | 0.1 |
+| `fedbn-flwr.data-reported` | ConfigRecord: the node has logged what it has read | client | client | 0.1 |
 | `fedbn-flwr.inbox` | ArrayRecords inbox/RECORD: further records of the message | mod | bn_rules | 0.1 |
 | `fedbn-flwr.outbox` | ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply | bn_rules | mod | 0.1 |
 | `fedbn-flwr.whole` | ConfigRecord: names and shapes of the whole model | mod | mod | 0.1 |
@@ -237,18 +240,21 @@ PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
 UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
 REFUSAL = Key("refusal", "str: why a mod of the app has refused the query", "client", "server")
+DATA_REPORT = Key("data-report", "str: what the node has read, if its owner allows it", "client", "server")
 SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised", "server", "client")
 
 # --- config of a node -------------------------------------------------------------------------------------------------
 NUM_PARTITIONS = Key("num-partitions", "int", "node config", "client")
 STATE_DIR = Key("state-dir", "str: absolute folder of the kept state", "node config, run config", "client")
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
+REPORT_DATA = Key("report-data", "bool: the server may have the data report", "node config", "client")
 DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
 
 # --- Context.state ----------------------------------------------------------------------------------------------------
 KEPT = Key("fedbn-flwr.local", "ArrayRecord: entries that stay with the client", "client", "client")
 KEPT_BY_HOOKS = Key("fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, entries of client hooks", "client", "client")
 KEPT_ABOUT = Key("fedbn-flwr.local.about", "ConfigRecord: version, fingerprint, round, begun", "client", "client")
+REPORTED = Key("fedbn-flwr.data-reported", "ConfigRecord: the node has logged what it has read", "client", "client")
 INBOX = Key("fedbn-flwr.inbox", "ArrayRecords inbox/RECORD: further records of the message", "mod", "bn_rules")
 OUTBOX = Key("fedbn-flwr.outbox", "ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply", "bn_rules", "mod")
 MODEL_SPEC = Key("fedbn-flwr.whole", "ConfigRecord: names and shapes of the whole model", "mod", "mod")
@@ -483,6 +489,7 @@ class NodeProperties:
         batch_size: examples of its first batch.
         unusable: why it cannot take part; "" if it can.
         refusal: why a mod of its app has refused the query; "" if none has.
+        data_report: what it has read, if its owner allows it.
     """
 
     partition_id: int | None = None
@@ -490,6 +497,7 @@ class NodeProperties:
     batch_size: int | None = None
     unusable: str = ""
     refusal: str = ""
+    data_report: str = ""
 
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
@@ -499,14 +507,14 @@ class NodeProperties:
             numbers |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
         info: Mapping[str, Any] = reply.content.config_records.get(INFO) or {}
         known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
-        return cls(*known, str(info.get(UNUSABLE, "")), str(info.get(REFUSAL, "")))
+        return cls(*known, *(str(info.get(key, "")) for key in (UNUSABLE, REFUSAL, DATA_REPORT)))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
         numbers = {PARTITION_ID: self.partition_id, NUM_EXAMPLES: self.num_examples, BATCH_SIZE: self.batch_size}
         records: dict[str, MetricRecord | ConfigRecord] = {}
         records[METRICS] = MetricRecord({str(key): value for key, value in numbers.items() if value is not None})
-        info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal}
+        info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal, DATA_REPORT: self.data_report}
         if any(info.values()):
             records[INFO] = ConfigRecord({str(key): text for key, text in info.items() if text})
         return records

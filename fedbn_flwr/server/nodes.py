@@ -185,7 +185,10 @@ class NodeRegistry:
         for reply in grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
             node_id = reply.metadata.src_node_id
             if reply.has_content():
-                found[node_id] = _node(node_id, NodeProperties.read(reply))
+                said = NodeProperties.read(reply)
+                found[node_id] = _node(node_id, said)
+                if said.data_report:
+                    logger.info("%s reports its data:\n%s", found[node_id], said.data_report)
             elif is_mod_refusal(reply):
                 found[node_id] = Node(node_id, refusal=str(reply.error.reason), behind_mod=True)
             elif is_app_error(reply):  # the app has no answer to a query

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,39 @@ def test_what_the_server_must_know_of_the_data_is_in_the_config(served, tables, 
     shown = CliRunner().invoke(app, ["inspect", *keys])
     assert shown.exit_code == 0, shown.output
     assert "mlp (norm=batch)" in shown.output
+
+
+def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_owner_allows(
+    tables, tmp_path, caplog
+) -> None:
+    caplog.set_level(logging.INFO, "flwr")
+    tables[1].write_text(tables[1].read_text().replace(",F,", ",M,"))
+    sent: list[tuple[int, str]] = []
+
+    def spy(message: Message, context: Context, call_next: Any) -> Message:
+        reply: Message = call_next(message, context)
+        sent.append((int(context.node_config["partition-id"]), str(reply.content)))
+        return reply
+
+    config = Config.make({**TABLE, "dataset": "csv:"})
+    nodes = [at(tables)[0], {**at(tables)[1], "report-data": True}, {**at(tables)[2], "report-data": "false"}]
+    with InProcessGrid(
+        client_app(client_fn, mods=[spy]), 3, run_config=config.to_mapping(), node_configs=nodes
+    ) as grid:
+        serve(grid, config, tmp_path / "out")
+    texts = [record.message for record in caplog.records]
+    for path in tables:
+        (own,) = [text for text in texts if text.startswith(f"data-path={path}\n")]
+        assert "24 training, 6 test examples of shape (4,)" in own
+        assert "  bmi: " in own
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in warned if "the same value" in text] == [
+        f"data-path={tables[1]}: the same value in all training examples: sex=F, sex=M; leave it out of feature-columns"
+    ]
+    (heard,) = [text for text in texts if "(partition 1) reports its data" in text]
+    assert "24 training" in heard
+    assert "the same value in all training examples: sex=F" in heard
+    assert {client for client, text in sent if "training" in text or "bmi" in text} == {1}
 
 
 # --- standardise=federated -------------------------------------------------------------------------------------------
