@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -38,6 +39,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _CHUNK = 4096
 _READ_AHEAD = 3  # batches for each worker process that are asked for before the first one is used
+_MOST_AHEAD = 512 * 2**20  # bytes of decoded images that are asked for and not used yet
 _HEADER = 64  # bytes; images are aligned to as many
 
 
@@ -197,7 +199,8 @@ class FileSet:
         try:
             for request in requests:
                 waiting.append(self._executor().submit(_read, *request))
-                if len(waiting) > count * _READ_AHEAD:
+                size = max(1, len(request[0])) * (self.num_bytes // max(1, len(self)))
+                if len(waiting) > min(count * _READ_AHEAD, max(1, _MOST_AHEAD // size)):
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
@@ -216,7 +219,9 @@ class FileSet:
         with self._lock:
             if self._workers is None or self._workers[0] != os.getpid():  # a fork has none of its own
                 self._keep()
-                self._workers = os.getpid(), _executor(self, _num_workers(self._wanted.workers))
+                pool = _executor(self, _num_workers(self._wanted.workers))
+                self._workers = os.getpid(), pool
+                weakref.finalize(self, pool.shutdown, wait=False)
             return self._workers[1]
 
     def _keep(self) -> ImageCache:
@@ -383,7 +388,12 @@ class ImageCache:
         self._capacity = capacity if count and capacity > _HEADER else 0
         if not self._capacity:
             return
-        self._bytes = np.frombuffer(mmap(-1, capacity), np.uint8)
+        try:
+            self._bytes = np.frombuffer(mmap(-1, capacity), np.uint8)
+        except (OSError, OverflowError, ValueError) as error:
+            raise DataError(
+                f"cache-gib={capacity / 2**30:g}: the system does not give so much memory ({error}). Use less."
+            ) from error
         # The place of each image + 1; 0: not kept, -1: being written. At its place stand its shape, then its bytes.
         self._places = np.frombuffer(mmap(-1, count * 8), np.int64)
         self._used = np.frombuffer(mmap(-1, 8), np.int64)
@@ -403,7 +413,8 @@ class ImageCache:
         if not self._capacity or self._places[number] or int(self._used[0]) + needed > self._capacity:
             return
         if not self._lock.acquire(timeout=1):
-            return  # its owner was killed: nothing more is kept
+            self._capacity = 0  # its owner was killed: nothing more is kept
+            return
         try:
             start = int(self._used[0])
             if self._places[number] or start + needed > self._capacity:
@@ -434,32 +445,51 @@ class _Names:
         return os.fsdecode(self._bytes[self._ends[number] : self._ends[number + 1]].tobytes())
 
 
-def unreadable(paths: Sequence[Path]) -> dict[int, str]:
-    """Return the numbers of the image files that cannot be read, by their headers and ends, and why."""
+def unreadable(paths: Sequence[Path], *, whole: bool = False) -> dict[int, str]:
+    """Return the numbers of the image files that cannot be read, and why.
+
+    Args:
+        paths: the files.
+        whole: decode each file; else headers and ends are looked at.
+    """
     found: dict[int, str] = {}
 
     def look(number: int) -> None:
-        if problem := _problem(paths[number]):
+        if problem := _problem(paths[number], whole):
             found[number] = f"image {paths[number]} cannot be read: {problem}"
 
     _for_all(len(paths), look)
     return dict(sorted(found.items()))
 
 
-def _problem(path: Path) -> str:
-    """Return why an image file cannot be read, from its header and its end; "" if it looks whole."""
+def _problem(path: Path, whole: bool) -> str:
+    """Return why an image file cannot be read; "" if it looks sound."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            kind = image.format
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64))
-            end = file.read()
+            if image.mode not in _MODES:
+                return f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel"
+            if whole or not _has_end(path, image.format):
+                image.load()
+    except Image.DecompressionBombError as error:
+        return f"{error} Make it smaller"
     except (OSError, ValueError, SyntaxError) as error:
         return "it is empty" if path.is_file() and not path.stat().st_size else str(error)
+    return ""
+
+
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+
+
+def _has_end(path: Path, kind: str | None) -> bool:
+    """Return whether the end of a JPEG or PNG file is where it usually is; True for other kinds."""
     ends = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
-    return "it is cut off" if kind in ends and ends[kind] not in end else ""
+    if kind not in ends:
+        return True
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return ends[kind] in file.read()
 
 
 def _pixels(path: str, mode: str = "RGB") -> Tensor:
@@ -468,8 +498,10 @@ def _pixels(path: str, mode: str = "RGB") -> Tensor:
 
     try:
         with Image.open(path) as image:
+            if image.mode not in _MODES:
+                raise ValueError(f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel")
             pixels = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow raises these for damaged files
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for damaged files
         raise DataError(f"image {path} cannot be read: {error}") from error
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1)
 
@@ -504,7 +536,9 @@ def _num_workers(asked: int) -> int:
         return asked
     ray = sys.modules.get("ray")
     shared = multiprocessing.parent_process() is not None or (ray is not None and ray.is_initialized())
-    return 0 if shared else os.cpu_count() or 1
+    if shared:
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _executor(files: FileSet, workers: int) -> Executor:

@@ -73,7 +73,7 @@ def load_dataset(
         return _load(info, _folder(info, data_dir), shape, str(torch.device(device)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset:
     try:
         train, test, group_names = info.loader(folder, shape)

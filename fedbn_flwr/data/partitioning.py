@@ -141,6 +141,8 @@ def split_dataset(
 ) -> tuple[list[Indices], list[Indices]]:
     """Return the training and the test examples of each client: ``make_partition``, then ``partition_test_set``.
 
+    Under ``natural`` a client has all test examples of its group.
+
     Args:
         dataset: the data to split.
         name: a name of ``PARTITIONS``.
@@ -165,6 +167,8 @@ def split_dataset(
         None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
     )
     units = None if dataset.train.units is None else dataset.train.units.cpu().numpy()
+    if units is not None and groups is not None and PARTITIONS[name].by_group:
+        units = units * (int(groups.max()) + 1) + groups  # a patient of two hospitals is one of each
     of_unit, members = (np.arange(len(labels)), None) if units is None else _by_unit(units)
     train = make_partition(
         name,
@@ -178,6 +182,8 @@ def split_dataset(
     )
     if members is not None:
         train = [np.sort(np.concatenate([members[unit] for unit in part])) for part in train]
+    if name == "natural" and groups is not None and test_groups is not None:  # all test examples of its group
+        return train, [np.flatnonzero(test_groups == groups[part[0]]).astype(np.int64) for part in train]
     return train, partition_test_set(train, labels, test_labels, seed, groups, test_groups)
 
 

@@ -131,7 +131,7 @@ class Config(_MethodSettings):
         "auroc, auprc; multi-label: balanced-accuracy",
     )
 
-    label_column: str = _key("own data and models", "", "`csv:`, `hf:`: column of the target, or a comma list of them")
+    label_column: str = _key("own data and models", "", "`csv:`, `hf:`: column of the target; `csv:` also a comma list")
     client_column: str = _key("own data and models", "", "`csv:`, `hf:`: column with the client of each row")
     group_column: str = _key(
         "own data and models", "", "`csv:`, `hf:`: column, such as the patient, whose rows no split separates"
@@ -249,7 +249,12 @@ class Config(_MethodSettings):
         "local training", "with-replacement", "how the batches of local-steps are drawn, see training.settings"
     )
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
-    augment: str = _key("local training", "", "comma list of `cropN` (pad N, crop back) and `flip`; empty = none")
+    augment: str = _key(
+        "local training",
+        "",
+        "comma list of `cropN` (pad N, crop back), `flip`, `resized-crop`, `color-jitter`, `auto-augment`, "
+        "`rand-augment`, `trivial-augment`; empty = none",
+    )
     learning_rate: float = _key("local training", 0.1, "learning rate of the optimizer in round 1", gt=0)
     learning_rate_schedule: Literal["", "constant", "step", "cosine"] = _key(
         "local training",
@@ -358,6 +363,9 @@ class Config(_MethodSettings):
                 f"classes-per-client={self.classes_per_client} is more than the {classes} classes of "
                 f"dataset={self.dataset}; use 1 to {classes}"
             )
+        if found and self.learning_task().by_pixel:
+            moved = [name for name in self._each() if name.endswith("-augment")]
+            problems += [f"augment: {name} would move the image and not the classes of its pixels" for name in moved]
         if self.standardise == "none" and self.missing == "mean":
             problems.append(
                 "missing=mean needs standardise=federated or local: the mean is that of the training examples"
@@ -456,6 +464,14 @@ class Config(_MethodSettings):
         keys = [name for name in OwnData.__dataclass_fields__ if name not in ("kind", "path")]
         values: dict[str, Any] = {name: getattr(self, name, "") for name in keys}
         return OwnData(kind, path, **values)
+
+    def _each(self) -> tuple[str, ...]:
+        """Return the transforms of single images in ``augment``; () if it cannot be read, which is told elsewhere."""
+        try:
+            augment = Augment.parse(self.augment)
+        except ConfigError:
+            return ()
+        return augment.each if augment else ()
 
     def data_on_nodes(self) -> bool:
         """Return whether only the nodes have the data: own data without a path."""

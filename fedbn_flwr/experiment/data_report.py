@@ -46,7 +46,7 @@ class DataReport:
         if counts := found.get("training examples by class"):
             table = np.array(list(counts.values()))
             if table.shape[1] <= _MOST and len(table) <= _MOST:
-                names = partition_table(table, found["classes"] or tuple(map(str, range(table.shape[1]))))
+                names = partition_table(table, _padded(tuple(found["classes"]), table.shape[1]))
                 of = [f"client {at} is {name}" for at, name in enumerate(counts) if name != str(at)]
                 lines += ["training examples by class", names, *([", ".join(of)] if of else [])]
         for name, held in found.get("held-out clients", {}).items():
@@ -63,8 +63,8 @@ class DataReport:
 def data_report(split: PartitionedData, config: Config) -> DataReport:
     """Return the report of a run's data, or of those of one node (a split with one client)."""
     data, info, own = split.dataset, config.data_info(), is_own(config.dataset)
-    names = _client_names(split)
-    values = _values(data.train, split)
+    names, inputs = _client_names(split), data.train if split.raw is None else split.raw
+    values = _values(inputs, split)
     figures: dict[str, Any] = {
         "dataset": config.dataset,
         "task": config.learning_task().name,
@@ -85,6 +85,9 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
             for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True)
         }
     warnings = list(_of_clients(figures))
+    left = len(data.test) - sum(map(len, split.test)) - sum(len(test) for _, test in split.held_out)
+    if own and left:
+        warnings.append(f"{left} test examples belong to no client: they count in tests of the global model only")
     if data.train.by_class:
         labels = data.train.labels.cpu().numpy()
         classes = max(data.num_classes, int(labels.max()) + 1)
@@ -92,8 +95,8 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
         if own and config.split_name() == "natural":
             warnings += _without_class(names, counts, data.class_names)
-    if info.feature_names and isinstance(data.train, Samples):
-        figures["features"] = _features(data.train, split, info.feature_names)
+    if info.feature_names and isinstance(inputs, Samples):
+        figures["features"] = _features(inputs, split, info.feature_names)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
     warnings += _of_values(values, data.train.as_bytes, config.standardise_as() != "none")
     return DataReport(figures, own_notes(config.own_data()) if own else (), tuple(warnings))
@@ -144,7 +147,7 @@ def _without_class(names: list[str], counts: Indices, classes: tuple[str, ...]) 
     for at in range(counts.shape[1]):
         without = [name for name, row in zip(names, counts, strict=True) if not row[at]]
         if without and len(without) < len(names):
-            yield f"no training examples of class {classes[at] if classes else at}: client {_listed(without)}"
+            yield f"no training examples of class {_padded(classes, counts.shape[1])[at]}: client {_listed(without)}"
 
 
 def _of_features(features: dict[str, dict[str, float]], count: int) -> Iterator[str]:
@@ -163,6 +166,11 @@ def _of_values(values: dict[str, Any], as_bytes: bool, scaled: bool) -> Iterator
         yield f"all inputs are {low:g}"
     if not as_bytes and not scaled and max(abs(low), abs(high)) > _LARGE:
         yield f"inputs reach {max(abs(low), abs(high)):g} and are taken as they are: use standardise=federated"
+
+
+def _padded(names: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return a name for each of ``count`` classes: its number where it has none."""
+    return tuple(names[at] if at < len(names) else str(at) for at in range(count))
 
 
 def _listed(names: list[str]) -> str:

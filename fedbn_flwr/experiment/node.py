@@ -160,7 +160,9 @@ def _check_fit(config: Config, here: Config) -> None:
             f"Start the run with dataset='{config.dataset.partition(':')[0]}:', or with standardise=local or none."
         )
     found, wanted = here.data_info(), config.data_info()
-    if found.input_shape != wanted.input_shape:
+    if found.input_shape != wanted.input_shape or (
+        wanted.feature_names and found.feature_names != wanted.feature_names
+    ):
         names, shape = found.feature_names, config.example_shape()
         has = f"{len(names)} features ({', '.join(names[:20])})" if names else f"inputs {here.example_shape()}"
         raise DataError(

@@ -45,6 +45,7 @@ class PartitionedData:
     augment: Augment | None
     validation: tuple[Indices, ...] = ()
     scales: tuple[Scale, ...] = ()  # of each client, under standardise=local
+    raw: Examples | None = None  # training examples as read, under standardise=local
     held_out_names: tuple[str, ...] = ()
     held_out: tuple[tuple[Indices, Indices], ...] = ()  # training and test examples of each held-out client
 
@@ -221,8 +222,12 @@ def _prepared(
             )
         train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
     owned = [np.concatenate(both) for both in zip(train, validation, strict=True)] if share else train
+    raw = data.train
     data, scales = standardised(data, train, test, standardise, owned, held_out)
-    return PartitionedData(data, tuple(train), tuple(test), Augment.parse(augment), validation, scales, names, held_out)
+    own = Augment.parse(augment)
+    return PartitionedData(
+        data, tuple(train), tuple(test), own, validation, scales, raw if scales else None, names, held_out
+    )
 
 
 def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
@@ -236,7 +241,7 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
     groups = (
         [] if data.train.groups is None else [data.group_names[g] for g in torch.unique(data.train.groups).tolist()]
     )
-    if text.strip().isdigit():
+    if text.strip().isdecimal() and text.strip() not in groups:
         count = int(text)
         if partition == "natural" and count >= len(groups):
             raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")

@@ -39,7 +39,10 @@ def count_split(config: Config) -> tuple[Counts, ...]:
     columns = []
     if samples.by_class:
         count = max(split.dataset.num_classes, int(samples.labels.max()) + 1)  # one output may stand for two classes
-        columns.append(("class", samples.labels, split.dataset.class_names or tuple(map(str, range(count)))))
+        known = split.dataset.class_names
+        columns.append(
+            ("class", samples.labels, tuple(known[at] if at < len(known) else str(at) for at in range(count)))
+        )
     if samples.groups is not None:
         columns.append(("group", samples.groups, groups))
     return tuple(

@@ -114,7 +114,9 @@ def test_all_damaged_files_are_named(files, tmp_path: Path) -> None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png"):
         read([*files, *bad], max_bytes=2**20)
-    with pytest.raises(DataError, match=r"3 image files.*\n.*cut.jpg.* cut off\n.*it is empty\n.*text.png.*identify"):
+    with pytest.raises(
+        DataError, match=r"3 image files.*\n.*cut.jpg.* truncated.*\n.*it is empty\n.*text.png.*identify"
+    ):
         read([*files, *bad])
     assert list(unreadable([path for path, _ in [*files, *bad]])) == [COUNT, COUNT + 1, COUNT + 2]
 

@@ -53,11 +53,10 @@ def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
     total = sum(folders.values())
     assert len(data.train) + len(data.test) == total
     assert len(data.test) == (round(0.2 * total) if tests is None else tests)
+    labels = torch.cat([data.train.labels, data.test.labels])
+    for label, name in enumerate(("cat", "dog")):
+        assert (labels == label).sum() == sum(count for folder, count in folders.items() if folder.endswith(name))
     for samples in (data.train, data.test):
-        for label, name in enumerate(("cat", "dog")):
-            wanted = [f for f in folders if f.endswith(name)]
-            kept = (samples.labels == label).sum()
-            assert kept <= sum(folders[f] for f in wanted)
         if clients:
             b = samples.groups == clients.index("b")
             assert (samples.labels[b] == 1).all()  # client b has dogs only
@@ -155,6 +154,29 @@ def test_arrays_of_every_form(tmp_path: Path) -> None:
         assert torch.equal(data.train.inputs.flatten(1), expected.flatten(1)), name
 
 
+def test_patients_of_two_hospitals_with_one_number_are_two(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    client, patient = np.repeat([0, 1], 40), np.concatenate([np.arange(40) // 2, np.arange(40)])
+    np.savez(tmp_path / "a.npz", x=rng.normal(size=(80, 3)), y=rng.integers(0, 2, 80), client=client, group=patient)
+    config = Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}"})
+    data = partitioned_data(config, count_clients(config))
+    groups, tests = data.dataset.train.groups.numpy(), data.dataset.test.groups.numpy()
+    for own_client in (0, 1):
+        assert (groups[data.train[own_client]] == own_client).all()
+        assert len(data.train[own_client]) == (groups == own_client).sum()
+        assert np.array_equal(data.test[own_client], np.flatnonzero(tests == own_client))
+
+
+def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
+    text = "x,y,site,part\n" + "1,0,a,train\n" * 4 + "2,0,a,test\n3,1,a,test\n4,0,b,train\n5,1,b,train\n6,1,b,test\n"
+    path = write_csv(tmp_path / "t.csv", text)
+    keys = {"dataset": f"csv:{path}", "label-column": "y", "client-column": "site", "split-column": "part"}
+    data = partitioned_data(Config.make(keys), 2)
+    assert [len(part) for part in data.test] == [2, 1]  # also of class 1, which site a does not train on
+    held = partitioned_data(Config.make({**keys, "held-out-clients": "a"}), 1)
+    assert len(held.test_view()) == 1
+
+
 def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     units = rng.integers(0, 30, 200)
@@ -246,6 +268,25 @@ def _mixed(tmp_path: Path) -> dict[str, object]:
     return {"dataset": f"csv:{tmp_path / 't'}", "label-column": "target"}
 
 
+def _bytes(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def _sixteen_bits(settings: dict[str, object]) -> dict[str, object]:
+    path = Path(str(settings["dataset"]).removeprefix("folder:")) / "a/0.png"
+    Image.fromarray(np.full((4, 6), 4000, np.uint16)).save(path)
+    return settings
+
+
+def _masks(tmp_path: Path, values: list[int], mode: str = "L") -> dict[str, object]:
+    write_images(tmp_path / "bad", {"images": 3})
+    (tmp_path / "bad/masks").mkdir()
+    for at, value in enumerate(values):
+        Image.fromarray(np.full((4, 6), value, np.uint8)).convert(mode).save(tmp_path / f"bad/masks/{at}.png")
+    return {"dataset": f"folder:{tmp_path / 'bad'}", "model": "torchvision-seg:lraspp_mobilenet_v3_large"}
+
+
 BAD = {
     "unknown kind": (lambda p: {"dataset": f"fodler:{p}"}, r"unknown kind of own data 'fodler'.*'folder'"),
     "relative path": (lambda p: {"dataset": "csv:a.csv"}, r"'csv:a.csv' is relative.*absolute path \(seen from"),
@@ -276,6 +317,38 @@ BAD = {
         r"task=multi-label does not fit the targets .*for classification",
     ),
     "tables with other columns": (_mixed, r"two.csv and one.csv differ in the columns x, z"),
+    "a table that is not UTF-8": (
+        lambda p: {"dataset": f"csv:{_bytes(p / 'a.csv', 'größe,y'.encode('latin-1'))}", "label-column": "y"},
+        r"is not UTF-8 .*Save it as UTF-8",
+    ),
+    "a column twice": (lambda p: _csv(p, "x,x ,target\n1,2,0\n2,3,1\n"), r"has two columns x\. Rename"),
+    "dates as numbers": (
+        lambda p: _csv(p, "day,target\n" + "".join(f"{20240101 + i},{i % 2}\n" for i in range(40))),
+        r"column 'day': its 40 different values are 21 in float32",
+    ),
+    "NaN in an array": (
+        lambda p: _npz(p, x=np.full((3, 2), np.nan), y=np.arange(3)),
+        r"6 numbers of x are missing \(NaN\)\. Use missing=mean",
+    ),
+    "an infinite target": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.array([0.5, np.inf, 1.5])),
+        r"1 of the 3 values of y are missing or infinite",
+    ),
+    "images of 16 bits": (
+        lambda p: _sixteen_bits(_folder(p, {"a": 2, "b": 2})),
+        r"1 of 4 image files cannot be read:\n.*not bytes \(mode I;16\); save it with 8 bits",
+    ),
+    "masks of 0 and 255": (lambda p: _masks(p, [0, 255, 0]), r"masks have the values 0 and 255.*as 0 and 1"),
+    "masks in colour": (lambda p: _masks(p, [0, 1, 0], "RGB"), r"mask .*0\.png cannot be read: .*one byte a pixel"),
+    "masks beyond num-classes": (
+        lambda p: {**_masks(p, [0, 4, 1]), "num-classes": 3},
+        r"num-classes=3, and the masks .* have class 4: 5 or more",
+    ),
+    "masks and rand-augment": (
+        lambda p: {**_masks(p, [0, 1, 1]), "augment": "rand-augment"},
+        r"augment: rand-augment would move the image and not the classes",
+    ),
+    "a part without images": (lambda p: _folder(p, {"train/a": 1, "train/b": 1}), r"has no test images: .*train"),
     "not a table": (
         lambda p: {"dataset": f"csv:{write_csv(p / 'a.parquet', 'no parquet')}", "label-column": "y"},
         r"a.parquet cannot be read",

@@ -46,6 +46,10 @@ def read_arrays(request: OwnData) -> Found:
             raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}, x has {count} examples.")
     if not count:
         raise DataError(f"dataset={request.name!r}: x has no examples.")
+    for name in ("client", "group", "split"):
+        array = arrays.get(name)
+        if array is not None and (array.ndim != 1 or (array.dtype.kind == "f" and np.isnan(array).any())):
+            raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}; ({count},) without NaN needed.")
     inputs = as_inputs(request, arrays["x"], "x")
     y = arrays["y"]
     notes = tuple(f"array {name!r} is not used" for name in names if name not in _KNOWN)
@@ -89,9 +93,15 @@ def as_inputs(request: OwnData, x: Any, what: str) -> Tensor:
             f"dataset={request.name!r}: {what} is {x.dtype} of shape {x.shape}; needed are uint8 images (N, H, W[, C]) "
             "or numbers (N, F), (N, C, L) or (N, C, H, W)."
         )
-    numbers = np.ascontiguousarray(x, dtype=np.float32)
+    with np.errstate(over="ignore"):
+        numbers = np.ascontiguousarray(x, dtype=np.float32)
     if (infinite := int(np.isinf(numbers).sum())) > 0:
-        raise DataError(f"dataset={request.name!r}: {infinite} numbers of {what} are infinite.")
+        raise DataError(f"dataset={request.name!r}: {infinite} numbers of {what} are infinite, or above 3e38.")
+    if request.missing == "refuse" and (missing := int(np.isnan(numbers).sum())) > 0:
+        raise DataError(
+            f"dataset={request.name!r}: {missing} numbers of {what} are missing (NaN). Use missing=mean for the mean "
+            "of the training examples."
+        )
     return torch.from_numpy(numbers)
 
 

@@ -19,7 +19,8 @@ from fedbn_flwr.errors import ConfigError, DataError
 
 __all__ = ["read_folder"]
 
-PARTS = {"train": False, "training": False, "test": True, "testing": True}
+PARTS = {"train": False, "training": False}
+PARTS |= dict.fromkeys(("test", "testing", "val", "valid", "validation"), True)
 _PIXELS = {"images", "masks"}
 
 
@@ -55,7 +56,8 @@ def read_folder(request: OwnData) -> Found:
         rows += [places[folder]] * len(files)
         if by_pixel:
             masks += [_mask(request, folder, name) for name in files]
-    problems = unreadable(paths)
+    problems = unreadable(paths, whole=request.skip_unreadable)
+    largest, only_ignored = (0, False) if not by_pixel else _look_at_masks(masks, problems)
     notes: list[str] = []
     if problems:
         listed = "\n".join(list(problems.values())[:10]) + (
@@ -76,12 +78,28 @@ def read_folder(request: OwnData) -> Found:
     has_clients = client_names != ("",)
     parts = np.array([part for _, part, _ in rows])
     tests = np.array([PARTS.get(part, False) for part in parts.tolist()]) if (parts != "").any() else None
+    if tests is not None and (tests.all() or not tests.any()):
+        lacks = "training" if tests.all() else "test"
+        raise DataError(
+            f"dataset={request.name!r} has no {lacks} images: the folders are {shown(sorted(set(parts.tolist())))}. "
+            "Add the other one, or leave the folders train and test out: then test-share of the images are tests."
+        )
     with Image.open(paths[0]) as first:
         width, height = first.size
     no_names: tuple[str, ...] = ()
     if by_pixel:
         task = chosen_task(request, "segmentation", ("segmentation",))
-        outputs, names = request.num_classes or _count_classes(masks), no_names
+        if request.num_classes and request.num_classes <= largest:
+            raise ConfigError(
+                f"num-classes={request.num_classes}, and the masks of dataset={request.name!r} have class {largest}: "
+                f"{largest + 1} or more needed. 255 is for pixels that do not count."
+            )
+        if only_ignored:
+            raise DataError(
+                f"dataset={request.name!r}: the masks have the values 0 and 255, and 255 is for pixels that do not "
+                "count. Save the classes as 0 and 1."
+            )
+        outputs, names = request.num_classes or max(largest + 1, 2), no_names
         targets: torch.Tensor | Sequence[Path] = masks
     else:
         labels, names = numbered_classes(request, [label for _, _, label in rows], "class folders")
@@ -167,12 +185,22 @@ def _mask(request: OwnData, folder: Path, name: str) -> Path:
     )
 
 
-def _count_classes(masks: Sequence[Path]) -> int:
+def _look_at_masks(masks: Sequence[Path], problems: dict[int, str]) -> tuple[int, bool]:
+    """Return the largest class in the masks, and whether they have the values 0 and 255 only.
+
+    Masks that cannot be read, or have several channels, are added to ``problems``.
+    """
     from PIL import Image
 
-    largest = 0
-    for path in masks:
-        with Image.open(path) as image:
-            values = np.unique(np.array(image, dtype=np.uint8))
-        largest = max([largest, *values[values != 255].tolist()])
-    return max(largest + 1, 2)
+    values: set[int] = set()
+    for number, path in enumerate(masks):
+        try:
+            with Image.open(path) as image:
+                pixels = np.array(image)
+            if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
+                raise ValueError(f"{pixels.dtype} of shape {pixels.shape}; one byte a pixel, its class, needed")
+        except (OSError, ValueError, SyntaxError) as error:
+            problems[number] = f"mask {path} cannot be read: {error}"
+            continue
+        values |= set(np.unique(pixels.astype(np.uint8)).tolist())
+    return max(values - {255}, default=0), values == {0, 255}

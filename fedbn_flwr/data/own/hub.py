@@ -47,6 +47,11 @@ def read_hub(request: OwnData) -> Found:
     tests = np.concatenate([np.full(len(part), at > 0) for at, part in enumerate(parts)]) if len(parts) > 1 else None
     names = getattr(parts[0].features[label], "names", None)
     values = np.concatenate([np.asarray(part[label]) for part in rows])
+    if names and (values < 0).any():
+        raise DataError(
+            f"dataset={request.name!r}: {int((values < 0).sum())} examples have no label (-1). Save a data set without "
+            "them, or with another test part."
+        )
     targets, task, outputs, class_names = read_targets(request, values, f"column {label!r}")
     image = next((n for n in columns if type(parts[0].features[n]).__name__ == "Image"), "")
     notes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def read_table(request: OwnData) -> Found:
         "client-column": _names(request.client_column),
         "group-column": _names(request.group_column),
         "split-column": _names(request.split_column),
-        "feature-columns": [name for name, _ in stated_features(request.feature_columns)],
+        "feature-columns": [name for name, _ in stated_features(request.feature_columns, columns)],
     }
     problems = [
         f"{key}={name!r} is not a column of dataset={request.name!r}. {_near(name, columns)}"
@@ -64,7 +65,7 @@ def read_table(request: OwnData) -> Found:
         class_names = tuple(label_columns)
     tests = as_tests(request, _values(table[request.split_column]), "split-column") if request.split_column else None
     taken = {name for key, names in used.items() if key != "feature-columns" for name in names} | {_CLIENT}
-    wanted = stated_features(request.feature_columns) or [(n, ()) for n in columns if n not in taken]
+    wanted = stated_features(request.feature_columns, columns) or [(n, ()) for n in columns if n not in taken]
     if both := [name for name, _ in wanted if name in taken]:
         raise ConfigError(f"feature-columns: {shown(both)} is used by another key; a feature cannot be that, too.")
     inputs, names, notes = features_of(request, table, wanted, tests)
@@ -114,7 +115,7 @@ def _tables(request: OwnData) -> tuple[Any, bool]:
     for name in tables[0].columns:
         if len({pd.api.types.is_numeric_dtype(t[name]) for t in tables if t[name].notna().any()}) > 1:
             for table in tables:
-                table[name] = table[name].map(lambda v: v if v is None or v != v else str(v))
+                table[name] = table[name].map(lambda v: None if pd.isna(v) else _as_text(v))
     whole = pd.concat(
         [t[list(tables[0].columns)].assign(**{_CLIENT: f.stem}) for f, t in zip(files, tables, strict=True)],
         ignore_index=True,
@@ -130,21 +131,31 @@ def _table(request: OwnData, path: Path) -> Any:
             return pd.read_parquet(path)
         separator = "\t" if path.suffix.lower() == ".tsv" else None
         table = pd.read_csv(
-            path, sep=separator, engine="python", na_values=list(MISSING), keep_default_na=False, skipinitialspace=True
+            path,
+            sep=separator,
+            engine="python",
+            na_values=list(MISSING),
+            keep_default_na=False,
+            skipinitialspace=True,
+            encoding="utf-8-sig",
         )
-    except (OSError, ValueError, UnicodeError, ImportError) as error:  # pandas' parser errors are ValueErrors
+    except UnicodeDecodeError as error:
+        raise DataError(f"dataset={request.name!r}: {path} is not UTF-8 ({error}). Save it as UTF-8.") from error
+    except (OSError, ValueError, ImportError) as error:  # pandas' parser errors are ValueErrors
         raise DataError(f"dataset={request.name!r}: {path} cannot be read: {error}") from error
     except Exception as error:  # csv.Error and Arrow's errors have no common base
         raise DataError(f"dataset={request.name!r}: {path} cannot be read: {type(error).__name__}: {error}") from error
     table.columns = [str(name).strip() for name in table.columns]
+    if twice := sorted(set(table.columns[table.columns.duplicated()])):
+        raise DataError(f"dataset={request.name!r}: {path} has two columns {shown(twice)}. Rename one of them.")
     return table
 
 
-def stated_features(text: str) -> list[tuple[str, tuple[str, ...]]]:
+def stated_features(text: str, columns: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
     """Return (column, categories) of a comma list ``age,sex:F|M``; () for numbers, and for text as it is found."""
     found = []
     for entry in _names(text):
-        name, _, categories = entry.partition(":")
+        name, _, categories = (entry, "", "") if entry in columns else entry.partition(":")
         found.append((name.strip(), tuple(c.strip() for c in categories.split("|") if c.strip())))
     return found
 
@@ -154,8 +165,8 @@ def features_of(
 ) -> tuple[torch.Tensor, tuple[str, ...], tuple[str, ...]]:
     """Return the features float32 (N, F), their names, and notes; a missing value is NaN.
 
-    Categories that are not stated are those of the training rows. Text that is none of them is 0 in all its features,
-    as missing text is with ``missing=mean``.
+    Categories that are not stated are those of all rows, or of the training rows of ``split-column``. Text that is none
+    of them is 0 in all its features, as missing text is with ``missing=mean``.
 
     Raises:
         DataError: values are missing and ``missing`` is "refuse", or a column has no usable values.
@@ -179,22 +190,30 @@ def features_of(
             continue
         if pd.api.types.is_numeric_dtype(column) and not categories:
             values = column.to_numpy(dtype=np.float64, na_value=np.nan)
-            if np.isinf(values).any():
-                problems.append(f"column {name!r} has infinite values")
+            with np.errstate(over="ignore"):
+                rounded = values.astype(np.float32)
+            if np.isinf(rounded).any():
+                problems.append(f"column {name!r} has infinite values, or values above 3e38")
+            kept, known = (len(np.unique(part[~np.isnan(part)])) for part in (rounded, values))
+            if 10 * kept < 9 * known:
+                problems.append(
+                    f"column {name!r}: its {known} different values are {kept} in float32 (such as {values[0]:.17g}); "
+                    "subtract a constant from it, a date or time say"
+                )
             columns.append(values)
             names.append(name)
             continue
-        text = column.map(lambda v: None if v is None or v != v else _as_text(v))
-        kinds = categories or tuple(sorted({v for v in text[in_training] if v is not None and v == v}))
+        text = column.map(lambda v: None if pd.isna(v) else _as_text(v))
+        kinds = categories or tuple(sorted({v for v in text[in_training] if not pd.isna(v)}))
         if len(kinds) > _MOST_CATEGORIES and not categories:
             problems.append(
                 f"column {name!r} is text with {len(kinds)} different values (such as {shown(kinds, 3)}): leave it out "
                 f"of feature-columns, or state its categories, {name}:A|B"
             )
             continue
-        other = sorted({v for v in text if v is not None and v == v} - set(kinds))
+        other = sorted({v for v in text if not pd.isna(v)} - set(kinds))
         if other:
-            notes.append(f"column {name!r}: {shown(other)} is no category of the training rows and counts as none")
+            notes.append(f"column {name!r}: {shown(other)} is none of the categories and counts as none")
         notes.append(f"column {name!r} is text: {len(kinds)} features ({shown(kinds)})")
         columns += [(text == kind).to_numpy(dtype=np.float64) for kind in kinds]
         names += [f"{name}={kind}" for kind in kinds]
@@ -222,7 +241,17 @@ def _keys(request: OwnData, table: Any, column: str) -> list[Any]:
 
 def _values(column: Any) -> Any:
     values = column.to_numpy()
-    return values if values.dtype.kind in "biuf" else np.array(values, dtype=object)
+    return values if values.dtype.kind in "biuf" else _as_objects(values)
+
+
+def _as_objects(values: Any) -> Any:
+    """Return text stripped, missing values as None, others as they are."""
+    import pandas as pd
+
+    flat = [None if pd.isna(v) else v.strip() if isinstance(v, str) else v for v in values.flat]
+    found = np.empty(len(flat), dtype=object)
+    found[:] = flat
+    return found.reshape(values.shape)
 
 
 def _names(text: str) -> list[str]:

@@ -32,10 +32,10 @@ def read_targets(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task
     values = np.asarray(values)
     missing = _missing(values)
     if missing.any():
+        first = int(np.flatnonzero(missing.reshape(len(values), -1).any(1))[0])
         raise DataError(
-            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing (the "
-            f"first in row {int(np.flatnonzero(missing.reshape(len(values), -1).any(1))[0])}, counted from 0). Leave "
-            "these examples out, or fill them in."
+            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing or infinite "
+            f"(the first in row {first}, counted from 0). Leave these examples out, or fill them in."
         )
     if request.positive_values:
         positive = _positive(request, values, what)
@@ -48,7 +48,9 @@ def read_targets(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task
         raise DataError(f"dataset={request.name!r}: {what} have shape {values.shape}; (N,) or (N, K) needed.")
     text = values.dtype.kind not in "biuf"
     whole = not text and bool(np.all(np.mod(values, 1) == 0))
-    if text or values.dtype.kind in "biu" or (whole and request.task not in ("", "regression")):
+    asked = request.task not in ("", "regression") or request.num_classes > 0
+    labels = whole and (asked or bool(np.isin(values, (0, 1)).all()))
+    if text or values.dtype.kind in "biu" or labels:
         if request.task == "regression" and not text:
             return _numbers(request, values[:, None], what)
         return _classes(request, values, what, text)
@@ -68,8 +70,9 @@ def _classes(request: OwnData, values: Any, what: str, text: bool) -> tuple[Tens
             "classes. Use another label-column, or task=regression for numbers."
         )
     names: tuple[str, ...] = ()
-    low = 0 if text else int(values.min())
-    if not request.classes and not text and low >= 0 and (request.num_classes or values.max() < _MOST_CLASSES):
+    most = request.num_classes or (2 if request.task == "binary" else _MOST_CLASSES)
+    # Numbers from 0 are the classes; others, 1 and 2 say, are numbered in their order.
+    if not request.classes and not text and values.min() == 0 and values.max() < most:
         labels = values.astype(np.int64)  # the numbers of the classes
         found = int(labels.max()) + 1
     else:
@@ -121,12 +124,11 @@ def _positive(request: OwnData, values: Any, what: str) -> Any:
     else:
         wanted = [entry.strip() for entry in text.split(",") if entry.strip()]
         as_text = np.array([_plain(v) for v in values.tolist()])
-        if absent := [entry for entry in wanted if entry not in as_text]:
-            raise ConfigError(f"positive-values={text!r}: {shown(absent)} not found in {what} (found: {shown(found)}).")
+        if not any(entry in as_text for entry in wanted) and len(found) > 1:  # a hospital may have one value only
+            raise ConfigError(f"positive-values={text!r}: {shown(wanted)} not found in {what} (found: {shown(found)}).")
         positive = np.isin(as_text, wanted)
-    if positive.all() or not positive.any():
-        which = "all" if positive.all() else "none"
-        raise ConfigError(f"positive-values={text!r}: {which} of the values of {what} are positive ({shown(found)}).")
+    if not positive.any() and len(found) > 1:
+        raise ConfigError(f"positive-values={text!r}: none of the values of {what} is positive ({shown(found)}).")
     return positive
 
 
@@ -137,7 +139,7 @@ def _plain(value: Any) -> str:
 
 def _missing(values: Any) -> Any:
     if values.dtype.kind == "f":
-        return np.isnan(values)
+        return ~np.isfinite(values)
     if values.dtype.kind == "O":
         return np.vectorize(lambda v: v is None or v != v, otypes=[bool])(values)
     return np.zeros(values.shape, bool)
