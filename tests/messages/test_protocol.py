@@ -146,7 +146,13 @@ def message() -> Message:
 
 
 @pytest.mark.parametrize(
-    "properties", [NodeProperties(), NodeProperties(0, 5, 2), NodeProperties(1, 0, None, "no data")]
+    "properties",
+    [
+        NodeProperties(),
+        NodeProperties(0, 5, 2),
+        NodeProperties(1, 0, None, "no data"),
+        NodeProperties(data_report="5 rows"),
+    ],
 )
 def test_a_nodes_properties_come_back(message: Message, properties: NodeProperties) -> None:
     assert NodeProperties.read(Message(RecordDict(properties.write()), reply_to=message)) == properties
