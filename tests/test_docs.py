@@ -37,6 +37,8 @@ NOT_RUN = {
     ("docs/get-started.md", "lines of an app, of which flower-projects.md has the tested diff"),
     ("docs/reference/command-line.md", "does five runs of 60 rounds"),
     ("docs/flower-projects.md", "starts a SuperLink and two SuperNodes, which stay up"),
+    ("docs/guides/images-in-folders.md", "needs Office-Caltech-10, and takes half an hour"),
+    ("docs/guides/hospital-tables.md", "needs the four files of UCI heart disease"),
     ("docs/resume.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "needs a GPU"),
