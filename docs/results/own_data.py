@@ -4,8 +4,8 @@
 files, OUT/DOMAIN/{train,test}/CLASS/NUMBER.png.
 
 ``python docs/results/own_data.py collages OUT.npz [COUNT]``: COUNT collages (400) of each of the five domains of
-``digits-domains`` for training and half as many for tests. A collage is four digits of 14 pixels in two rows; its targets
-are ten labels, which digits are there.
+``digits-domains`` for training and half as many for tests. A collage is four digits of 14 pixels in two rows; its
+targets are ten labels, which digits are there.
 """
 
 from __future__ import annotations

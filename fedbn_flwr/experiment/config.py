@@ -321,8 +321,10 @@ class Config(_MethodSettings):
     @classmethod
     def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false for a number: pydantic would read them as 1 and 0."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise ValueError(f"{str(value).lower()} is neither a number nor text")
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and wanted is not bool:
+            hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted is str else ""
+            raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
         return value
 
     @field_validator("lr_decay_factor", "lr_decay_at", "held_out_clients", "mlp_hidden", mode="before")

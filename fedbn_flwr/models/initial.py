@@ -51,7 +51,7 @@ class InitReport:
         other_shape: entries of another shape; they keep their seeded initial values (a head of other classes).
         missing: the model's other entries; they keep their seeded initial values.
         unused: entries of the source that found no place, by their names there.
-        batchnorm: paths of layers that are BatchNorm in the source and not in the model; their entries are unused.
+        batchnorm: paths of layers that are BatchNorm in the source or in the model alone; their entries are unused.
     """
 
     source: str
@@ -81,7 +81,7 @@ class InitReport:
             ("another shape, so left at their initial values", shapes),
             ("not there, so left at their initial values", self.missing),
             ("there, without a place here", self.unused),
-            ("BatchNorm there, another layer here", self.batchnorm),
+            ("BatchNorm on one side only, so left at their initial values", self.batchnorm),
         ):
             if names:
                 more = f" and {len(names) - shown} more" if len(names) > shown else ""
@@ -103,6 +103,8 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
             the model matches in name and shape.
     """
     given = _read(init, name, channels)
+    if odd := [n for n, v in given.items() if v.is_quantized or v.is_meta or v.layout != torch.strided]:
+        raise ConfigError(f"init={init}: entries are quantised, sparse or without values: {', '.join(odd[:_SHOWN])}.")
     own = model.state_dict()
     names = _renamed(given, own)
     absent = _without_batchnorm(model, names)
@@ -119,8 +121,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
             f"init={init}: no parameter of model {name!r} has an entry of the same name and shape. The first names "
             f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(own)[:3])}."
         )
-    if bad := [here for here, value in loaded.items() if not bool(torch.isfinite(value).all())]:
-        raise ConfigError(f"init={init}: values are not finite (NaN or infinity) in {', '.join(bad[:_SHOWN])}.")
+    _refuse_values(init, loaded, own)
     load_state(model, {**own, **loaded})
     used = set(found.values())
     return InitReport(
@@ -131,6 +132,18 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
         tuple(there for there in given if there not in used),
         tuple(absent),
     )
+
+
+def _refuse_values(init: str, loaded: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if values cannot be those of the model's entries."""
+    kinds = [here for here, v in loaded.items() if own[here].is_floating_point() and not v.is_floating_point()]
+    if kinds:
+        which = ", ".join(f"{here} ({loaded[here].dtype})" for here in kinds[:_SHOWN])
+        raise ConfigError(f"init={init}: entries are no floating-point numbers: {which}.")
+    if bad := [here for here, v in loaded.items() if not bool(torch.isfinite(v.to(own[here].dtype)).all())]:
+        raise ConfigError(f"init={init}: values are not finite (NaN or infinity) in {', '.join(bad[:_SHOWN])}.")
+    if low := [here for here, v in loaded.items() if here.endswith("running_var") and bool((v < 0).any())]:
+        raise ConfigError(f"init={init}: variances are negative in {', '.join(low[:_SHOWN])}.")
 
 
 def _layer_of(entry: str) -> str:
@@ -152,10 +165,12 @@ def _without_prefix(name: str) -> str:
 
 
 def _without_batchnorm(model: nn.Module, names: Mapping[str, str]) -> list[str]:
-    """Return the paths that have running statistics among the names and are no BatchNorm in the model."""
+    """Return the paths that are BatchNorm with running statistics on one side only, in the source or in the model."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    paths = [_layer_of(here) for here in names.values() if here.rpartition(".")[2] == "running_mean"]
-    return [path for path in paths if path in modules and not isinstance(modules[path], _BatchNorm)]
+    paths = {_layer_of(here) for here in names.values()}
+    tracked = {_layer_of(here) for here in names.values() if here.rpartition(".")[2] == "running_mean"}
+    here = {path for path, m in modules.items() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    return sorted(path for path in paths & modules.keys() if (path in tracked) != (path in here))
 
 
 def _read(init: str, name: str, channels: int) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def train_only(model: nn.Module, names: Sequence[str], frozen_bn: FrozenBN = "ev
 
 def hold_eval(layer: nn.Module) -> Callable[[], None]:
     """Keep a layer in eval mode, also through ``model.train()``; return the function that undoes this."""
-    before, mode = layer.__dict__.get("train"), layer.training
+    before, mode = vars(layer).get("train"), layer.training
     layer.eval()
     layer.train = functools.partial(_stay, layer)  # type: ignore[method-assign]
 
@@ -68,7 +68,7 @@ def hold_eval(layer: nn.Module) -> Callable[[], None]:
 
 def holds_eval(layer: nn.Module) -> bool:
     """Return whether a layer is kept in eval mode by ``hold_eval``."""
-    held = layer.__dict__.get("train")
+    held = vars(layer).get("train")
     return isinstance(held, functools.partial) and held.func is _stay
 
 

@@ -196,7 +196,8 @@ def train(
                 compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
             loss, outputs = compute()
             if settings.gradient_clip_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip_norm)
+                trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                nn.utils.clip_grad_norm_(trained, settings.gradient_clip_norm)
             for hook in hooks:
                 hook.gradients(bare)
             take_step(optimizer)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedbn_flwr.data import OwnData, load_dataset, own_info, own_notes
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config import Config, read_overrides
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.run import run
 
@@ -129,6 +129,14 @@ def test_a_folder_of_tables_has_a_client_for_each_and_parquet_is_the_same(tmp_pa
         assert data.group_names == ("a", "b")
         assert len(data.test) == 2
     assert torch.equal(found[0].train.inputs.nan_to_num(-1), found[1].train.inputs.nan_to_num(-1))
+
+
+def test_a_column_without_a_name_is_no_feature(tmp_path: Path) -> None:
+    """Pandas writes the numbers of the rows so, which would tell the order of the file."""
+    path = write_csv(tmp_path / "t.csv", ",x,target\n0,1,0\n1,2,1\n2,3,0\n3,5,1\n")
+    request = own("csv", path, label_column="target")
+    assert own_info(request).feature_names == ("x",)
+    assert any("'Unnamed: 0' has no name in the file and is left out" in note for note in own_notes(request))
 
 
 def test_arrays_of_every_form(tmp_path: Path) -> None:
@@ -262,15 +270,10 @@ def _cut_off(tmp_path: Path) -> dict[str, object]:
     return settings
 
 
-def _mixed(tmp_path: Path) -> dict[str, object]:
-    write_csv(tmp_path / "t/one.csv", "x,target\n1,0\n2,1\n")
-    write_csv(tmp_path / "t/two.csv", "z,target\n1,0\n2,1\n")
+def _tables(tmp_path: Path, **texts: str) -> dict[str, object]:
+    for name, text in texts.items():
+        write_csv(tmp_path / f"t/{name}.csv", text)
     return {"dataset": f"csv:{tmp_path / 't'}", "label-column": "target"}
-
-
-def _bytes(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
 
 
 def _sixteen_bits(settings: dict[str, object]) -> dict[str, object]:
@@ -285,6 +288,15 @@ def _masks(tmp_path: Path, values: list[int], mode: str = "L") -> dict[str, obje
     for at, value in enumerate(values):
         Image.fromarray(np.full((4, 6), value, np.uint8)).convert(mode).save(tmp_path / f"bad/masks/{at}.png")
     return {"dataset": f"folder:{tmp_path / 'bad'}", "model": "torchvision-seg:lraspp_mobilenet_v3_large"}
+
+
+def _mixed(tmp_path: Path) -> dict[str, object]:
+    return _tables(tmp_path, one="x,target\n1,0\n2,1\n", two="z,target\n1,0\n2,1\n")
+
+
+def _latin(tmp_path: Path) -> dict[str, object]:
+    (tmp_path / "latin.csv").write_bytes("größe,target\n1,0\n2,1\n".encode("latin-1"))
+    return {"dataset": f"csv:{tmp_path / 'latin.csv'}", "label-column": "target"}
 
 
 BAD = {
@@ -308,6 +320,25 @@ BAD = {
         lambda p: _csv(p, "name,target\n" + "".join(f"n{i},{i % 2}\n" for i in range(60))),
         r"column 'name' is text with .* different values .*feature-columns",
     ),
+    "text among numbers": (
+        lambda p: _tables(p, one="x,target\n1,0\n2.5,1\n", two="x,target\n3,0\n4,1\n1.5 mg,1\n"),
+        r"column 'x' has numbers and text \(1.5 mg; first in row 2 of two\).*x:A\|B",
+    ),
+    "missing values of one table": (
+        lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two="x,target\n3,0\n,1\n"),
+        r"column 'x': 1 of 4 values are missing \(first in row 1 of two\)",
+    ),
+    "missing targets of one table": (
+        lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two="x,target\n3,0\n4,\n"),
+        r"1 of the 4 values of column 'target' are missing or infinite \(the first in row 1 of two, counted",
+    ),
+    "a table without rows": (lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two="x,target\n"), "two.csv has no rows"),
+    "an empty table": (lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two=""), "two.csv is empty"),
+    "another encoding": (_latin, r"latin.csv is not UTF-8 .*Save it as UTF-8"),
+    "a word of YAML": (
+        lambda p: _csv(p, TABLE, **read_overrides(["positive-values=yes"])),
+        r"positive-values: true is neither a number nor text.*quotes",
+    ),
     "no positive values": (
         lambda p: _csv(p, TABLE, **{"positive-values": "7", "missing": "mean"}),
         r"positive-values='7': 7 not found in column 'target' \(found: 0, 1, 2, 3, 4\)",
@@ -317,10 +348,6 @@ BAD = {
         r"task=multi-label does not fit the targets .*for classification",
     ),
     "tables with other columns": (_mixed, r"two.csv and one.csv differ in the columns x, z"),
-    "a table that is not UTF-8": (
-        lambda p: {"dataset": f"csv:{_bytes(p / 'a.csv', 'größe,y'.encode('latin-1'))}", "label-column": "y"},
-        r"is not UTF-8 .*Save it as UTF-8",
-    ),
     "a column twice": (lambda p: _csv(p, "x,x ,target\n1,2,0\n2,3,1\n"), r"has two columns x\. Rename"),
     "dates as numbers": (
         lambda p: _csv(p, "day,target\n" + "".join(f"{20240101 + i},{i % 2}\n" for i in range(40))),
@@ -368,6 +395,10 @@ BAD = {
     "one class": (lambda p: _folder(p, {"a": 3}), r"has one class folder only \(a\).*one folder too deep"),
     "images without a class": (lambda p: _folder(p, {".": 2}), r"image files lie in the folder itself"),
     "layouts mixed": (lambda p: _folder(p, {"x/a": 1, "x/b": 1, "b": 1}), r"x/a has a client folder, b has none"),
+    "a validation folder": (
+        lambda p: _folder(p, {"train/a": 1, "val/a": 1, "train/b": 1}),
+        r"val/a lies in a validation folder.*validation-share",
+    ),
     "too deep": (lambda p: _folder(p, {"x/y/a": 1, "x/y/b": 1}), r"x/y/a is 3 folders deep"),
     "damaged files": (
         _cut_off,

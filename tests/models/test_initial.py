@@ -82,7 +82,29 @@ def test_batchnorm_in_the_file_has_no_place_in_another_norm(tmp_path: Path, trai
     assert list(report.missing) == affine == equal(model, fresh)
     assert report.unused == tuple(name for name in trained if name.startswith("norm"))
     assert report.batchnorm == ("norm1", "norm2")
-    assert "BatchNorm there, another layer here: norm1, norm2" in str(report)
+    assert "BatchNorm on one side only, so left at their initial values: norm1, norm2" in str(report)
+
+
+def test_group_norm_in_the_file_has_no_place_in_batchnorm(tmp_path: Path) -> None:
+    torch.save(lenet(norm="group").state_dict(), tmp_path / "a.pt")
+    assert load_initial(lenet(), str(tmp_path / "a.pt"), "lenet", 1).batchnorm == ("norm1", "norm2")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: (10 * v).to(torch.int8), r"no floating-point numbers: conv1.weight \(torch.int8\)"),
+        (lambda v: v.double() * 1e60, "not finite .*conv1.weight"),
+        (lambda v: v.to_sparse(), "sparse or without values: conv1.weight"),
+        (lambda v: torch.quantize_per_tensor(v, 0.1, 0, torch.qint8), "quantised, sparse .*conv1.weight"),
+    ],
+    ids=["int8", "too large", "sparse", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_values_that_cannot_be_weights_are_refused(tmp_path: Path, trained: State, change, message: str) -> None:
+    torch.save({**trained, "conv1.weight": change(trained["conv1.weight"])}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=message):
+        load_initial(lenet(), str(tmp_path / "a.pt"), "lenet", 1)
 
 
 def test_published_weights_of_torchvision_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

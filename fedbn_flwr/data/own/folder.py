@@ -19,8 +19,8 @@ from fedbn_flwr.errors import ConfigError, DataError
 
 __all__ = ["read_folder"]
 
-PARTS = {"train": False, "training": False}
-PARTS |= dict.fromkeys(("test", "testing", "val", "valid", "validation"), True)
+PARTS = {"train": False, "training": False, "test": True, "testing": True}
+_VALIDATION = {"val", "valid", "validation"}
 _PIXELS = {"images", "masks"}
 
 
@@ -151,6 +151,11 @@ def _place(request: OwnData, root: Path, folder: Path) -> tuple[str, str, str]:
             "them into a folder for each class."
         )
     label, above = steps[-1], steps[:-1]
+    if any(step.lower() in _VALIDATION for step in above):
+        raise DataError(
+            f"dataset={request.name!r}: {folder.relative_to(root)} lies in a validation folder. Call it test, or move "
+            "its images into train and set validation-share."
+        )
     part = next((step for step in above if step.lower() in PARTS), "")
     rest = [step for step in above if step != part]
     if len(rest) > 1:

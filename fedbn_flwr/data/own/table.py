@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,15 +62,20 @@ def read_table(request: OwnData) -> Found:
     if not len(table):
         raise DataError(f"dataset={request.name!r} has no rows.")
     values = table[label_columns[0]] if len(label_columns) == 1 else table[label_columns]
-    targets, task, outputs, class_names = read_targets(request, _values(values), f"column {request.label_column!r}")
+    targets, task, outputs, class_names = read_targets(
+        request, _values(values), f"column {request.label_column!r}", functools.partial(_row, table)
+    )
     if len(label_columns) > 1:
         class_names = tuple(label_columns)
     tests = as_tests(request, _values(table[request.split_column]), "split-column") if request.split_column else None
     taken = {name for key, names in used.items() if key != "feature-columns" for name in names} | {_CLIENT}
-    wanted = stated_features(request.feature_columns, columns) or [(n, ()) for n in columns if n not in taken]
+    nameless = [n for n in columns if _NAMELESS.fullmatch(n) and n not in taken and not request.feature_columns]
+    wanted = stated_features(request.feature_columns, columns)
+    wanted = wanted or [(n, ()) for n in columns if n not in {*taken, *nameless}]
     if both := [name for name, _ in wanted if name in taken]:
         raise ConfigError(f"feature-columns: {shown(both)} is used by another key; a feature cannot be that, too.")
     inputs, names, notes = features_of(request, table, wanted, tests)
+    notes = (*(f"column {name!r} has no name in the file and is left out" for name in nameless), *notes)
     client = _CLIENT if from_files else request.client_column
     clients, client_names = numbered(_keys(request, table, client)) if client else (None, ())
     return Found(
@@ -87,6 +94,7 @@ def read_table(request: OwnData) -> Found:
 
 
 _CLIENT = "(file)"
+_NAMELESS = re.compile(r"Unnamed: \d+|__index_level_\d+__")  # pandas' names; as a rule the numbers of the rows
 
 
 def _tables(request: OwnData) -> tuple[Any, bool]:
@@ -106,6 +114,8 @@ def _tables(request: OwnData) -> tuple[Any, bool]:
         raise DataError(f"dataset={request.name!r}: two tables have the same name ({shown([f.name for f in files])}).")
     tables = [_table(request, file) for file in files]
     for file, table in zip(files, tables, strict=True):
+        if not len(table):
+            raise DataError(f"dataset={request.name!r}: {file.name} has no rows.")
         if set(table.columns) != set(tables[0].columns):
             different = sorted(map(str, set(table.columns) ^ set(tables[0].columns)))
             raise DataError(
@@ -127,6 +137,8 @@ def _table(request: OwnData, path: Path) -> Any:
     import pandas as pd
 
     try:
+        if not path.stat().st_size:
+            raise DataError(f"dataset={request.name!r}: {path} is empty.")
         if path.suffix.lower() == ".parquet":
             return pd.read_parquet(path)
         separator = "\t" if path.suffix.lower() == ".tsv" else None
@@ -139,7 +151,9 @@ def _table(request: OwnData, path: Path) -> Any:
             skipinitialspace=True,
             encoding="utf-8-sig",
         )
-    except UnicodeDecodeError as error:
+    except DataError:
+        raise
+    except UnicodeError as error:
         raise DataError(f"dataset={request.name!r}: {path} is not UTF-8 ({error}). Save it as UTF-8.") from error
     except (OSError, ValueError, ImportError) as error:  # pandas' parser errors are ValueErrors
         raise DataError(f"dataset={request.name!r}: {path} cannot be read: {error}") from error
@@ -186,7 +200,8 @@ def features_of(
             continue
         if missing and request.missing == "refuse":
             first = int(np.flatnonzero(column.isna())[0])
-            problems.append(f"column {name!r}: {missing} of {len(table)} values are missing (first in row {first})")
+            where = _row(table, first)
+            problems.append(f"column {name!r}: {missing} of {len(table)} values are missing (first in {where})")
             continue
         if pd.api.types.is_numeric_dtype(column) and not categories:
             values = column.to_numpy(dtype=np.float64, na_value=np.nan)
@@ -204,6 +219,15 @@ def features_of(
             names.append(name)
             continue
         text = column.map(lambda v: None if pd.isna(v) else _as_text(v))
+        texts = sorted({v for v in text if not pd.isna(v)})
+        odd = [value for value in texts if not _is_number(value)]
+        if 0 < len(odd) < len(texts) and not categories:
+            where = _row(table, int(np.flatnonzero(text == odd[0])[0]))
+            problems.append(
+                f"column {name!r} has numbers and text ({shown(odd)}; first in {where}): correct it (missing is one of "
+                f"{', '.join(MISSING[1:])} or nothing), or state its categories, {name}:A|B"
+            )
+            continue
         kinds = categories or tuple(sorted({v for v in text[in_training] if not pd.isna(v)}))
         if len(kinds) > _MOST_CATEGORIES and not categories:
             problems.append(
@@ -225,6 +249,22 @@ def features_of(
     if filled := int(np.isnan(np.stack(columns)).sum()):
         notes.append(f"{filled} missing values are replaced by the mean of the training rows (missing=mean)")
     return torch.from_numpy(np.stack(columns, 1).astype(np.float32)), tuple(names), tuple(notes)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _row(table: Any, at: int) -> str:
+    """Return where a row is, counted from 0, in its own file if there are several."""
+    if _CLIENT not in table.columns:
+        return f"row {at}"
+    file = table[_CLIENT].iloc[at]
+    return f"row {at - int(np.flatnonzero(table[_CLIENT] == file)[0])} of {file}"
 
 
 def _as_text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,16 @@ __all__ = ["read_targets"]
 _MOST_CLASSES = 1000
 
 
-def read_targets(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+def read_targets(
+    request: OwnData, values: Any, what: str, row: Callable[[int], str] = "row {}".format
+) -> tuple[Tensor, Task, int, tuple[str, ...]]:
     """Return targets, task, number of outputs, and names of the classes.
 
     Args:
         request: the task and the positive values.
         values: an array (N,) or (N, K), numbers or text.
         what: the column or array, for messages.
+        row: returns where the example of a number is, for messages.
 
     Raises:
         ConfigError: the values are not for the task, or there are no positive ones.
@@ -34,8 +38,8 @@ def read_targets(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task
     if missing.any():
         first = int(np.flatnonzero(missing.reshape(len(values), -1).any(1))[0])
         raise DataError(
-            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing or infinite "
-            f"(the first in row {first}, counted from 0). Leave these examples out, or fill them in."
+            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing or "
+            f"infinite (the first in {row(first)}, counted from 0). Leave these examples out, or fill them in."
         )
     if request.positive_values:
         positive = _positive(request, values, what)
