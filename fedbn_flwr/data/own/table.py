@@ -243,6 +243,7 @@ def features_of(
         names += [f"{name}={kind}" for kind in kinds]
     if problems:
         way = "\nUse missing=mean for the mean of the training rows, or other feature-columns."
+        way = way if any(" are missing " in problem for problem in problems) else ""
         raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems) + way)
     if not columns:
         raise DataError(f"dataset={request.name!r} has no columns for features; set feature-columns.")
