@@ -33,6 +33,7 @@ NOT_RUN = {
     ("docs/deployment.md", "starts a SuperLink and three SuperNodes in the background"),
     ("docs/deployment.md", "needs a Docker engine"),
     ("docs/deployment.md", "makes keys in the checkout"),
+    ("docs/deployment.md", "needs a federation"),
     ("docs/get-started.md", "installs torch, then takes minutes"),
     ("docs/get-started.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/get-started.md", "lines of an app, of which flower-projects.md has the tested diff"),
