@@ -87,16 +87,21 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
         client: the partition id.
 
     Raises:
-        StateError: the folder has no model, or none of this client.
+        StateError: the folder has no model, or not what this client kept; the error says where it is.
     """
     folder = Path(run)
     state, absent = _shared(folder)
     if (file := client_file(folder, client)).is_file():
         return {**state, **read_state(file)[0]}
+    there = "export its model there, with `fedbn-flwr export --state-dir DIR`"
+    if str(client) in json.loads(metadata(folder).get(KEPT_HASHES, "{}")):
+        raise StateError(
+            f"{run}: what client={client} kept is not here ({_here(_clients(folder))}). It is on its node: {there}."
+        )
     if absent:
         raise StateError(
             f"{run}: client={client} has no entries of its own ({_here(_clients(folder))}). It did not train in this "
-            f"run, or its {', '.join(absent)} entries are on another disk."
+            f"run, or its {', '.join(absent)} entries are on another disk: {there}."
         )
     return state
 

@@ -157,6 +157,9 @@ def test_averaged_bn_is_exported_where_the_run_saved_it(quick_run, tmp_path: Pat
     _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
     done = export(run, tmp_path / "model.safetensors", "torch", Choice(averaged=True))
     assert "its affine, statistics, counters entries: weighted average of the clients' latest" in done.what
+    shutil.rmtree(run / "clients")  # as over a network
+    with pytest.raises(StateError, match=r"client=1 kept is not here .*: export its model there, with .* --state-dir"):
+        export(run, tmp_path / "other/model.safetensors", "torch", Choice(client=1))
     plain, _, _ = finished(tmp_path / "run")
     with pytest.raises(ConfigError, match="bn=averaged is for runs whose clients keep BN"):
         export(plain, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True))
