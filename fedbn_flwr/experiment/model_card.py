@@ -140,7 +140,9 @@ def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
         if settings := [f"{key}={value}" for key, value in config.to_mapping().items() if key in own]:
             yield "settings of the method", ", ".join(settings)
     summary = _summary(saved.run)
-    yield "rounds", summary.get("rounds", f"{config.num_server_rounds} (from the settings)")
+    rounds = summary.get("rounds", f"{config.num_server_rounds} (from the settings)")
+    best = summary.get("best-validation", {}).get("round")
+    yield "rounds", f"{rounds}, the model is that of round {best}" if best else rounds
     yield "clients", config.num_clients or "as many as the federation had"
     yield "seed", config.seed
     if "diverged-at" in saved.about:
@@ -166,13 +168,14 @@ def _metrics(run: Path) -> Iterator[str]:
         yield f"summary.json is not in {run.name}: whoever did the run has the metrics."
         return
     final = {key: value for key, value in summary["final"].items() if isinstance(value, (int, float))}
+    line = next((line for line in lines if line["round"] == final.get("round")), {})
     told = summary.get("definitions", {})
     yield f"After round {final.pop('round', '?')}:"
     yield _table(["metric", "value", "definition"], [[key, _shown(v), told.get(key, "")] for key, v in final.items()])
     for metric, values in summary["final"].get("domains", {}).items():
         yield f"{metric} by domain:"
         yield _table(list(values), [[_shown(value) for value in values.values()]])
-    tested: dict[str, dict[str, Any]] = next((line["clients"] for line in reversed(lines) if "clients" in line), {})
+    tested: dict[str, dict[str, Any]] = line.get("clients", {})
     names = sorted({name for metrics in tested.values() for name in metrics if name.startswith(("own-", "global-"))})
     if tested:
         yield "By client, each on its own test data (`own-`) or on the whole test set (`global-`):"
