@@ -233,7 +233,8 @@ class Recorder:
             summary[DIVERGED_AT] = since
         if self.stopping:
             best_score = {"round": kept_round, self.stopping.metric: last.get(self.stopping.metric)}
-            summary |= {"stopped-early": self.stopping.stops, "best-validation": best_score}
+            early = self.stopping.stops and len(lines) < self._config.num_server_rounds
+            summary |= {"stopped-early": early, "best-validation": best_score}
         summary |= strategy.outcome(kept_round or len(lines)) if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
@@ -252,7 +253,7 @@ class Recorder:
             INTERFACE: self._interface.to_json(),
         }  # what using the model elsewhere needs
         more |= {KEPT_HASHES: json.dumps(dict(sorted(local.items())))} if strategy and strategy.local else {}
-        more |= {DIVERGED_AT: str(since)} if since else {}
+        more |= {DIVERGED_AT: str(since)} if since and (kept_round or len(lines)) >= since else {}
         self._folder.finish(state, {"format": "pt", **about, **more}, summary)
         return summary
 

@@ -12,12 +12,15 @@ from safetensors.torch import load_file
 
 from fedbn_flwr import personal_state
 from fedbn_flwr.app import client_app
+from fedbn_flwr.client.saved_state import metadata
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
+from fedbn_flwr.experiment.export import export
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.saved_model import Choice
 from fedbn_flwr.experiment.serve import serve
 
 BASE: Mapping[str, Any] = {
@@ -71,6 +74,29 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(strategy: str
     assert files(out) == files(tmp_path / "short")
     assert len(files(out)) == (4 if strategy == "fedbn" else 1)
     assert personal_state(out, 0).keys() == personal_state(tmp_path / "short", 0).keys()
+
+
+def test_the_card_has_the_metrics_of_the_best_round(whole, tmp_path: Path) -> None:
+    out, summary = whole["fedbn"]
+    lines, best = read_metrics(out / "metrics.jsonl"), summary["best-validation"]["round"]
+    tested, last = (line["clients"]["0"]["own-loss"] for line in (lines[best - 1], lines[-1]))
+    assert f"{tested:.4f}" != f"{last:.4f}"
+    card = export(out, tmp_path / "model.safetensors", "torch", Choice(client=0)).card.read_text()
+    assert f"- rounds: {len(lines)}, the model is that of round {best}\n" in card
+    (row,) = (line for line in card.splitlines() if line.startswith("| 0 |"))
+    assert f" {tested:.4f} " in row
+    assert f" {last:.4f} " not in row
+
+
+def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(tmp_path: Path) -> None:
+    """Patience runs out in the last round, so the run did not end early."""
+    decay = {"lr-decay-at": "4", "lr-decay-factor": 1e30, "num-server-rounds": 7, "on-divergence": "continue"}
+    out = tmp_path / "out"
+    summary = start(out, **decay, **{"checkpoint-every": 1})
+    assert summary["best-validation"]["round"] == 4 < summary["diverged-at"]
+    assert (summary["rounds"], summary["stopped-early"]) == (7, False)
+    assert "diverged-at" not in metadata(out)
+    assert "- diverged:" not in export(out, tmp_path / "model.safetensors", "torch").card.read_text()
 
 
 @pytest.mark.parametrize("strategy", METHODS)
