@@ -15,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import Engine, Kind, _Bar, app
-from fedbn_flwr.data import DATASETS, PARTITIONS
+from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import Config
@@ -86,7 +86,7 @@ def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
         ("strategies", [*STRATEGIES, "centralized"]),
         ("norms", [*NORMS]),
         ("models", [*MODELS]),
-        ("datasets", [*DATASETS]),
+        ("datasets", [*DATASETS, *(form.split(",")[0] for form in KINDS.values())]),
         ("partitions", [*PARTITIONS]),
     ],
 )
