@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fedbn_flwr.data import DATASETS, PARTITIONS
+from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, GROUPS, Config
 from fedbn_flwr.experiment.method_settings import methods_with, own_default
 from fedbn_flwr.models import MODELS
@@ -22,7 +22,7 @@ _NAMES: Mapping[str, Iterable[str]] = {
     "strategy": [*STRATEGIES, CENTRALIZED],
     "norm": NORMS,
     "model": MODELS,
-    "dataset": DATASETS,
+    "dataset": [*DATASETS, *(form.split(",")[0] for form in KINDS.values())],
     "partition": PARTITIONS,
     "eval-on": EVALUATIONS,
     "task": TASKS,
