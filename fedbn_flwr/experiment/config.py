@@ -365,7 +365,7 @@ class Config(_MethodSettings):
                 f"classes-per-client={self.classes_per_client} is more than the {classes} classes of "
                 f"dataset={self.dataset}; use 1 to {classes}"
             )
-        if found and self.learning_task().by_pixel:
+        if found and found[0].task.by_pixel:
             moved = [name for name in self._each() if name.endswith("-augment")]
             problems += [f"augment: {name} would move the image and not the classes of its pixels" for name in moved]
         if self.standardise == "none" and self.missing == "mean":
