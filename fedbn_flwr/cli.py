@@ -288,7 +288,10 @@ def evaluate(
     bn: Annotated[
         str, typer.Option(help="averaged, own:CLIENT, or adapt: statistics of the new inputs. Default: the global BN.")
     ] = "",
-    part: Annotated[DataPart, typer.Option(help="Which examples.")] = DataPart.test,
+    part: Annotated[
+        DataPart | None,
+        typer.Option(help="Which examples. Default: all of new own data without a split of their own, else test."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
 ) -> None:
     """Evaluate the model of a run on any data: a table of its metrics, and its predictions."""
@@ -297,7 +300,7 @@ def evaluate(
 
     with _exit_codes():
         data = {**read_overrides(set_ or []), "dataset": dataset}
-        what, rows = evaluate_run(run, data, bn, part.value, out)
+        what, rows = evaluate_run(run, data, bn, part.value if part else "", out)
         console.print(f"model: {what}", markup=False, highlight=False, soft_wrap=True)
         metrics = list(rows[0].result.named())
         table = Table("data", "BN statistics", "examples", *metrics, box=None)

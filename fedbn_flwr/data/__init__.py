@@ -5,7 +5,16 @@ from __future__ import annotations
 from fedbn_flwr.data.augment import Augment
 from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.data.local_dataset import load_local_dataset
-from fedbn_flwr.data.own import KINDS, OwnData, is_own, own_info, own_notes
+from fedbn_flwr.data.own import (
+    KINDS,
+    OwnData,
+    OwnRows,
+    is_own,
+    own_info,
+    own_notes,
+    own_rows,
+    table_columns,
+)
 from fedbn_flwr.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -31,6 +40,7 @@ __all__ = [
     "Examples",
     "FeatureMoments",
     "OwnData",
+    "OwnRows",
     "PartitionInfo",
     "PartitionRequest",
     "Samples",
@@ -44,6 +54,7 @@ __all__ = [
     "moments_of_inputs",
     "own_info",
     "own_notes",
+    "own_rows",
     "partition_counts",
     "partition_picture",
     "partition_table",
@@ -52,4 +63,5 @@ __all__ = [
     "split_dataset",
     "split_off",
     "standardised",
+    "table_columns",
 ]

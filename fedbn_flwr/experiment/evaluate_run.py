@@ -6,17 +6,19 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.data import Subset
+from fedbn_flwr.data import OwnData, Subset, is_own, own_rows, table_columns
+from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import RunFolder
@@ -36,14 +38,19 @@ _OWN = re.compile(r"own:(\d+)")
 # Settings of a run that the model and its inputs depend on; all others are those of the new data.
 _OF_THE_MODEL = (
     *("norm", "norm-groups", "wsconv-gain", "activation", "renorm-rmax", "renorm-dmax", "model"),
-    *("task", "bn-momentum", "memory-format", "seed"),
+    *("bn-momentum", "memory-format", "seed"),
 )
 
-# Settings of the group "own data and models" that do not describe data.
-_OF_TRAINING = (
-    *("init", "train-only", "early-stopping", "validation-share", "held-out-clients", "on-divergence"),
-    *("frozen-bn", "mlp-hidden", "standardise"),
+# Settings that say how data are read: those of the run, unless the new data have others.
+_OF_READING = (
+    *("task", "metrics", "label-column", "client-column", "group-column", "split-column", "feature-columns"),
+    *("positive-values", "class-names", "missing", "skip-unreadable", "test-share", "cache-gib", "data-workers"),
 )
+_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
+_OWN_SCALE = (
+    "inputs have the mean and std of the training part of these data, since the run standardised each client by its own"
+)
+_COLUMNS = ("client-column", "group-column", "split-column")
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def evaluate_run(
     run: Path,
     data: Mapping[str, Any],
     bn: str = "",
-    part: DataPart = "test",
+    part: DataPart | Literal[""] = "",
     out: Path | None = None,
 ) -> tuple[str, list[Row]]:
     """Evaluate the model of a run on any data.
@@ -68,14 +75,15 @@ def evaluate_run(
 
     Args:
         run: the run's folder.
-        data: config keys of the data, at least ``dataset``.
+        data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults.
         bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, or ``ADAPT``.
-        part: the examples to use.
+        part: the examples to use; "" = all of own data without a split of their own that are not those of the run, else
+            the test examples.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
 
     Returns:
-        What model it is, and the results: with all data first, then by group. With ``ADAPT`` those of the statistics
-        as saved come first.
+        What model it is and how the data become its inputs and targets, and the results: with all data first, then by
+        group. With ``ADAPT`` those of the statistics as saved come first.
 
     Raises:
         ConfigError: the data do not fit the model, or a setting is bad.
@@ -83,13 +91,18 @@ def evaluate_run(
         StateError: the run lacks the model, or a part of it.
         EngineError: the folder cannot be written.
     """
-    if part not in get_args(DataPart):
+    if part and part not in get_args(DataPart):
         raise unknown_name("part", part, get_args(DataPart))
     if out is not None:
         RunFolder.refuse_used(out)
     saved = load_model(run, _choice(bn))
-    config = _config_of_data(saved.config, data)
-    chosen, groups = _views(_data(saved, config), part)
+    config = _config_of_data(saved, data)
+    found, notes = _data(saved, config, {"class-names", "positive-values"} & data.keys())
+    what = "; ".join([saved.what, *notes])
+    own = own_rows(config.own_data()) if is_own(config.dataset) else None
+    new = own is not None and not own.divided and config.dataset != saved.config.dataset
+    part = part or ("all" if new else "test")
+    chosen, groups = _views(found, part)
     model, task = on_device(saved.model, config), config.learning_task()
     statistics = ["as saved", *(["re-estimated"] if bn == ADAPT else [])]
     rows: list[Row] = []
@@ -101,9 +114,13 @@ def evaluate_run(
             rows.append(Row("all", which, evaluate(model, chosen, task=task)))
         rows += [Row(name, which, evaluate(model, view, task=task)) for name, view in groups.items()]
     if out is not None:
-        text = _predictions(outputs.all(), chosen, task, saved.interface.classes) if outputs.wanted else ""
-        _write(out, text, saved.what, config, rows)
-    return saved.what, rows
+        place = _Place("index", range(len(chosen)), np.arange(len(chosen)))
+        if own:
+            numbers = {"train": own.train, "test": own.test, "all": np.concatenate([own.train, own.test])}[part]
+            place = _Place(own.column, own.names, numbers)
+        text = _predictions(outputs.all(), chosen, task, saved.interface.classes, place) if outputs.wanted else ""
+        _write(out, text, {"model": what, "dataset": config.dataset, "part": part}, rows)
+    return what, rows
 
 
 def _choice(bn: str) -> Choice:
@@ -116,20 +133,43 @@ def _choice(bn: str) -> Choice:
     return Choice(averaged=True)
 
 
-def _config_of_data(config: Config, data: Mapping[str, Any]) -> Config:
-    """Return the settings of the run's model with those of the new data."""
-    of_run = config.to_mapping()
-    keys = (*_OF_THE_MODEL, *(key for key in config.keys("own data and models") if key not in _OF_TRAINING))
-    shared = {key: of_run[key] for key in keys if key in of_run}
+def _config_of_data(saved: SavedModel, data: Mapping[str, Any]) -> Config:
+    """Return the settings of the run's model with those of the new data.
+
+    Raises:
+        ConfigError: a setting does not describe data, or is bad.
+    """
+    if others := [key for key in data if key in saved.config.to_mapping() and key not in _OF_DATA]:
+        raise ConfigError(
+            f"{', '.join(others)}: evaluate takes keys that describe the data ({', '.join(_OF_DATA)}); all others are "
+            "those of the run, and the new data are not split over clients. Leave them out."
+        )
+    of_run, taken = saved.config.to_mapping(), saved.interface
+    shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *_OF_READING) if key in of_run}
+    dataset = str(data.get("dataset"))
+    if is_own(dataset) and not taken.classes and taken.task in ("classification", "segmentation"):
+        shared["num-classes"] = taken.num_classes
+    if dataset.startswith("csv:") and (path := dataset.removeprefix("csv:")):
+        columns = table_columns(OwnData(*OwnData.parse(dataset)))
+        absent = [key for key in _COLUMNS if shared.get(key) not in columns]
+        absent += ["client-column"] if Path(path).is_dir() else []  # each table is a client's
+        shared = {key: value for key, value in shared.items() if key not in absent}
     return Config.make_of_shared(shared, {"partition": "iid", "num-clients": 1, **data})[0]
 
 
-def _data(saved: SavedModel, config: Config) -> PartitionedData:
-    """Return the new data with the normalisation of the run; raise ConfigError if they do not fit the model."""
+def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[PartitionedData, list[str]]:
+    """Return the new data with the normalisation of the run, and what a reader of the results must know of them.
+
+    Args:
+        saved: the model of the run.
+        config: the settings of the new data.
+        stated: keys by which the user gave the order of the classes, if any.
+
+    Raises:
+        ConfigError: the data do not fit the model.
+    """
     ran, taken = saved.config, saved.interface
     problems = []
-    if config.model != ran.model or config.norm != ran.norm:
-        problems.append("model and norm are those of the run; leave them out")
     if taken.task != config.learning_task().name:
         problems.append(f"the model is for {taken.task}, the data are for {config.learning_task().name}")
     classes, found = taken.num_classes, config.data_info().num_classes
@@ -153,16 +193,27 @@ def _data(saved: SavedModel, config: Config) -> PartitionedData:
             f"the model takes inputs {taken.shape}, those of dataset={config.dataset} are {dataset.test.shape}: give "
             "data with as many channels or features, and of the same height and width"
         )
-    if names and taken.classes and names != taken.classes:
+    known, given = (
+        "" if all(map(str.__eq__, n, map(str, range(len(n))))) else ", ".join(n) for n in (taken.classes, names)
+    )
+    notes = []
+    if known and given and names != taken.classes:
         problems.append(
-            f"the classes of the run are {', '.join(taken.classes)}, those of dataset={config.dataset} "
-            f"{', '.join(names)}: name them alike"
+            f"the classes of the run are {known}, those of dataset={config.dataset} {given}: name them alike"
         )
+    elif given and not known and not stated and dataset.test.by_class:
+        problems.append(
+            f"the classes of the run are the numbers 0 to {max(classes, 2) - 1}, those of dataset={config.dataset} are "
+            f"named {given}: give the names in the order of the numbers, class-names={','.join(names)} say"
+        )
+    elif bool(given) != bool(known):
+        numbered = ", ".join(f"{number} = {name}" for number, name in enumerate(names or taken.classes))
+        notes.append(f"classes of the {'data' if given else 'run'} by number: {numbered}")
     if problems:
         raise ConfigError("\n".join(f"{problem}." for problem in problems))
     if ran.standardise == "local":  # each client has its own mean and std, so these data have theirs
-        return data
-    return replace(data, dataset=replace(dataset, mean=taken.mean, std=taken.std))
+        return data, [*notes, _OWN_SCALE]
+    return replace(data, dataset=replace(dataset, mean=taken.mean, std=taken.std)), notes
 
 
 def _views(data: PartitionedData, part: str) -> tuple[Subset | _Joined, dict[str, Subset | _Joined]]:
@@ -239,7 +290,21 @@ def _reestimate(model: nn.Module, data: Subset | _Joined, task: Task, saved: Sav
     load_statistics(model, moments)
 
 
-def _predictions(outputs: Tensor, data: Subset | _Joined, task: Task, classes: Sequence[str]) -> str:
+class _Place(NamedTuple):
+    """Where the examples stand in the user's data: the first column of ``predictions.csv``, and its order."""
+
+    column: str
+    names: Sequence[int | str]  # of all rows
+    numbers: Indices  # the row of each example
+
+
+def _predictions(
+    outputs: Tensor,
+    data: Subset | _Joined,
+    task: Task,
+    classes: Sequence[str],
+    place: _Place,
+) -> str:
     """Return the text of ``predictions.csv``."""
     targets = data.targets.cpu()
     outputs = outputs.double().reshape(len(outputs), -1)
@@ -258,10 +323,11 @@ def _predictions(outputs: Tensor, data: Subset | _Joined, task: Task, classes: S
     ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["index", *names])
-    rows = zip(*(value.tolist() for value in values.values()), strict=True)
-    for index, row in enumerate(rows):
-        writer.writerow([index, *(_shown(value) for part in row for value in part)])
+    writer.writerow([place.column, *names])
+    rows = list(zip(*(value.tolist() for value in values.values()), strict=True))
+    for at in np.argsort(place.numbers).tolist():
+        name = place.names[place.numbers[at]]
+        writer.writerow([name, *(_shown(value) for part in rows[at] for value in part)])
     return text.getvalue()
 
 
@@ -269,14 +335,13 @@ def _shown(value: float) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _write(out: Path, predictions: str, what: str, config: Config, rows: Sequence[Row]) -> None:
+def _write(out: Path, predictions: str, about: Mapping[str, str], rows: Sequence[Row]) -> None:
     found = [{"data": r.data, "statistics": r.statistics, **dict(_numbers(r.result))} for r in rows]
-    about = {"model": what, "dataset": config.dataset, "results": found}
     try:
         out.mkdir(parents=True, exist_ok=True)
         if predictions:
             write_atomically(out / "predictions.csv", predictions)
-        write_atomically(out / "metrics.json", json.dumps(about, indent=2) + "\n")
+        write_atomically(out / "metrics.json", json.dumps({**about, "results": found}, indent=2) + "\n")
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
 

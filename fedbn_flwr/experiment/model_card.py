@@ -124,7 +124,13 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
         where = "in" if normalise else "not in"
         yield f"normalisation, {where} the file", f"({x} - mean) / std, mean {mean}, std {std} per {what}"
     elif own:
-        yield "normalisation, not in the file", "each client's inputs with its own mean and std (standardise=local)"
+        yield (
+            "normalisation, not in the file",
+            (
+                "each client's inputs with its own mean and std (standardise=local), "
+                "other data with the mean and std of theirs"
+            ),
+        )
     if taken.features:
         yield "features, in this order", ", ".join(taken.features)
     yield "outputs", "float32 (N, outputs, ...), logits before any softmax or sigmoid; numbers for a regression"

@@ -7,16 +7,19 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.cli import app
 from fedbn_flwr.data import DATASETS, Subset
+from fedbn_flwr.data.own import own_rows
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.evaluate_run import _predictions, evaluate_run
+from fedbn_flwr.experiment.evaluate_run import _Place, _predictions, evaluate_run
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate
@@ -116,7 +119,13 @@ def test_what_does_not_fit_is_refused(fedavg, quick_run, tmp_path: Path) -> None
     _, group = quick_run(norm="group", model="lenet")
     for folder, data, bn, kind, why in (
         (run, {"dataset": "digit"}, "", ConfigError, "unknown dataset 'digit'. Did you mean 'digits'"),
-        (run, {"dataset": "digits", "model": "lenet"}, "", ConfigError, "model and norm are those of the run"),
+        (
+            run,
+            {"dataset": "digits", "model": "lenet", "learning-rate": 7, "partition": "iid"},
+            "",
+            ConfigError,
+            _OTHERS,
+        ),
         (run, {"dataset": "cityscapes"}, "", ConfigError, "is for segmentation"),
         (run, {"dataset": "usps"}, "", DataError, "data-dir is not set"),
         (run, {"dataset": "digits"}, "own", ConfigError, r"bn='own' is unknown. Allowed: averaged, own:CLIENT"),
@@ -137,6 +146,9 @@ def test_other_classes_are_refused(fedavg, monkeypatch) -> None:
         monkeypatch.setitem(DATASETS, "others", info)
         with pytest.raises(ConfigError, match=f"the run have 10 classes, dataset=others has {count}. Bring these data"):
             evaluate_run(run, {"dataset": "others"})
+
+
+_OTHERS = "model, learning-rate, partition: evaluate takes keys that describe the data .dataset, data-dir"
 
 
 class Targets:
@@ -168,5 +180,75 @@ class Targets:
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_predictions_of_each_task(task: Task, outputs: list, targets: list, lines: list[str]) -> None:
-    text = _predictions(torch.tensor(outputs), Targets(*targets), task, ("a", "b"))
+    place = _Place("index", range(len(targets)), np.arange(len(targets)))
+    text = _predictions(torch.tensor(outputs), Targets(*targets), task, ("a", "b"), place)
     assert text.splitlines() == lines
+
+
+@pytest.fixture
+def table(tmp_path: Path):
+    """``table(name, count, columns)``: a CSV of two features, a client and a target; return its path."""
+
+    def write(name: str, count: int = 40, labels: str = "012", split: bool = False, **more: str) -> Path:
+        rows = [f"{k},{k * k % 7},{labels[k % len(labels)]}" for k in range(count)]
+        extra = [f",{'ab'[k % 2]}" if more else "" for k in range(count)]
+        path = tmp_path / name
+        tests = [f",{int(k % 4 == 0)}" if split else "" for k in range(count)]
+        head = "f1,f2,y" + (",hospital" if more else "") + (",split" if split else "")
+        path.write_text("\n".join([head, *map("".join, zip(rows, extra, tests, strict=True))]) + "\n")
+        return path
+
+    return write
+
+
+def test_a_table_of_a_new_place_is_evaluated_whole_and_in_its_order(quick_run, table, tmp_path: Path) -> None:
+    """It lacks the column of the clients, and the last class; the rows can be joined with the predictions."""
+    old, new = table("old.csv", client="hospital"), table("new.csv", 12, "01")
+    own = {"dataset": f"csv:{old}", "label-column": "y", "client-column": "hospital", "num-clients": 2}
+    _, run = quick_run(**own, standardise="local")
+    what, (row, *_) = evaluate_run(run, {"dataset": f"csv:{new}"}, out=tmp_path / "out")
+    assert what.endswith(
+        "inputs have the mean and std of the training part of these data, since the run standardised "
+        "each client by its own"
+    )
+    assert row.result.num_examples == 12
+    with (tmp_path / "out/predictions.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert [line["row"] for line in found] == [str(k) for k in range(12)]
+    assert [line["target"] for line in found] == [str(k % 2) for k in range(12)]
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["part"] == "all"
+    divided = table("divided.csv", 12, "01", split=True)
+    for data, part, count in ((new, "test", 2), (divided, "", 3), (divided, "all", 12)):
+        split = {"split-column": "split"} if data == divided else {}
+        assert evaluate_run(run, {"dataset": f"csv:{data}", **split}, part=part)[1][0].result.num_examples == count
+    (whole, *_) = evaluate_run(run, {"dataset": f"csv:{old}"})[1]
+    assert whole.result.num_examples < 40, "of the run's own data the test examples"
+    with pytest.raises(ConfigError, match="client-column='hospital' is not a column"):
+        evaluate_run(run, {"dataset": f"csv:{new}", "client-column": "hospital"})
+
+
+def test_rows_of_files_and_of_several_tables_have_names(table, tmp_path: Path) -> None:
+    (tmp_path / "sites").mkdir()
+    for name in ("b", "a"):
+        table(f"sites/{name}.csv", 5)
+    found = own_rows(Config.make({"dataset": f"csv:{tmp_path / 'sites'}", "label-column": "y"}).own_data())
+    assert list(found.names) == [f"{name}:{k}" for name in "ab" for k in range(5)]
+    for name in ("x/0.png", "x/1.png", "y/0.png", "y/2.png"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / name)
+    found = own_rows(Config.make({"dataset": f"folder:{tmp_path / 'images'}", "model": "lenet"}).own_data())
+    assert (found.column, list(found.names)) == ("file", ["x/0.png", "x/1.png", "y/0.png", "y/2.png"])
+
+
+def test_class_names_on_one_side_only_need_their_order(quick_run, table) -> None:
+    """Text in the order of the alphabet may be another order than that of the run's numbers."""
+    old, new = table("old.csv"), table("new.csv", labels="cba")
+    _, run = quick_run(dataset=f"csv:{old}", **{"label-column": "y"})
+    with pytest.raises(ConfigError, match=r"the numbers 0 to 2, .* named a, b, c: .* class-names=a,b,c say"):
+        evaluate_run(run, {"dataset": f"csv:{new}"})
+    what, (row, *_) = evaluate_run(run, {"dataset": f"csv:{new}", "class-names": "c,b,a"}, part="all")
+    assert what == "the global model; classes of the data by number: 0 = c, 1 = b, 2 = a"
+    assert row.result == evaluate_run(run, {"dataset": f"csv:{old}"}, part="all")[1][0].result
+    _, named = quick_run(dataset=f"csv:{new}", **{"label-column": "y"})
+    what, _ = evaluate_run(named, {"dataset": f"csv:{old}"})
+    assert what == "the global model; classes of the run by number: 0 = a, 1 = b, 2 = c"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,16 @@ from fedbn_flwr.data.own.arrays import read_arrays
 from fedbn_flwr.data.own.folder import read_folder
 from fedbn_flwr.data.own.hub import read_hub
 from fedbn_flwr.data.own.request import KINDS, Found, OwnData, chosen_task, is_own
-from fedbn_flwr.data.own.table import read_table, stated_features
+from fedbn_flwr.data.own.table import read_table, stated_features, table_columns
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.registry import IMAGENET, DatasetInfo
 from fedbn_flwr.data.samples import Examples, Samples
 from fedbn_flwr.data.shapes import Shape
+from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.data.validation import split_off
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["KINDS", "OwnData", "is_own", "own_info", "own_notes"]
+__all__ = ["KINDS", "OwnData", "OwnRows", "is_own", "own_info", "own_notes", "own_rows", "table_columns"]
 
 _READERS: dict[str, Callable[[OwnData], Found]] = {
     "folder": read_folder,
@@ -75,6 +77,45 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
 def own_notes(request: OwnData) -> tuple[str, ...]:
     """Return what a user must know of own data, one text each."""
     return _read(request, _stamp(request)).notes if request.path else ()
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """Where the examples stand in the user's files.
+
+    Attributes:
+        column: "file" for image files, else "row".
+        names: of all rows in their order: paths below the folder, numbers from 0, or TABLE:NUMBER.
+        train: the row of each training example.
+        test: the row of each test example.
+        divided: whether the data themselves say which are test examples.
+    """
+
+    column: str
+    names: Sequence[int | str]
+    train: Indices
+    test: Indices
+    divided: bool
+
+
+def own_rows(request: OwnData) -> OwnRows:
+    """Return where the training and test examples of own data stand in the files.
+
+    Raises:
+        ConfigError: keys do not fit the data.
+        DataError: the data cannot be used.
+    """
+    found = _read(request, _stamp(request))
+    column, names = "row", list[int | str](range(len(found)))
+    if not isinstance(found.inputs, Tensor):
+        column, names = "file", [path.relative_to(request.path).as_posix() for path in found.inputs]
+    elif request.kind == "csv" and Path(request.path).is_dir() and found.clients is not None:
+        starts = np.searchsorted(found.clients, found.clients)  # the tables stand one after the other
+        names = [
+            f"{found.client_names[c]}:{at - start}"
+            for at, (c, start) in enumerate(zip(found.clients, starts, strict=True))
+        ]
+    return OwnRows(column, names, *_split(request, found), found.tests is not None)
 
 
 @functools.lru_cache(maxsize=8)

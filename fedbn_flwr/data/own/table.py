@@ -16,7 +16,7 @@ from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
 from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.errors import ConfigError, DataError
 
-__all__ = ["features_of", "read_table", "stated_features"]
+__all__ = ["features_of", "read_table", "stated_features", "table_columns"]
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "None")
@@ -97,6 +97,21 @@ _CLIENT = "(file)"
 _NAMELESS = re.compile(r"Unnamed: \d+|__index_level_\d+__")  # pandas' names; as a rule the numbers of the rows
 
 
+def table_columns(request: OwnData) -> list[str]:
+    """Return the columns of a table, of the first one in a folder.
+
+    Raises:
+        DataError: there is no such file, or it cannot be read.
+    """
+    path = request.existing()
+    files = _files(path) if path.is_dir() else [path]
+    return [str(name) for name in _table(request, files[0], rows=1).columns] if files else []
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+
+
 def _tables(request: OwnData) -> tuple[Any, bool]:
     """Return the table, and whether it is from a folder of tables, whose names are in the column ``(file)``."""
     import pandas as pd
@@ -104,7 +119,7 @@ def _tables(request: OwnData) -> tuple[Any, bool]:
     path = request.existing()
     if not path.is_dir():
         return _table(request, path), False
-    files = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    files = _files(path)
     if not files:
         raise DataError(
             f"dataset={request.name!r} has no tables ({', '.join(SUFFIXES)}); it has "
@@ -133,7 +148,7 @@ def _tables(request: OwnData) -> tuple[Any, bool]:
     return whole, True
 
 
-def _table(request: OwnData, path: Path) -> Any:
+def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
     import pandas as pd
 
     try:
@@ -150,6 +165,7 @@ def _table(request: OwnData, path: Path) -> Any:
             keep_default_na=False,
             skipinitialspace=True,
             encoding="utf-8-sig",
+            nrows=rows,
         )
     except DataError:
         raise
