@@ -12,10 +12,10 @@ __all__ = ["CLIENTS", "definitions"]
 
 CLIENTS = "-clients"  # ends the key with the number of clients that define a metric
 _OF_SOME = {
-    "-weighted": "mean over the same clients as the plain mean, weighted by their test examples",
+    "-weighted": "mean over the same clients as the plain mean, weighted by their {} examples",
     "-seen": "plain mean over the clients among them that have trained in this run",
     "-unseen": "plain mean over the clients among them that have not trained in this run",
-    CLIENTS: "number of clients whose test set defines the metric",
+    CLIENTS: "number of clients whose {} examples define the metric",
 }
 _TESTED_ON = {"own": "its own test set", "global": "the whole test set", VALIDATION: "its own validation examples"}
 
@@ -45,9 +45,9 @@ def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: b
         return "plain mean over the clients that never train, where it is defined"
     if key.startswith(f"{VALIDATION}-"):
         return "pooled over the validation examples of all clients"
-    if found := next((text for ending, text in _OF_SOME.items() if key.endswith(ending)), None):
-        return found
     name = key.split("-")[1]
+    if found := next((text for ending, text in _OF_SOME.items() if key.endswith(ending)), None):
+        return found.format(VALIDATION if name == VALIDATION else "test")
     total = sum(client.get(f"{name}-{NUM_EXAMPLES}", 0) > 0 for client in line.get("clients", {}).values())
     defined = line.get(key + CLIENTS, total)
     who = f"{total} clients" if defined == total else f"{defined} of {total} clients (the others do not define it)"
