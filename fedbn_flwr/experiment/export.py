@@ -186,25 +186,34 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
     Inputs are float32 (32, ...).
     """
     count, config, taken = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"}), saved.interface
+    why, data = "the data of the run are not here", None
     try:
-        data = partitioned_data(config, count_clients(config))
+        found = partitioned_data(config, count_clients(config))
+        if found.dataset.test.shape == taken.shape:
+            data = found
+        else:
+            why = "the data have changed since the run"
     except (DataError, ConfigError):
-        data = None
+        pass
     if data is not None and len(test := data.dataset.test):
         positions = torch.linspace(0, len(test) - 1, count).long()
         what = f"{min(count, len(test))} test examples of {dataset_name(config)}"
-        return data.test_view().batch(positions)[0], test.take(positions)[0].float(), what, data
+        raw = test.take(positions)[0].float()
+        return taken.normalise()(raw), raw, what, data  # other data may be there now, with another mean and std
     generator = torch.Generator().manual_seed(0)
     raw = torch.rand(count, *taken.shape, generator=generator)
     raw = (raw * 256).floor() if taken.as_bytes else raw
-    return taken.normalise()(raw), raw, f"{count} random inputs, since the data of the run are not here", None
+    return taken.normalise()(raw), raw, f"{count} random inputs, since {why}", None
 
 
 def _about(saved: SavedModel, folding: Folding | None, normalise: bool) -> dict[str, str]:
     """Return the metadata of the file."""
     about = {"format": "pt", "model": saved.config.model, "what": saved.what}
     about |= {INTERFACE: saved.interface.to_json()}
-    return about | {_FOLDED: json.dumps(folding is not None), _NORMALISED: json.dumps(normalise)}
+    return about | {
+        _FOLDED: json.dumps(bool(folding and (folding.folded or folding.baked))),
+        _NORMALISED: json.dumps(normalise),
+    }
 
 
 def _encode(format: str, packed: nn.Module, model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:

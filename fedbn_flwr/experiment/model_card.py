@@ -12,6 +12,7 @@ import yaml
 
 from fedbn_flwr.data import partition_table
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar
+from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.output import PLACES, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.saved_model import SavedModel
@@ -95,7 +96,7 @@ def model_card(
 def _without_places(config: Config) -> dict[str, Scalar]:
     """Return the settings without folders of the machine that did the run."""
     found = {key: value for key, value in config.to_mapping().items() if key not in PLACES}
-    return {**found, "dataset": dataset_name(config)}
+    return {**found, "dataset": dataset_name(config), "init": Path(config.init).name}
 
 
 def dataset_name(config: Config) -> str:
@@ -113,7 +114,8 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
     taken = saved.interface
     shape = f"({', '.join(['N', *map(str, taken.shape)])}), any number N"
     own = not taken.mean and saved.config.standardise == "local"
-    values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them; NaN where a value is missing"
+    values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them"
+    values += "; NaN where a value is missing, which becomes the mean" if taken.normalise().missing else ""
     if normalise and not own:
         yield "inputs", f"float32{' or uint8' if format == 'torch' and taken.as_bytes else ''} {shape}; {values}"
     else:
@@ -162,10 +164,22 @@ def _data(saved: SavedModel, data: PartitionedData | None) -> Iterator[str]:
     if data is None:
         yield "The data of the run are not where this card was written, so there are no counts here."
         return
+    if _changed(saved, data):
+        yield "The data have changed since the run, so there are no counts here."
+        return
     for table in count_split(config.model_copy(update={"device": "cpu"})):
         yield f"Training examples by {table.what}, one row per client:"
         yield f"```text\n{partition_table(table.counts, table.names)}\n```"
     yield f"{len(data.dataset.test)} test examples."
+
+
+def _changed(saved: SavedModel, data: PartitionedData) -> bool:
+    """Return whether own data have other counts than in the run's ``data.json``, if it is here."""
+    path = saved.run / "data.json"
+    if not path.is_file():
+        return False
+    before, now = json.loads(path.read_text()), data_report(data, saved.config).figures
+    return any(before.get(key) != value for key, value in now.items() if "examples" in key)
 
 
 def _metrics(run: Path) -> Iterator[str]:

@@ -212,7 +212,8 @@ def test_a_table_goes_in_as_it_is_and_may_be_gone(tmp_path: Path, quick_run) -> 
     assert again.check.inputs.startswith("32 random inputs")
     card = again.card.read_text()
     assert "- features, in this order: age, chol, kind=x, kind=y, kind=z\n" in card
-    assert "- inputs: float32 (N, 5), any number N; as the data hold them; NaN where a value is missing" in card
+    values = "as the data hold them; NaN where a value is missing, which becomes the mean"
+    assert f"- inputs: float32 (N, 5), any number N; {values}\n" in card
     assert str(tmp_path) not in card
     inputs = torch.tensor([[50.0, float("nan"), 1, 0, 0], [50.0, 230, 1, 0, 0]])
     outputs = load_exported(done.file)(inputs)
@@ -223,6 +224,33 @@ def test_a_table_goes_in_as_it_is_and_may_be_gone(tmp_path: Path, quick_run) -> 
     assert evaluated[0].result.num_examples == 60
     with pytest.raises(ConfigError, match="the features of the run are age, chol, kind=x, kind=y, kind=z; those of"):
         evaluate_run(run, {"dataset": f"csv:{tmp_path / 'b.csv'}"}, "own:1", part="all")
+
+
+def test_data_that_have_changed_since_the_run_are_told(tmp_path: Path, quick_run) -> None:
+    """The check is of the file, so it has the run's mean and std; nobody reads counts of other data."""
+    path = tmp_path / "t.csv"
+
+    def write(count: int, factor: int, head: str = "x,y") -> None:
+        path.write_text("\n".join([head, *(f"{factor * k}{',1' * head.count(',')}{k % 2}" for k in range(count))]))
+
+    write(40, 1)
+    weights = tmp_path / "weights.pt"
+    own = {"dataset": f"csv:{path}", "label-column": "y", "standardise": "none", "init": str(weights)}
+    torch.save(make_model(Config.make({**own, "num-clients": 3, "init": ""})).state_dict(), weights)
+    _, run = quick_run(**own)
+    card = export(run, tmp_path / "a/model.safetensors", "torch").card.read_text()
+    assert "training examples by" in card.lower()
+    assert "as the data hold them\n" in card
+    assert "init: weights.pt" in card
+    assert str(tmp_path) not in card
+    _, run = quick_run(**{**own, "standardise": "federated"})
+    write(60, 900)
+    done = export(run, tmp_path / "b/model.safetensors", "torch")
+    assert done.check.inputs == "12 test examples of csv:t.csv"
+    assert "The data have changed since the run, so there are no counts here." in done.card.read_text()
+    write(60, 1, "x,z,y")
+    done = export(run, tmp_path / "c/model.safetensors", "torch")
+    assert done.check.inputs == "32 random inputs, since the data have changed since the run"
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:
