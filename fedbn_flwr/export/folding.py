@@ -5,14 +5,15 @@ mean. After a layer x = W u + c both are one layer with the weight a * W and the
 is BatchNorm in eval mode. Filters that are derived from a weight (``norm=wsconv``, ``group+ws``) become plain weights.
 
 Which layer is before which is seen in a forward pass, never read from names: a BatchNorm is folded only if each of its
-inputs is the output of one layer, and nothing else uses this output or the parameters of both.
+inputs is the output of one layer, and nothing else uses this output, or the parameters and buffers of both. At the end
+the outputs of both models are compared.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from fedbn_flwr.norms.report import shown_path
 __all__ = ["Folding", "fold"]
 
 _PLAIN = {nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear}
+_HIDDEN = "the model reaches its layers in other ways than by their paths, so that folding would change its outputs"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchRenorm)
 
 
@@ -68,11 +70,11 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 
     Args:
         model: any model; it does not change.
-        example: a batch of inputs; the model runs on it once.
+        example: a batch of inputs; the model runs on it, and the new one.
     """
-    model = copy.deepcopy(model).eval()
+    plain, model = model, copy.deepcopy(model).eval()
     paths = {layer: path for path, layer in reversed(list(model.named_modules(remove_duplicate=False)))}
-    uses = _uses(model, example)
+    uses, expected = _uses(model, example)
     new: dict[nn.Module, nn.Module] = {}
     folded, left = {}, {}
     for norm, path in ((module, path) for path, module in model.named_modules() if _is_norm(module)):
@@ -88,7 +90,31 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
         for name, child in module._modules.items():
             if child in new:
                 module.add_module(name, new[child])
-    return new.get(model, model), Folding(folded, tuple(paths[conv] for conv in derived), left)
+    found = new.get(model, model)
+    if new and not _alike(found, example, expected, new):
+        norms = (path for path, layer in plain.named_modules() if _is_norm(layer))
+        return copy.deepcopy(plain).eval(), Folding({}, (), dict.fromkeys(norms, _HIDDEN))
+    return found, Folding(folded, tuple(paths[conv] for conv in derived), left)
+
+
+@torch.no_grad()
+def _alike(model: nn.Module, example: Tensor, expected: Any, replaced: Iterable[nn.Module]) -> bool:
+    """Return whether the model's outputs are these up to rounding, and none of the replaced layers is called."""
+    called: list[nn.Module] = []
+    handles = [layer.register_forward_pre_hook(lambda layer, args: called.append(layer)) for layer in replaced]
+    try:
+        found = model(example)
+    except Exception:  # the model's own code uses what the new layers lack
+        return False
+    finally:
+        for handle in handles:
+            handle.remove()
+    pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=True))
+    return not called and all(
+        bool((one - other).abs().max() <= 1000 * torch.finfo(other.dtype).eps * other.abs().max())
+        for one, other in pairs
+        if isinstance(other, Tensor) and other.is_floating_point()
+    )
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -160,7 +186,7 @@ class _Uses:
     Attributes:
         before: the layers whose outputs each norm layer gets; None for any other value.
         after: the norm layers that use the outputs of each layer; None for any other use.
-        shared: layers whose parameters are used outside of them.
+        shared: layers whose parameters or buffers are used outside of them.
     """
 
     before: defaultdict[nn.Module, set[nn.Module | None]] = field(default_factory=lambda: defaultdict(set))
@@ -169,7 +195,7 @@ class _Uses:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
-    """Notes each operation that uses the output or a parameter of a watched layer."""
+    """Notes each operation that uses the output, a parameter or a buffer of a watched layer."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,8 +204,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._outputs: dict[int, tuple[nn.Module, Tensor]] = {}  # the tensor is kept, so that its id stays its own
         self._owners: defaultdict[int, set[nn.Module]] = defaultdict(set)
         for layer in layers:
-            for parameter in layer.parameters():
-                self._owners[id(parameter)].add(layer)
+            for entry in (*layer.parameters(), *layer.buffers()):
+                self._owners[id(entry)].add(layer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the operation, and do it."""
@@ -212,13 +238,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
 
 @torch.no_grad()
-def _uses(model: nn.Module, example: Tensor) -> _Uses:
+def _uses(model: nn.Module, example: Tensor) -> tuple[_Uses, Any]:
+    """Return who uses what, and the model's outputs."""
     layers = [module for module in model.modules() if _is_norm(module) or isinstance(module, (_ConvNd, nn.Linear))]
     # Layers with hooks or parametrizations are not folded, and their outputs count as any other value.
     watch = _Watch(watched := [layer for layer in layers if not _unusual(layer)])
     with _hooked(watch, watched), watch:
-        watch.note(model(example))
-    return watch.uses
+        watch.note(outputs := model(example))
+    return watch.uses, outputs
 
 
 @contextmanager

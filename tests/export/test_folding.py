@@ -118,11 +118,24 @@ def add_after(net: Two, x: Tensor) -> Tensor:
         (lambda n, x: n.conv(F.relu(n.norm(x))) + n.last(n.other(x)), 1, "not the output of one"),
         (lambda n, x: n.norm(torch.relu_(n.conv(x))), 0, "used elsewhere"),
         (lambda n, x: n.norm(n.conv(x)) + F.conv2d(x, n.conv.weight, padding=1), 0, "used elsewhere"),
+        (lambda n, x: n.norm(n.conv(x)) + n.norm.running_mean.sum(), 0, "used elsewhere"),
+        (lambda n, x: n.norm(n.conv(x)) * n.norm.eps, 0, "in other ways than by their paths"),
         (lambda n, x: n.norm(torch.cat([n.conv(x), n.other(x)])), 0, "not the output of one"),
         # The same two layers in a row, twice: one folded layer does for both.
         (lambda n, x: n.norm(n.conv(n.norm(n.conv(x)))), 1, "does not call"),
     ],
-    ids=["norm twice", "conv twice", "sum", "pre-activation", "in place", "tied weight", "cat", "pair twice"],
+    ids=[
+        "norm twice",
+        "conv twice",
+        "sum",
+        "pre-activation",
+        "in place",
+        "tied weight",
+        "statistics",
+        "eps",
+        "cat",
+        "pair twice",
+    ],
 )
 def test_what_is_used_elsewhere_stays(how: Callable[[Two, Tensor], Tensor], folded: int, left: str) -> None:
     model = Two(how).double()
@@ -146,6 +159,16 @@ def test_layers_with_a_forward_of_their_own_stay() -> None:
     conv = parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     check(net(conv, nn.BatchNorm2d(4)), images(), 0, "not the output of one")
     check(net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), images(), 0, "no running statistics")
+
+
+def test_layers_in_a_plain_list_stay() -> None:
+    class Listed(Two):
+        def __init__(self) -> None:
+            super().__init__(lambda net, x: net.steps[1](net.steps[0](x)))
+            self.steps = [self.conv, self.norm]
+            del self.other, self.last
+
+    check(Listed().double(), images(), 0, "in other ways than by their paths")
 
 
 def test_a_layer_at_two_paths_is_folded_at_both() -> None:
