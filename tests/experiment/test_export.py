@@ -23,6 +23,7 @@ from fedbn_flwr.experiment import export as export_module
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.evaluate_run import evaluate_run
 from fedbn_flwr.experiment.export import FORMATS, SUFFIXES, export, load_exported
+from fedbn_flwr.experiment.interface import INTERFACE, Interface
 from fedbn_flwr.experiment.output import RunFolder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.saved_model import Choice
@@ -32,8 +33,11 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.evaluation import evaluate
 
 
-def finished(folder: Path, **settings: Any) -> tuple[Path, nn.Module, PartitionedData]:
-    """A run's config and model, with statistics of data and random gamma and beta, but no training and no summary."""
+def finished(folder: Path, old: bool = False, **settings: Any) -> tuple[Path, nn.Module, PartitionedData]:
+    """A run's config and model, with statistics of data and random gamma and beta, but no training and no summary.
+
+    With ``old`` the model's file does not say what it takes, as those of older versions.
+    """
     config = Config.make({"num-clients": 2, **settings})
     model, data = make_model(config), partitioned_data(config, 2)
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +48,8 @@ def finished(folder: Path, **settings: Any) -> tuple[Path, nn.Module, Partitione
     with torch.no_grad():
         model.train()(data.train_view().batch(torch.arange(64))[0])
     RunFolder(folder, config)
-    (folder / "model.safetensors").write_bytes(encode_safetensors(to_state(model.state_dict()), {"format": "pt"}))
+    about = {"format": "pt"} | ({} if old else {INTERFACE: Interface.of(config, data.dataset).to_json()})
+    (folder / "model.safetensors").write_bytes(encode_safetensors(to_state(model.state_dict()), about))
     return folder, model.eval(), data
 
 
@@ -92,11 +97,14 @@ def test_models_of_torchvision(model: str, format: Any, tmp_path: Path) -> None:
     assert export(run, tmp_path / f"home/model{SUFFIXES[format]}", format, fold_bn=True).check.relative < 1e-5
 
 
-def test_without_normalisation_it_takes_normalised_inputs(tmp_path: Path) -> None:
-    run, model, data = finished(tmp_path / "run")
+@pytest.mark.parametrize("old", [False, True])
+def test_without_normalisation_it_takes_normalised_inputs(old: bool, tmp_path: Path) -> None:
+    run, model, data = finished(tmp_path / "run", old)
     exported = load_exported(export(run, tmp_path / "model.safetensors", "torch", normalise=False).file)
     inputs = data.test_view().batch(torch.arange(5))[0]
     assert torch.equal(exported(inputs), model(inputs))
+    whole = load_exported(export(run, tmp_path / "whole/model.safetensors", "torch").file)
+    assert torch.equal(whole(data.dataset.test.inputs[:5]), model(inputs))
 
 
 def test_a_client_takes_the_model_that_was_tested(quick_run, tmp_path: Path) -> None:
