@@ -33,6 +33,11 @@ def read_arrays(request: OwnData) -> Found:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files if name in _KNOWN}
             names = list(archive.files)
+    except ValueError as error:  # NumPy's text is about pickles, which are never read
+        raise DataError(
+            f"dataset={request.name!r} cannot be read as an npz file: it is none, or it holds Python objects. Save "
+            "arrays of numbers or text with numpy.savez(path, x=inputs, y=targets)."
+        ) from error
     except READ_ERRORS as error:
         raise DataError(f"dataset={request.name!r} cannot be read as an npz file: {error}") from error
     if absent := [name for name in ("x", "y") if name not in arrays]:
