@@ -84,9 +84,19 @@ def to_run(language: str) -> list[Block]:
 
 
 def shell_scripts() -> list[Block]:
-    """The blocks to run, each on its own; those of a guide are one script: a later one goes on from an earlier one."""
+    """The blocks to run, each on its own; those of a guide are one script: a later one goes on from an earlier one.
+
+    A command that stands in several blocks of single commands runs once.
+    """
     found: dict[object, Block] = {}
+    seen: set[str] = set()
     for block in to_run("sh"):
+        lines = block.text.splitlines()
+        if all(line.startswith("fedbn-flwr ") and not line.endswith("\\") for line in lines):
+            block = replace(block, text="".join(f"{line}\n" for line in lines if line not in seen))
+            seen |= set(lines)
+            if not block.text:
+                continue
         key = block.page if block.page.startswith("docs/guides/") else block
         before = found.get(key)
         found[key] = replace(before, text=before.text + block.text) if before else block
