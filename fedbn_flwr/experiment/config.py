@@ -464,7 +464,7 @@ class Config(_MethodSettings):
         """Return what the config says of own data."""
         kind, path = OwnData.parse(self.dataset)
         keys = [name for name in OwnData.__dataclass_fields__ if name not in ("kind", "path")]
-        values: dict[str, Any] = {name: getattr(self, name, "") for name in keys}
+        values: dict[str, Any] = {name: getattr(self, name) for name in keys}
         return OwnData(kind, path, **values)
 
     def _each(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class DataReport:
         if counts := found.get("training examples by class"):
             table = np.array(list(counts.values()))
             if table.shape[1] <= _MOST and len(table) <= _MOST:
-                names = partition_table(table, _padded(tuple(found["classes"]), table.shape[1]))
+                names = partition_table(table, tuple(found["classes"]))
                 of = [f"client {at} is {name}" for at, name in enumerate(counts) if name != str(at)]
                 lines += ["training examples by class", names, *([", ".join(of)] if of else [])]
         for name, held in found.get("held-out clients", {}).items():
@@ -69,7 +69,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         "dataset": config.dataset,
         "task": config.learning_task().name,
         "shape": list(data.train.shape),
-        "classes": list(data.class_names),
+        "classes": list(data.label_names) if data.train.by_class else list(data.class_names),
         "examples": {
             "training": sum(map(len, split.train)),
             "validation": sum(map(len, split.validation)),
@@ -90,11 +90,10 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         warnings.append(f"{left} test examples belong to no client: they count in tests of the global model only")
     if data.train.by_class:
         labels = data.train.labels.cpu().numpy()
-        classes = max(data.num_classes, int(labels.max()) + 1)
-        counts = partition_counts(split.train, labels, classes)
+        counts = partition_counts(split.train, labels, len(data.label_names))
         figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
         if own and config.split_name() == "natural":
-            warnings += _without_class(names, counts, data.class_names)
+            warnings += _without_class(names, counts, data.label_names)
     if info.feature_names and isinstance(inputs, Samples):
         figures["features"] = _features(inputs, split, info.feature_names)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
@@ -147,7 +146,7 @@ def _without_class(names: list[str], counts: Indices, classes: tuple[str, ...]) 
     for at in range(counts.shape[1]):
         without = [name for name, row in zip(names, counts, strict=True) if not row[at]]
         if without and len(without) < len(names):
-            yield f"no training examples of class {_padded(classes, counts.shape[1])[at]}: client {_listed(without)}"
+            yield f"no training examples of class {classes[at]}: client {_listed(without)}"
 
 
 def _of_features(features: dict[str, dict[str, float]], count: int) -> Iterator[str]:
@@ -166,11 +165,6 @@ def _of_values(values: dict[str, Any], as_bytes: bool, scaled: bool) -> Iterator
         yield f"all inputs are {low:g}"
     if not as_bytes and not scaled and max(abs(low), abs(high)) > _LARGE:
         yield f"inputs reach {max(abs(low), abs(high)):g} and are taken as they are: use standardise=federated"
-
-
-def _padded(names: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Return a name for each of ``count`` classes: its number where it has none."""
-    return tuple(names[at] if at < len(names) else str(at) for at in range(count))
 
 
 def _listed(names: list[str]) -> str:

@@ -38,11 +38,7 @@ def count_split(config: Config) -> tuple[Counts, ...]:
     samples, groups = split.dataset.train, split.dataset.group_names
     columns = []
     if samples.by_class:
-        count = max(split.dataset.num_classes, int(samples.labels.max()) + 1)  # one output may stand for two classes
-        known = split.dataset.class_names
-        columns.append(
-            ("class", samples.labels, tuple(known[at] if at < len(known) else str(at) for at in range(count)))
-        )
+        columns.append(("class", samples.labels, split.dataset.label_names))
     if samples.groups is not None:
         columns.append(("group", samples.groups, groups))
     return tuple(
