@@ -14,7 +14,9 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedbn_flwr.cli import Engine, Kind, _Bar, app
+from fedbn_flwr.cli import app
+from fedbn_flwr.cli.console import Bar, Engine
+from fedbn_flwr.cli.listing import Kind
 from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import run as run_module
@@ -42,7 +44,7 @@ def call(*arguments: str):
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["run", "list", "sweep", "inspect", "partition", "evaluate", "export"]
+    assert COMMANDS == ["run", "sweep", "list", "inspect", "partition", "evaluate", "export"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -264,8 +266,8 @@ def interrupt_in_round(number: int, monkeypatch) -> None:
         if line["round"] == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Bar, "__call__", lambda self, line: pressed(line))
-    monkeypatch.setattr(_Bar, "cell", lambda self, name, index, score="": pressed if index == 1 else None)
+    monkeypatch.setattr(Bar, "__call__", lambda self, line: pressed(line))
+    monkeypatch.setattr(Bar, "cell", lambda self, name, index, score="": pressed if index == 1 else None)
 
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from fedbn_flwr.experiment.domain_table import domain_markdown, domain_rows
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.sweep import Study, sweep
+from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.sweep import sweep
 
 
 def run(headline: str, **accuracies: float) -> dict:

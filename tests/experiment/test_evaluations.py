@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedbn_flwr import InProcessGrid, global_state, personal_state
 from fedbn_flwr.app import client_app
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.cli import _Bar
+from fedbn_flwr.cli.console import Bar
 from fedbn_flwr.data.loading import DATASETS, _load
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.samples import Samples
@@ -35,7 +35,8 @@ from fedbn_flwr.experiment.recorder import _personal
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model
-from fedbn_flwr.experiment.sweep import Study, sweep
+from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.sweep import sweep
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, MULTI_LABEL, REGRESSION, Task
@@ -359,7 +360,7 @@ methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {st
         assert f"| {headline} | {summary['final'][headline]:.4f} | {summary['best'][headline]:.4f} |" in table
     assert "| method | split | metric | final | best |" in table
     assert ", %" not in table
-    (bar := _Bar(Progress(), 3, "", "mae"))(lines[-1])
+    (bar := Bar(Progress(), 3, "", "mae"))(lines[-1])
     assert f"mae {lines[-1]['test-mae']:.4f}" in bar._progress.tasks[0].fields["shown"]
 
 

@@ -12,7 +12,8 @@ import pytest
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment import sweep as module
 from fedbn_flwr.experiment.output import lock_folder
-from fedbn_flwr.experiment.sweep import Study, sweep
+from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.sweep import sweep
 
 TEXT = """
 name: small

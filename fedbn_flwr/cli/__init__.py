@@ -1,0 +1,18 @@
+"""The command line: ``fedbn-flwr run | sweep | list | inspect | partition | evaluate | export``."""
+
+from __future__ import annotations
+
+import sys
+
+# isort: off
+# Each module adds its command to the app; --help shows them in this order.
+from fedbn_flwr.cli import run, sweep, listing, inspect, partition, evaluate, export  # noqa: F401
+from fedbn_flwr.cli.console import app
+# isort: on
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.exit(app())

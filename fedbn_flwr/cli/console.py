@@ -1,0 +1,117 @@
+"""What the commands share: the app, the consoles, exit codes and the progress bar."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
+
+__all__ = [
+    "Bar",
+    "Engine",
+    "app",
+    "complaints",
+    "console",
+    "exit_codes",
+    "interrupt",
+    "progress",
+    "quiet_flower",
+    "report_own_data",
+]
+
+app = typer.Typer(
+    help="Batch Normalization in federated learning, on Flower.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+complaints = Console(stderr=True)
+
+
+class Engine(StrEnum):
+    """Where the clients run."""
+
+    in_process = "in-process"
+    simulation = "simulation"
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn errors into exit codes: 2 for bad usage, config or data, 1 for a failed run, 130 for Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt as error:  # its argument says what is saved
+        text = " ".join(["interrupted.", *map(str, error.args)]) if any(error.args) else "interrupted"
+        complaints.print(text, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from error
+    except FedBNError as error:
+        complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError)) else 1) from error
+
+
+@contextmanager
+def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
+    """Add to a Ctrl-C what is saved and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(what_is_saved()) from error
+
+
+def report_own_data(settings: Any) -> None:
+    """Print what was read of own data; warnings are logged when the run starts."""
+    from fedbn_flwr.data import is_own
+    from fedbn_flwr.experiment.data_report import data_report
+    from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+
+    if is_own(settings.dataset) and not settings.dataset.endswith(":"):
+        split = partitioned_data(settings, count_clients(settings))
+        console.print(data_report(split, settings).text(), markup=False, highlight=False, soft_wrap=True)
+
+
+class Bar:
+    """A progress bar with loss, score and the remaining time; call it with each line of metrics."""
+
+    def __init__(self, progress: Progress, total: int, name: str, score: str = "accuracy") -> None:
+        self._progress, self._score = progress, score
+        self._task = progress.add_task(name, total=total, shown="")
+
+    def __call__(self, line: Any) -> None:
+        """Advance to the round of the line."""
+        self._progress.update(self._task, completed=line["round"])
+        self._show(line)
+
+    def cell(self, name: str, index: int, score: str = "accuracy") -> Callable[[Any], None]:
+        """Advance to run ``index`` of a sweep; return the function to call with each of its lines of metrics."""
+        self._progress.update(self._task, completed=index, description=name, shown="")
+        self._score = score
+        return lambda line: self._show(line, f"round {line['round']} ")
+
+    def _show(self, line: Any, prefix: str = "") -> None:
+        label = {"accuracy": "acc"}.get(self._score, self._score)
+        wanted = {"loss": "train-loss", label: f"test-{self._score}", "own": f"personal-own-{self._score}"}
+        parts = [f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None]
+        if parts:
+            self._progress.update(self._task, shown=prefix + " ".join(parts))
+
+
+@contextmanager
+def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Bar]:
+    """Show a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=complaints) as progress:
+        yield Bar(progress, total, name, score)
+
+
+def quiet_flower() -> None:
+    """Hide Flower's log of every round; warnings and errors still show."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
