@@ -11,7 +11,6 @@ from fedbn_flwr.data.own import (
     OwnRows,
     is_own,
     own_info,
-    own_notes,
     own_rows,
     table_columns,
 )
@@ -53,7 +52,6 @@ __all__ = [
     "make_partition",
     "moments_of_inputs",
     "own_info",
-    "own_notes",
     "own_rows",
     "partition_counts",
     "partition_picture",

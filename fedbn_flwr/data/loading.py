@@ -95,8 +95,8 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
 
 
 def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
-    """Return the absolute data folder; an embedded data set ignores it."""
-    if not info.files:
+    """Return the absolute data folder; an embedded or shared data set ignores it."""
+    if not info.files or info.shared:
         return Path()
     if not str(data_dir):
         raise DataError(

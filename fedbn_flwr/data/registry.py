@@ -39,6 +39,8 @@ class DatasetInfo:
         class_names: names of the classes, () = numbers.
         feature_names: names of the features of rows, or ().
         by_file: the images are files, which may stay on the disk.
+        notes: what a user must know of own data, one text each.
+        shared: another process has read the data, see ``data.shared``; no file is needed here.
     """
 
     name: str
@@ -60,6 +62,8 @@ class DatasetInfo:
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     by_file: bool = False
+    notes: tuple[str, ...] = ()
+    shared: bool = False
 
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -28,6 +28,7 @@ from fedbn_flwr.data import (
     is_own,
     own_info,
 )
+from fedbn_flwr.data.shared import DataKey, adopted
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
 from fedbn_flwr.experiment.yaml_file import UNREADABLE, read_yaml
@@ -437,10 +438,15 @@ class Config(_MethodSettings):
             ConfigError: the data set is unknown, or keys do not fit own data.
             DataError: own data cannot be used.
         """
-        if is_own(self.dataset):
-            return own_info(self.own_data())
-        self._known("dataset", self.dataset, DATASETS)
-        return DATASETS[self.dataset]
+        if not is_own(self.dataset):
+            self._known("dataset", self.dataset, DATASETS)
+        if found := adopted(self.data_key()):
+            return found
+        return own_info(self.own_data()) if is_own(self.dataset) else DATASETS[self.dataset]
+
+    def data_key(self) -> DataKey:
+        """Return what names the run's data between processes, see ``data.shared``."""
+        return self.own_data() if is_own(self.dataset) else self.dataset, self.data_dir
 
     def example_shape(self) -> tuple[int, ...]:
         """Return the shape of the model's input: (C, H, W) of images, (features,) or another shape of other examples.

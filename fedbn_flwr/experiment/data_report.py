@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data import Samples, is_own, own_notes, partition_counts, partition_table
+from fedbn_flwr.data import Samples, is_own, partition_counts, partition_table
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
@@ -98,7 +98,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         figures["features"] = _features(inputs, split, info.feature_names)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
     warnings += _of_values(values, data.train.as_bytes, config.standardise_as() != "none")
-    return DataReport(figures, own_notes(config.own_data()) if own else (), tuple(warnings))
+    return DataReport(figures, info.notes, tuple(warnings))
 
 
 def _client_names(split: PartitionedData) -> list[str]:

@@ -23,7 +23,7 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.models.info import ModelInfo
 
-__all__ = ["OWN", "is_own", "own_info"]
+__all__ = ["OWN", "is_own", "own_info", "own_module"]
 
 OWN = "<module>:<function>"
 PUBLISHERS = ("torchvision", "torchvision-seg", "timm", "smp")
@@ -46,6 +46,15 @@ def own_info(name: str) -> ModelInfo:
         smallest=1,
         rows=partial(_build_of_rows, name),
     )
+
+
+def own_module(name: str) -> ModuleType:
+    """Return the module of a user's model.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    return _module(name, name.partition(":")[0])
 
 
 def _any_shape(channels: int, size: int) -> tuple[int, int]:
@@ -82,8 +91,8 @@ def _call(name: str, known: dict[str, int]) -> nn.Module:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    module = _module(name, module_name)
+    attribute = name.partition(":")[2]
+    module = own_module(name)
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

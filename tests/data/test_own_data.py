@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedbn_flwr.data import OwnData, load_dataset, own_info, own_notes
+from fedbn_flwr.data import OwnData, load_dataset, own_info
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config, read_overrides
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
@@ -109,7 +109,7 @@ def test_a_table_with_text_missing_values_clients_and_patients(tmp_path: Path) -
     assert rows.isnan().sum() == 1
     assert sorted(rows[:, 0].tolist()) == sorted([50, 60, 70, 40, 55, 65, 45, 75, 58, 62])
     assert {row[1].item() + row[2].item() for row in rows} == {1.0}
-    assert any("2 features (F, M)" in note for note in own_notes(request))
+    assert any("2 features (F, M)" in note for note in own_info(request).notes)
     labels = dict(zip(rows[:, 0].tolist(), torch.cat([data.train.targets, data.test.targets]).tolist(), strict=True))
     assert labels == {50: 0, 60: 1, 70: 1, 40: 0, 55: 0, 65: 1, 45: 0, 75: 1, 58: 0, 62: 1}
 
@@ -136,7 +136,7 @@ def test_a_column_without_a_name_is_no_feature(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "t.csv", ",x,target\n0,1,0\n1,2,1\n2,3,0\n3,5,1\n")
     request = own("csv", path, label_column="target")
     assert own_info(request).feature_names == ("x",)
-    assert any("'Unnamed: 0' has no name in the file and is left out" in note for note in own_notes(request))
+    assert any("'Unnamed: 0' has no name in the file and is left out" in note for note in own_info(request).notes)
 
 
 def test_arrays_of_every_form(tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_unreadable_files_can_be_left_out(tmp_path: Path) -> None:
     config = Config.make(settings)
     data = partitioned_data(config, 1).dataset
     assert len(data.train) + len(data.test) == 2
-    (note,) = own_notes(config.own_data())
+    (note,) = config.data_info().notes
     assert "2 of 4 image files are left out" in note
     assert "a/0.png" in note
 

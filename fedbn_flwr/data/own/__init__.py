@@ -25,7 +25,7 @@ from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.data.validation import split_off
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["KINDS", "OwnData", "OwnRows", "is_own", "own_info", "own_notes", "own_rows", "table_columns"]
+__all__ = ["KINDS", "OwnData", "OwnRows", "is_own", "own_info", "own_rows", "table_columns"]
 
 _READERS: dict[str, Callable[[OwnData], Found]] = {
     "folder": read_folder,
@@ -71,12 +71,8 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         class_names=found.class_names,
         feature_names=found.feature_names,
         by_file=not isinstance(found.inputs, Tensor),
+        notes=found.notes,
     )
-
-
-def own_notes(request: OwnData) -> tuple[str, ...]:
-    """Return what a user must know of own data, one text each."""
-    return _read(request, _stamp(request)).notes if request.path else ()
 
 
 @dataclass(frozen=True, eq=False)

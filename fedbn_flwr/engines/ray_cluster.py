@@ -1,0 +1,224 @@
+"""Ray for this package: a private one on this machine, or a cluster of machines that is running already.
+
+The machines of a cluster need the same Python, Ray and torch. This package goes to them with the job, and so do modules
+of the user.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from fedbn_flwr.errors import ConfigError, EngineError
+
+__all__ = ["Machine", "connect", "machines", "on_each", "on_this_machine"]
+
+T = TypeVar("T")
+
+_ANSWER_SECONDS = 5.0  # of the address
+_WORK_SECONDS = 120.0  # of a machine: it gets the code and starts a Python process
+_PACKAGES = ("torch", "numpy", "flwr")  # what decides the bits of a run, and the form of its messages
+_GIB = 2**30
+_PACKAGE = Path(__file__).parents[1]
+
+
+class Machine(NamedTuple):
+    """A machine of the cluster: its address, its id in Ray, and its numbers of CPUs and GPUs."""
+
+    address: str
+    node_id: str
+    cpus: float
+    gpus: float
+
+
+@contextmanager
+def connect(
+    address: str | None = None,
+    *,
+    num_cpus: int | None = None,
+    memory_gib: float | None = None,
+    modules: Sequence[Path] = (),
+    env_vars: Mapping[str, str] | None = None,
+    log_to_driver: bool = False,
+) -> Iterator[None]:
+    """Connect this process to Ray, and end the connection after the block; a private Ray ends with it.
+
+    Within the block ``ray.remote`` functions import this package, of this very version, on every machine.
+
+    Args:
+        address: ``host:port`` of a running cluster, of which this machine is one, or ``auto`` for the one that was
+            started on this machine; None = a private Ray on this machine.
+        num_cpus: CPUs of a private Ray; None = the cores.
+        memory_gib: memory of a private Ray, in GiB: what tasks may ask for (70 %) and the objects they share (30 %);
+            None = Ray's choice.
+        modules: files and folders of Python modules that go to the other machines beside this package.
+        env_vars: environment variables of the tasks.
+        log_to_driver: print what the tasks print.
+
+    Raises:
+        ConfigError: the address has a wrong form; or ``num_cpus`` or ``memory_gib`` of a running cluster.
+        EngineError: the cluster does not answer, or a machine of it has other versions or does not work.
+    """
+    import ray
+
+    environment = {"FLWR_TELEMETRY_ENABLED": "0", **(env_vars or {})}
+    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
+    with ExitStack() as stack:
+        if address is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+            options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": folder}
+            if memory_gib is not None:
+                store = int(0.3 * memory_gib * _GIB)
+                options |= {"_memory": int(memory_gib * _GIB) - store, "object_store_memory": store}
+            # The tasks run on this machine and find the modules where this process does.
+            options["runtime_env"] = {"env_vars": environment}
+        else:
+            if num_cpus is not None or memory_gib is not None:
+                raise ConfigError(
+                    f"num_cpus and memory_gib are for a private Ray; the cluster at {address} has its own, which "
+                    "`ray start` set on each machine."
+                )
+            code = [str(path) for path in (_PACKAGE, *modules)]
+            options["runtime_env"] = {"env_vars": environment, "py_modules": code}
+            options["address"] = _answering(address)
+        _init(address, options)
+        stack.callback(ray.shutdown)
+        if address is not None:
+            _check_versions()
+        yield
+
+
+def machines() -> list[Machine]:
+    """Return the machines of the cluster that this process is connected to."""
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    found = [node for node in nodes if node["Alive"]]
+    resources = [(node, node["Resources"]) for node in found]
+    return [
+        Machine(node["NodeManagerAddress"], node["NodeID"], has.get("CPU", 0.0), has.get("GPU", 0.0))
+        for node, has in resources
+    ]
+
+
+def on_each(function: Callable[..., T], *args: Any) -> list[tuple[Machine, T]]:
+    """Call a function once on each machine of the cluster, and return the machines with the results.
+
+    Raises:
+        EngineError: a machine does not do it, or not in time.
+    """
+    import ray
+
+    found, task = machines(), ray.remote(num_cpus=0)(function)
+    asked = [task.options(scheduling_strategy=_on(machine.node_id)).remote(*args) for machine in found]
+    results = []
+    for machine, answer in zip(found, asked, strict=True):
+        try:
+            results.append((machine, ray.get(answer, timeout=_WORK_SECONDS)))
+        except ray.exceptions.GetTimeoutError as error:
+            raise EngineError(f"machine {machine.address} of the cluster did no work in {_WORK_SECONDS:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"machine {machine.address} of the cluster failed at its first task: {error}") from error
+    return results
+
+
+def on_this_machine() -> Any:
+    """Return Ray's scheduling strategy for tasks and actors that must run on the machine of this process."""
+    import ray
+
+    return _on(ray.get_runtime_context().get_node_id())
+
+
+def _on(node_id: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def _answering(address: str) -> str:
+    """Return the address, with which ``ray.init`` does not wait long.
+
+    Raises:
+        ConfigError: it has a wrong form.
+        EngineError: nothing answers there.
+    """
+    if address == "auto":
+        return address
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        client = " Ray's client (ray://) is not supported: run the command on a machine of the cluster."
+        raise ConfigError(
+            f"ray-address={address!r} must be HOST:PORT of a running cluster, as `ray start --head` shows it, or auto."
+            + (client if address.startswith("ray://") else "")
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(
+            f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, and `ray start "
+            "--address=HOST:PORT` on each other machine."
+        ) from error
+    return address
+
+
+def _init(address: str | None, options: Mapping[str, Any]) -> None:
+    """Call ``ray.init`` without its warnings; the signal handlers stay those of this process."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else Ray looks how this process was started
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if main else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+        ray.shutdown()
+        where = "on this machine" if address is None else f"at {address}"
+        reason = f"{error}" + (f" ({error.__cause__})" if error.__cause__ else "")
+        raise EngineError(
+            f"Ray {where}: {reason}. "
+            + (
+                "Its sockets lie in TMPDIR, whose path must be short."
+                if address is None
+                else "This machine must be one of the cluster's (`ray start --address=HOST:PORT`), with the same "
+                "versions of Ray and Python."
+            )
+        ) from error
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _check_versions() -> None:
+    """Raise EngineError unless all machines have the versions of this one; Ray itself compares Ray and Python."""
+    here = _versions()
+    others = [
+        f"machine {machine.address} has {name} {has.get(name) or 'not installed'}, this one {wanted}"
+        for machine, has in on_each(_versions)
+        for name, wanted in here.items()
+        if has.get(name) != wanted
+    ]
+    if others:
+        raise EngineError("\n".join(others) + "\nA run needs the same versions on all machines.")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
