@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from fedbn_flwr.cli import app
 from fedbn_flwr.cli.console import Bar, Engine
 from fedbn_flwr.cli.listing import Kind
+from fedbn_flwr.cli.sweep import Display
 from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import run as run_module
@@ -267,7 +268,7 @@ def interrupt_in_round(number: int, monkeypatch) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Bar, "__call__", lambda self, line: pressed(line))
-    monkeypatch.setattr(Bar, "cell", lambda self, name, index, score="": pressed if index == 1 else None)
+    monkeypatch.setattr(Display, "begin", lambda self, cell: pressed if cell.method == "B" else None)
 
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch) -> None:
@@ -323,6 +324,10 @@ def test_sweep(tmp_path: Path) -> None:
     result = call("sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert (out / "table.md").read_text().strip() in result.stdout
+    assert "1/2 A/all/seed-0: loss " in result.stderr
+    for wrong in (["--ray-address", "auto", "--parallel", "2"], ["--engine", "simulation", "--parallel", "2"]):
+        assert "leave" in (refused := call("sweep", str(study), "--out", str(out), *wrong)).stderr
+        assert refused.exit_code == 2
     assert json.loads((out / "A/all/seed-0/summary.json").read_text())["rounds"] == 1
     study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
     refused = call("sweep", str(study), "--out", str(tmp_path / "other"))

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.study import Cell, Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.sweep import Silent, sweep
 
 __all__ = ["demo"]
 
@@ -34,7 +35,7 @@ def demo(out: Path) -> int:
         _flower(first, out / "flwr-run", console)
         console.print(f"   done in {time.monotonic() - started:.0f} s")
         console.print("2. The same setting in process, and the other methods ...")
-        sweep(study, out, on_cell=lambda cell, index, total: console.print(f"   {index + 1}/{total} {cell.method}"))
+        sweep(study, out, follower=_Printer(console))
     except FedBNError as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -56,6 +57,20 @@ def demo(out: Path) -> int:
     for name in ("curves.png", "table.md", "flwr-run/curves.png"):
         console.print(str(out / name), highlight=False, soft_wrap=True)
     return 0 if hashes[0] == hashes[1] else 1
+
+
+class _Printer(Silent):
+    """Prints a line when a run begins."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._begun = console, 0
+
+    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
+        self._left = len(left)
+
+    def begin(self, cell: Cell) -> None:
+        self._begun += 1
+        self._console.print(f"   {self._begun}/{self._left} {cell.method}")
 
 
 def _flower(cell: Cell, out: Path, console: Console) -> None:

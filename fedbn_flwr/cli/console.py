@@ -10,7 +10,15 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 
@@ -23,8 +31,10 @@ __all__ = [
     "exit_codes",
     "interrupt",
     "progress",
+    "progress_columns",
     "quiet_flower",
     "report_own_data",
+    "shown_scores",
 ]
 
 app = typer.Typer(
@@ -90,26 +100,29 @@ class Bar:
         self._progress.update(self._task, completed=line["round"])
         self._show(line)
 
-    def cell(self, name: str, index: int, score: str = "accuracy") -> Callable[[Any], None]:
-        """Advance to run ``index`` of a sweep; return the function to call with each of its lines of metrics."""
-        self._progress.update(self._task, completed=index, description=name, shown="")
-        self._score = score
-        return lambda line: self._show(line, f"round {line['round']} ")
+    def _show(self, line: Any) -> None:
+        if scores := shown_scores(line, self._score):
+            self._progress.update(self._task, shown=scores)
 
-    def _show(self, line: Any, prefix: str = "") -> None:
-        label = {"accuracy": "acc"}.get(self._score, self._score)
-        wanted = {"loss": "train-loss", label: f"test-{self._score}", "own": f"personal-own-{self._score}"}
-        parts = [f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None]
-        if parts:
-            self._progress.update(self._task, shown=prefix + " ".join(parts))
+
+def shown_scores(line: Any, score: str) -> str:
+    """Return the loss and the scores in a line of metrics, for a progress bar; "" if it has none."""
+    label = {"accuracy": "acc"}.get(score, score)
+    wanted = {"loss": "train-loss", label: f"test-{score}", "own": f"personal-own-{score}"}
+    return " ".join(f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None)
+
+
+def progress_columns() -> tuple[ProgressColumn, ...]:
+    """Return the columns of a progress bar: bar, rounds, scores, elapsed and remaining time."""
+    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+    return (*shown, TimeElapsedColumn(), TimeRemainingColumn())
 
 
 @contextmanager
 def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Bar]:
     """Show a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=complaints) as progress:
-        yield Bar(progress, total, name, score)
+    with Progress(*progress_columns(), console=complaints) as shown:
+        yield Bar(shown, total, name, score)
 
 
 def quiet_flower() -> None:

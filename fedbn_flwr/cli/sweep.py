@@ -2,51 +2,136 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.progress import Progress, TaskID
 
-from fedbn_flwr.cli.console import Engine, app, console, exit_codes, interrupt, progress, quiet_flower
-from fedbn_flwr.errors import RunFailedError
+from fedbn_flwr.cli.console import (
+    Engine,
+    app,
+    complaints,
+    console,
+    exit_codes,
+    interrupt,
+    progress_columns,
+    quiet_flower,
+    shown_scores,
+)
+from fedbn_flwr.errors import ConfigError, RunFailedError
 
 
-@app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/demo.yaml --out runs/digits")
+@app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")
 def sweep(
-    study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper.")],
+    study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper, target, tune.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the study's base.")] = None,
     engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time, each a process. Default: the cores, if the work pays.")
+    ] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="Memory for all runs together. Default: what is free.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a running Ray cluster that does the runs, or auto.")
+    ] = None,
 ) -> None:
-    """Do a grid of runs, methods x splits x seeds, and write a table with mean and standard deviation."""
+    """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
+    from fedbn_flwr.experiment.parallel_sweep import default_parallel, in_parallel
     from fedbn_flwr.experiment.study import Study, finished
+    from fedbn_flwr.experiment.sweep import in_series
     from fedbn_flwr.experiment.sweep import sweep as launch
 
     with exit_codes():
         quiet_flower()
         grid = Study.load(study, set_ or [])
-        folders = [cell.folder(out) for cell in grid.cells()]
-        total = len(folders)
+        cells = [*grid.trials(), *grid.cells()]
+        left = [cell for cell in cells if not finished(cell.folder(out))]
+        if ray_address and (parallel or memory_gib):
+            raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
+        if engine is Engine.simulation and (ray_address or (parallel or 1) > 1):
+            raise ConfigError("--engine simulation does one run at a time: leave out --parallel and --ray-address.")
+        if parallel is None:
+            parallel = default_parallel(left) if engine is Engine.in_process and not ray_address else 1
+        several = ray_address or parallel > 1
+        runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
 
         def saved() -> str:
+            done = sum(finished(cell.folder(out)) for cell in cells)
             return (
-                f"Finished in {out}: {sum(map(finished, folders))} of {total} runs.\nThe same command goes on with the "
-                "others, and with an unfinished run from its last checkpoint."
+                f"Finished in {out}: {done} of {len(cells)} runs.\nThe same command goes on with the others, and with "
+                "an unfinished run from its last checkpoint."
             )
 
         failed: RunFailedError | None = None
         try:
-            with interrupt(saved), progress(total, grid.name) as follow:
-                table = launch(
-                    grid,
-                    out,
-                    engine.value,
-                    lambda cell, index, _: follow.cell(cell.name, index, cell.config.learning_task().score),
-                )
-                follow.cell("done", total)
+            with interrupt(saved), Progress(*progress_columns(), console=complaints) as progress:
+                table = launch(grid, out, runner, Display(progress, grid.name))
         except RunFailedError as error:
             table, failed = error.result, error
         console.print(table, markup=False, highlight=False, soft_wrap=True)
         console.print(f"results: {out.absolute()}", highlight=False, soft_wrap=True)
         if failed:
             raise failed
+
+
+class Display:
+    """All runs of a study: a bar over the rounds of all of them, and one for each run that is going on.
+
+    A line is printed for each run that ended, so that a log file has them too.
+    """
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self._progress, self._name = progress, name
+        self._tasks: dict[str, TaskID] = {}
+        self._started: dict[str, float] = {}
+
+    def plan(self, cells: Sequence[Any], left: Sequence[Any]) -> None:
+        """Show the bar over all rounds of these runs."""
+        self._left, self._ended, self._failed = len(left), 0, 0
+        self._rounds = {cell.name: cell.config.num_server_rounds for cell in left}
+        what = f"tuning {self._name}" if cells and cells[0].trial else self._name
+        self._what = f"{what}, {len(cells)} runs"
+        self._all = self._progress.add_task(self._what, total=sum(self._rounds.values()) or 1, shown="")
+        self._count()
+
+    def begin(self, cell: Any) -> Callable[[Any], None]:
+        """Show the bar of a run; return what moves it."""
+        score, rounds = cell.config.learning_task().score, self._rounds[cell.name]
+        task = self._tasks[cell.name] = self._progress.add_task("  " + cell.name, total=rounds, shown="")
+        self._started[cell.name] = time.monotonic()
+
+        def on_round(line: Any) -> None:
+            self._advance(task, line["round"])
+            if scores := shown_scores(line, score):
+                self._progress.update(task, shown=scores)
+
+        return on_round
+
+    def end(self, cell: Any, error: str) -> None:
+        """Print the end of a run in place of its bar."""
+        self._ended, self._failed = self._ended + 1, self._failed + bool(error)
+        shown = ""
+        if task := self._tasks.pop(cell.name, None):
+            self._advance(task, self._rounds[cell.name])
+            shown = self._progress.tasks[self._progress.task_ids.index(task)].fields["shown"]
+            self._progress.remove_task(task)
+        seconds = time.monotonic() - self._started.get(cell.name, time.monotonic())
+        text = f"{self._ended}/{self._left} {cell.name}: " + (
+            f"failed: {error}" if error else f"{shown}, {seconds:.0f} s"
+        )
+        complaints.print(text, style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
+        self._count()
+
+    def _advance(self, task: TaskID, server_round: int) -> None:
+        before = self._progress.tasks[self._progress.task_ids.index(task)].completed
+        self._progress.update(task, completed=server_round)
+        self._progress.advance(self._all, max(0.0, server_round - before))
+
+    def _count(self) -> None:
+        failed = f", {self._failed} failed" if self._failed else ""
+        self._progress.update(self._all, shown=f"{self._ended} of {self._left} done{failed}")

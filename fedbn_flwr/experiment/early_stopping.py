@@ -14,7 +14,13 @@ from typing import Any
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.messages.protocol import VALIDATION
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "validation_metric"]
+
+
+def validation_metric(config: Config) -> str:
+    """Return the name of the main score on the validation examples, in ``metrics.jsonl``."""
+    personal = config.evaluations()[0].startswith("personal")
+    return f"{'personal-' if personal else ''}{VALIDATION}-{config.learning_task().score}"
 
 
 class EarlyStopping:
@@ -32,10 +38,8 @@ class EarlyStopping:
     """
 
     def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
-        task = config.learning_task()
-        personal = config.evaluations()[0].startswith("personal")
-        self.metric = f"{'personal-' if personal else ''}{VALIDATION}-{task.score}"
-        self._patience, self._sign = config.early_stopping, 1 if task.higher_is_better else -1
+        self.metric = validation_metric(config)
+        self._patience, self._sign = config.early_stopping, 1 if config.learning_task().higher_is_better else -1
         self._scores: dict[int, float] = {}
         for line in lines:
             self.add(line)

@@ -19,7 +19,7 @@ from fedbn_flwr.experiment.setup import check, make_model, pick_device
 from fedbn_flwr.experiment.simulation import simulate
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["ENGINES", "Engine", "default_workers", "preflight", "run"]
+__all__ = ["ENGINES", "Engine", "default_workers", "preflight", "run", "work_of"]
 
 Engine = Literal["in-process", "simulation"]
 ENGINES: tuple[Engine, ...] = ("in-process", "simulation")
@@ -57,15 +57,20 @@ def default_workers(config: Config) -> int:
     clients = max(1, share_of(config.fraction_train, config.num_clients))
     if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
         return 0
-    examples = sum(map(len, partitioned_data(config, config.num_clients).train)) / config.num_clients
+    return min(cores, clients) if work_of(config) > _WORTH_PROCESSES else 0
+
+
+_WORTH_PROCESSES = 1e8  # of ``work_of``, a tenth of a second of the smallest models
+
+
+def work_of(config: Config) -> float:
+    """Return the work of a run: the examples of all local steps, times the model's parameters."""
+    num_clients = count_clients(config)
+    examples = sum(map(len, partitioned_data(config, num_clients).train)) / num_clients
     batch = min(config.batch_size or examples, examples)
     steps = config.local_steps or config.local_epochs * examples / batch
     parameters = sum(p.numel() for p in make_model(config).parameters())
-    work = config.num_server_rounds * clients * steps * batch * parameters
-    return min(cores, clients) if work > _WORTH_PROCESSES else 0
-
-
-_WORTH_PROCESSES = 1e8  # examples times parameters, a tenth of a second of the smallest models
+    return config.num_server_rounds * max(1, share_of(config.fraction_train, num_clients)) * steps * batch * parameters
 
 
 def run(

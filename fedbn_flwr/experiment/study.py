@@ -17,18 +17,34 @@ out there.
 The paper's number may also be given by domain, ``{amazon: 61.3, average: 66.3}``: it is then shown in the table by
 domain, a second table for data sets with several domains.
 
-``methods`` and ``splits`` override ``base``; a method's settings override those of the split. A key of ``base`` that
-has no effect in a run is left out there, and the log says so. Each run has the folder ``OUT/METHOD/SPLIT/seed-N``.
+``methods`` and ``splits`` override ``base``, a method's settings override those of the split, and ``overrides``, by
+METHOD/SPLIT, override all. A key of ``base`` that has no effect in a run is left out there, and the log says so. Each
+run has the folder ``OUT/METHOD/SPLIT/seed-N``.
+
+``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at 60, in the unit of the table; it
+may be given by split, ``{iid: 90, non-iid: 60}``.
+
+``tune`` chooses settings before the runs, for each METHOD/SPLIT on its own, by the score on validation examples::
+
+    tune:
+      grid: {learning-rate: [0.3, 0.1, 0.03, 0.01]}
+      base: {validation-share: 0.2, num-server-rounds: 30}
+      seeds: [0]
+
+Every combination of the grid is run with the settings of ``tune.base``; the one with the highest mean score of the last
+round over ``tune.seeds`` is used. The test set is not used to choose. Trials are in ``OUT/tune/METHOD/SPLIT/``.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -36,9 +52,25 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.yaml_file import read_yaml
 
-__all__ = ["Cell", "Study", "finished", "summary_of"]
+__all__ = ["FAILED", "Cell", "Settings", "Study", "Tuning", "failure_of", "finished", "summary_of"]
+
+FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
 Settings = dict[str, Scalar]
+
+
+class Tuning(BaseModel):
+    """The trials that choose settings; the module's docstring has an example."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field(min_length=1)
+    base: Settings = Field(default_factory=dict)
+    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
+
+    def points(self) -> list[Settings]:
+        """Return every combination of the grid, the last key changing first."""
+        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
 
 
 class Study(BaseModel):
@@ -54,6 +86,9 @@ class Study(BaseModel):
     skip: list[str] = Field(default_factory=list)
     metrics: list[str] = Field(default_factory=list)
     paper: dict[str, float | dict[str, float]] = Field(default_factory=dict)
+    overrides: dict[str, Settings] = Field(default_factory=dict)
+    target: float | dict[str, float] | None = None
+    tune: Tuning | None = None
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
@@ -74,24 +109,42 @@ class Study(BaseModel):
         except ValidationError as error:
             lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error
-        named = [*study.skip, *study.paper]
-        problems = [f"study {path}: '{name}' names no METHOD/SPLIT" for name in named if name not in study.names()]
-        folders: dict[Path, str] = {}
-        for cell in study.cells():
-            first = folders.setdefault(cell.folder(Path()), cell.name)
-            if first != cell.name:
-                problems.append(f"study {path}: {first} and {cell.name} would share a folder; rename one of them")
-            try:
-                _ = cell.config
-            except ConfigError as error:
-                problems.append(f"study {path}: {cell.name}: {error}")
-        for key in read_overrides(overrides):
-            if all(key in cell.settings for cell in study.cells()):
-                where = "seeds" if key == "seed" else "methods or splits"
-                problems.append(f"study {path}: --set {key} has no effect: every run has its own, in {where}")
-        if problems:
+        if problems := [f"study {path}: {problem}" for problem in study._problems(read_overrides(overrides))]:
             raise ConfigError("\n".join(problems))
         return study
+
+    def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
+        for name in (*self.skip, *self.paper, *self.overrides):
+            if name not in self.names():
+                yield f"'{name}' names no METHOD/SPLIT"
+        for split in self.target if isinstance(self.target, dict) else ():
+            if split not in self.splits:
+                yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
+        folders: dict[Path, str] = {}
+        for cell in (*self.cells(), *self.trials()):
+            first = folders.setdefault(cell.folder(Path()), cell.name)
+            if first != cell.name:
+                yield f"{first} and {cell.name} would share a folder; rename one of them"
+            try:
+                config = cell.config
+            except ConfigError as error:
+                yield f"{cell.name}: {error}"
+            else:
+                if cell.trial and not config.validation_share:
+                    yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
+        for key in given:
+            if all(key in cell.settings for cell in self.cells()):
+                where = "seeds" if key == "seed" else "methods or splits"
+                yield f"--set {key} has no effect: every run has its own, in {where}"
+
+    def target_of(self, split: str) -> float | None:
+        """Return the target of a split, in the unit of the table; None without one."""
+        return self.target.get(split) if isinstance(self.target, dict) else self.target
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the content of a study file that ``load`` reads as this study."""
+        return self.model_dump(exclude_defaults=True)
 
     def names(self) -> list[str]:
         """Return METHOD/SPLIT of every pair, in the order of the file."""
@@ -100,29 +153,48 @@ class Study(BaseModel):
     def cells(self) -> Iterator[Cell]:
         """Yield all runs except skipped ones, seed by seed: a stopped study has complete tables for the first seeds."""
         for seed in self.seeds:
-            for split, split_settings in self.splits.items():
-                for method, method_settings in self.methods.items():
-                    if f"{method}/{split}" not in self.skip:
-                        settings = {**split_settings, **method_settings, "seed": seed}
-                        yield Cell(method, split, seed, settings, self.base)
+            yield from self._cells(seed, {})
+
+    def trials(self) -> Iterator[Cell]:
+        """Yield the runs of ``tune``."""
+        if self.tune:
+            for seed in self.tune.seeds:
+                for point in self.tune.points():
+                    yield from self._cells(seed, point)
+
+    def _cells(self, seed: int, point: Settings) -> Iterator[Cell]:
+        more = {**self.tune.base, **point} if self.tune and point else {}
+        trial = ",".join(f"{key}={value}" for key, value in point.items())
+        for split, of_split in self.splits.items():
+            for method, of_method in self.methods.items():
+                if (name := f"{method}/{split}") not in self.skip:
+                    settings = {**of_split, **of_method, **self.overrides.get(name, {}), **more, "seed": seed}
+                    yield Cell(method, split, seed, settings, self.base, trial)
+
+    def with_chosen(self, chosen: Mapping[str, Settings]) -> Study:
+        """Return the study with the settings that ``tune`` chose, by METHOD/SPLIT, and without ``tune``."""
+        overrides = {name: {**self.overrides.get(name, {}), **settings} for name, settings in chosen.items()}
+        return self.model_copy(update={"overrides": {**self.overrides, **overrides}, "tune": None})
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study: its own settings, and those of ``base``."""
+    """One run of a study: its own settings, and those of ``base``. ``trial`` is its point of ``tune``; "" for none."""
 
     method: str
     split: str
     seed: int
     settings: Mapping[str, Scalar]
     base: Mapping[str, Scalar]
+    trial: str = ""
 
     @property
     def name(self) -> str:
-        """METHOD/SPLIT/seed-N."""
-        return f"{self.method}/{self.split}/seed-{self.seed}"
+        """METHOD/SPLIT/seed-N; of a trial tune/METHOD/SPLIT/KEY=VALUE/seed-N."""
+        pair = f"{self.method}/{self.split}"
+        return f"tune/{pair}/{self.trial}/seed-{self.seed}" if self.trial else f"{pair}/seed-{self.seed}"
 
-    @property
+    @functools.cached_property
     def config(self) -> Config:
         """The run's config.
 
@@ -150,3 +222,10 @@ def summary_of(folder: Path) -> dict[str, Any]:
     """Return the summary of a finished run."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
+
+
+def failure_of(folder: Path) -> dict[str, Any]:
+    """Return the error with which the last try of a run ended; empty if there is none."""
+    path = folder / FAILED
+    failure: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return failure

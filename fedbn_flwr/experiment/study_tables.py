@@ -1,56 +1,133 @@
-"""The tables and curves of a study: mean and standard deviation over seeds, beside the paper's numbers."""
+"""The files of a study's results: tidy rows, means over seeds beside the paper's numbers, comparisons, curves."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.experiment.comparisons import FIELDS as COMPARED
+from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown
 from fedbn_flwr.experiment.curves import draw_curves
-from fedbn_flwr.experiment.domain_table import FIELDS, domain_markdown, domain_rows
-from fedbn_flwr.experiment.output import DIVERGED_AT, read_metrics
-from fedbn_flwr.experiment.study import Study, finished, summary_of
+from fedbn_flwr.experiment.domain_table import FIELDS as BY_DOMAIN
+from fedbn_flwr.experiment.domain_table import domain_markdown, domain_rows
+from fedbn_flwr.experiment.output import DIVERGED_AT
+from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.study_results import FIELDS, StudyResults
 from fedbn_flwr.training.tasks import in_percent
 
-__all__ = ["write_tables"]
+__all__ = ["table_rows", "write_tables"]
+
+Row = Mapping[str, Any]
+_TARGETS = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 
 
-def write_tables(study: Study, out: Path) -> str:
-    """Write ``table.md``, ``table.csv``, ``curves.png``, and the tables by domain if any; return the Markdown."""
-    ended = {(m, split): _done(study, out, m, split) for split in study.splits for m in study.methods}
-    done = {key: [s for s in summaries if DIVERGED_AT not in s] for key, summaries in ended.items()}
-    rows = [
-        _row(study, *key, metric, done[key] or summaries, len(summaries) - len(done[key]))
-        for key, summaries in ended.items()
-        for metric in _metrics(study, summaries)
-    ]
-    shown = [row for row in rows if row["runs"] or row["diverged"]]
-    table = _markdown(study, shown)
-    write_atomically(out / "table.md", table)
-    write_atomically(out / "table.csv", _csv(list(rows[0]), shown))
-    if domains := domain_rows(done, study.paper, study.metrics):
+def write_tables(results: StudyResults) -> str:
+    """Write the files of the results so far; return the Markdown of the tables.
+
+    ``results.jsonl`` and ``results.csv`` have a row for each run and metric, ``table.md`` and ``table.csv`` one for
+    each method, split and metric, ``comparisons.md`` and ``comparisons.csv`` the paired differences, ``domains.md`` and
+    ``domains.csv`` the tests by domain, if any; ``curves.png`` shows the runs of the first seed.
+    """
+    study, out = results.study, results.out
+    rows = results.rows()
+    table = table_rows(study, rows)
+    text = _markdown(study, table)
+    write_atomically(out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(out / "results.csv", _csv(FIELDS, rows))
+    write_atomically(out / "table.md", text)
+    write_atomically(out / "table.csv", _csv(_COLUMNS, table))
+    if domains := domain_rows(_by_pair(results), study.paper, study.metrics):
         by_domain = domain_markdown(study.name, domains)
         write_atomically(out / "domains.md", by_domain)
-        write_atomically(out / "domains.csv", _csv(FIELDS, domains))
-        table += "\n" + by_domain
+        write_atomically(out / "domains.csv", _csv(BY_DOMAIN, domains))
+        text += "\n" + by_domain
+    compared = comparisons(rows)
+    if any(row["seeds"] > 1 for row in compared):
+        pairs = comparisons_markdown(study.name, compared)
+        write_atomically(out / "comparisons.md", pairs)
+        write_atomically(out / "comparisons.csv", _csv(COMPARED, compared))
+        text += "\n" + pairs
     first = [cell for cell in study.cells() if cell.seed == study.seeds[0]]
-    curves = {f"{c.method}, {c.split}": read_metrics(c.folder(out) / "metrics.jsonl") for c in first}
+    curves = {f"{cell.method}, {cell.split}": results.history(cell) for cell in first}
     score = first[0].config.learning_task().score if first else ""
     write_atomically(out / "curves.png", draw_curves({k: v for k, v in curves.items() if v}, study.name, score))
-    return table
+    return text
 
 
-def _done(study: Study, out: Path, method: str, split: str) -> list[dict[str, Any]]:
-    """Return the summaries of the finished runs."""
-    folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
-    return [summary_of(folder) for folder in folders if finished(folder)]
+_COLUMNS = (
+    *("method", "split", "metric", "runs", "diverged", "failed", "mean", "std", "best-mean", "best-std", "rounds"),
+    *("megabytes", "exchanges", "target", "reached", *_TARGETS, "paper", "difference"),
+)
 
 
-def _csv(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+def table_rows(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return a row for each method, split and metric, from the tidy rows.
+
+    Means and sample standard deviations are those of the runs that finished. ``reached`` counts the runs that
+    reached the target, and the means up to the target are those of these runs. ``difference`` is mean minus paper.
+    """
+    groups: dict[tuple[str, str, str | None], list[Row]] = {}
+    for split in study.splits:
+        for method in study.methods:
+            own = [row for row in rows if (row["method"], row["split"]) == (method, split)]
+            failed = [row for row in own if row["status"] == "failed"]
+            for metric in dict.fromkeys(row["metric"] for row in own if row not in failed) or [None] * bool(failed):
+                groups[method, split, metric] = [row for row in own if row["metric"] == metric or row in failed]
+    return [_row(*key, own) for key, own in groups.items()]
+
+
+def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dict[str, Any]:
+    counted = [row for row in own if row["status"] == "finished"]
+    ended = [row for row in own if row["status"] != "failed"]
+    shown = counted or ended
+    mean, std = _mean_std([row["final"] for row in counted])
+    best, best_std = _mean_std([row["best"] for row in counted])
+    reached = [row for row in counted if row["rounds-to-target"] is not None]
+    one: Row = shown[0] if shown else {**dict.fromkeys(FIELDS), "rounds": 0, "bytes": 0, "exchanges": 0}
+    paper = one["paper"]
+    return {
+        "method": method,
+        "split": split,
+        "metric": metric,
+        "runs": len(counted),
+        "diverged": len(ended) - len(counted),
+        "failed": len(own) - len(ended),
+        "mean": mean,
+        "std": std,
+        "best-mean": best,
+        "best-std": best_std,
+        "rounds": one["rounds"],
+        "megabytes": one["bytes"] / 2**20,
+        "exchanges": one["exchanges"],
+        "target": one["target"],
+        "reached": None if one["target"] is None else len(reached),
+        **{key: _mean_std([row[key] for row in reached])[0] for key in _TARGETS},
+        "paper": paper,
+        "difference": None if paper is None or mean is None else mean - paper,
+    }
+
+
+def _mean_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None, statistics.stdev(known) if len(known) > 1 else None
+
+
+def _by_pair(results: StudyResults) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the summaries of the finished runs that did not diverge, by method and split."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cell in sorted(results.study.cells(), key=lambda cell: list(results.study.methods).index(cell.method)):
+        summary = results.summary(cell)
+        if summary and DIVERGED_AT not in summary:
+            found.setdefault((cell.method, cell.split), []).append(summary)
+    return dict(sorted(found.items(), key=lambda item: list(results.study.splits).index(item[0][1])))
+
+
+def _csv(fields: Sequence[str], rows: Sequence[Row]) -> str:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, fieldnames=fields)
     writer.writeheader()
@@ -58,54 +135,37 @@ def _csv(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     return buffer.getvalue()
 
 
-def _metrics(study: Study, done: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics that runs have rows for."""
-    main = done[0]["headline"] if done else ""
-    return [name for name in study.metrics if any(name in s["final"] for s in done)] or [main]
-
-
-def _row(
-    study: Study, method: str, split: str, metric: str, done: Sequence[Mapping[str, Any]], num_diverged: int
-) -> dict[str, Any]:
-    """Return a row of the table, from the runs that did not diverge; their numbers are empty if all did."""
-    paper = study.paper.get(f"{method}/{split}") if done and metric == done[0]["headline"] else None
-    counted = [s for s in done if DIVERGED_AT not in s]
-    scale = 100 if in_percent(metric) else 1
-    final = [scale * s["final"][metric] for s in counted if s["final"].get(metric) is not None]
-    best = [scale * s["best"][metric] for s in counted if s["best"].get(metric) is not None]
-    ledger = done[0]["ledger"] if done else {}
-    return {
-        "method": method,
-        "split": split,
-        "metric": metric,
-        "runs": len(counted),
-        "diverged": num_diverged,
-        "mean": statistics.fmean(final) if final else None,
-        "std": statistics.stdev(final) if len(final) > 1 else None,
-        "best-mean": statistics.fmean(best) if best else None,
-        "rounds": done[0]["rounds"] if done else 0,
-        "megabytes": (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20,
-        "exchanges": ledger.get("exchanges", 0),
-        "paper": None if isinstance(paper, dict) else paper,
-    }
-
-
-def _markdown(study: Study, rows: list[dict[str, Any]]) -> str:
-    unit = ", %" if all(in_percent(row["metric"]) for row in rows) else ""
-    lines = [
-        f"# {study.name}",
-        "",
-        f"| method | split | metric | final{unit} | best{unit} | rounds | exchanges | MB of floats | runs "
-        f"| paper{unit} |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def _markdown(study: Study, rows: Sequence[Row]) -> str:
+    unit = ", %" if all(in_percent(row["metric"] or "") for row in rows) else ""
+    aims = any(row["target"] is not None for row in rows)
+    paper = any(row["paper"] is not None for row in rows)
+    heads = ["method", "split", "metric", f"final{unit}", f"best{unit}", "rounds", "exchanges", "MB of floats", "runs"]
+    heads += ["target", "rounds to it", "exchanges to it", "MB to it", "reached"] * aims
+    heads += [f"paper{unit}", "difference"] * paper
+    lines = [f"# {study.name}", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
-        places = 2 if in_percent(row["metric"]) else 4
-        final = "-" if row["mean"] is None else f"{row['mean']:.{places}f}"
-        final += f" ± {row['std']:.{places}f}" if row["std"] is not None else ""
-        best = "-" if row["best-mean"] is None else f"{row['best-mean']:.{places}f}"
-        paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
-        runs = f"{row['runs']}, {row['diverged']} diverged" if row["diverged"] else row["runs"]
-        cells = [row["method"], row["split"], row["metric"], final, best, row["rounds"], row["exchanges"]]
-        lines.append("| " + " | ".join(map(str, [*cells, f"{row['megabytes']:.2f}", runs, paper])) + " |")
+        places = 2 if in_percent(row["metric"] or "") else 4
+        final = _number(row["mean"], places)
+        final += "" if row["std"] is None else f" ± {row['std']:.{places}f}"
+        lost = [f"{row[what]} {what}" for what in ("diverged", "failed") if row[what]]
+        cells = [row["method"], row["split"], row["metric"] or "-", final, _number(row["best-mean"], places)]
+        cells += [str(row["rounds"]), str(row["exchanges"]), f"{row['megabytes']:.2f}"]
+        cells += [", ".join([str(row["runs"]), *lost])]
+        if aims:
+            rounds, exchanges, moved = (row[key] for key in _TARGETS)
+            megabytes = None if moved is None else moved / 2**20
+            cells += ["" if row["target"] is None else f"{row['target']:g}", _number(rounds, 1)]
+            cells += [_number(exchanges, 1), _number(megabytes, 2)]
+            cells += ["" if row["reached"] is None else f"{row['reached']} of {row['runs']}"]
+        if paper:
+            stated = ["" if row[key] is None else f"{row[key]:{form}}" for key, form in _STATED]
+            cells += stated
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+_STATED = (("paper", ".2f"), ("difference", "+.2f"))
+
+
+def _number(value: float | None, places: int) -> str:
+    return "-" if value is None else f"{value:.{places}f}"

@@ -1,85 +1,180 @@
-"""Doing the runs of a study.
+"""Doing the runs of a study, one after another or several at a time.
 
-A finished run (with ``summary.json``) is skipped, an unfinished run is resumed from its last checkpoint, and the folder
-of a run that cannot be resumed is renamed. Finished runs with other settings than the study's are an error.
+A finished run (with ``summary.json``) is skipped, and an unfinished or failed one is resumed from its last checkpoint.
+A run whose folder has other settings than the study is repeated, and so is an unfinished one without a usable
+checkpoint; the former folder is renamed, never removed. A run has the same bits alone, in series and in parallel.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from fedbn_flwr.errors import ConfigError, RunFailedError
+import torch
+import yaml
+
+from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
 from fedbn_flwr.experiment.output import DIVERGED_AT, PLACES, RunFolder, changed_settings, lock_folder
+from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.serve import reference_config
-from fedbn_flwr.experiment.study import Cell, Study, finished, summary_of
+from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.study import FAILED, Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.study_results import StudyResults
 from fedbn_flwr.experiment.study_tables import write_tables
+from fedbn_flwr.experiment.tuning import tuned, tuning_markdown
 
-__all__ = ["sweep"]
+__all__ = ["Follower", "Runner", "Silent", "do_cell", "in_series", "sweep"]
 
 logger = logging.getLogger("flwr")
 
+_BETWEEN_TABLES = 30.0  # seconds: tables are for readers, and drawing them takes time from the runs
 
-def sweep(
-    study: Study,
-    out: Path,
-    engine: Engine = "in-process",
-    on_cell: Callable[[Cell, int, int], OnRound | None] | None = None,
-) -> str:
-    """Do the unfinished runs of a study, write its tables and curves, and return the Markdown table.
+
+class Follower(Protocol):
+    """Is told what happens in a sweep."""
+
+    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
+        """Take note of all runs of a phase, and of those that are left to do."""
+
+    def begin(self, cell: Cell) -> OnRound | None:
+        """Take note that a run begins; the return value is called with each new line of its ``metrics.jsonl``."""
+
+    def end(self, cell: Cell, error: str) -> None:
+        """Take note that a run ended; ``error`` is "" if it is finished."""
+
+
+class Silent:
+    """A follower that does nothing."""
+
+    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
+        """Do nothing."""
+
+    def begin(self, cell: Cell) -> OnRound | None:
+        """Return None."""
+        return None
+
+    def end(self, cell: Cell, error: str) -> None:
+        """Do nothing."""
+
+
+Outcome = tuple[Cell, str]
+Runner = Callable[[Sequence[Cell], Path, Follower], Iterator[Outcome]]
+"""Does runs and yields each that ended, with its error or ""."""
+
+
+def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follower | None = None) -> str:
+    """Do the unfinished runs of a study, write its tables and curves, and return the Markdown tables.
 
     Args:
-        study: the grid.
-        out: folder of all runs; ``table.md``, ``table.csv`` and ``curves.png`` are written there after each run, and
-            ``domains.md`` and ``domains.csv`` if runs were tested by domain.
-        engine: as for ``run``.
-        on_cell: called before each run with the run, its index and the number of runs; it returns the ``on_round`` of
-            the run.
+        study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md`` shows them.
+        out: folder of all runs; ``write_tables`` names the files of results. ``study.yaml`` is the study with the
+            settings of the command and the tuned ones.
+        runner: does the runs; ``in_series()`` by default, ``in_parallel`` of ``parallel_sweep`` on several cores.
+        follower: is told what happens.
 
     Raises:
-        ConfigError: another process writes to the folder, or finished runs in it have other settings than the study.
-        FedBNError: a run could not be done; finished runs stay, and the same call continues with the others.
-        RunFailedError: runs trained nothing, or they diverged and their ``on-divergence`` is "stop". All other runs are
-            finished, and the error holds the table.
+        ConfigError: another process writes to the folder.
+        RunFailedError: runs failed, trained nothing, or diverged and their ``on-divergence`` is "stop". All other runs
+            are finished, and the error holds the tables. The same call tries the failed ones again.
     """
-    cells = list(study.cells())
-    for cell in (cell for cell in cells if cell.seed == study.seeds[0]):
+    runner, follower = runner or in_series(), follower or Silent()
+    for cell in (cell for cell in study.cells() if cell.seed == study.seeds[0]):
         for key, why in cell.dropped.items():
             logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
     with lock_folder(out, "study"):
-        _refuse_changed(cells, out)
-        for index, cell in enumerate(cells):
-            folder = cell.folder(out)
-            if finished(folder):
-                continue
-            try:
-                _do(cell.config, folder, engine, on_cell(cell, index, len(cells)) if on_cell else None)
-            except RunFailedError as error:  # the other runs do not depend on it
-                logger.error("%s: %s", cell.name, error)
-            write_tables(study, out)
-        table = write_tables(study, out)
-    known = {name for cell in cells if finished(cell.folder(out)) for name in summary_of(cell.folder(out))["final"]}
-    if absent := [name for name in study.metrics if name not in known]:
+        trials = list(study.trials())
+        if trials:
+            _do_all(trials, out, runner, follower, lambda: None)
+            found, chosen = tuned(study, out)
+            write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
+            study = study.with_chosen(chosen)
+        write_atomically(out / "study.yaml", yaml.safe_dump(study.to_mapping(), sort_keys=False))
+        cells, results = list(study.cells()), StudyResults(study, out)
+        _do_all(cells, out, runner, follower, lambda: write_tables(results))
+        table = write_tables(results)
+    if absent := results.absent_metrics():
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
-    if failed := [cell.name for cell in cells if _failed(cell, out)]:
-        message = f"{len(failed)} of {len(cells)} runs diverged or trained nothing: {', '.join(failed)}"
+    if failed := [cell.name for cell in (*trials, *cells) if _failed(cell, out)]:
+        message = f"{len(failed)} of {len(trials) + len(cells)} runs failed or diverged: {', '.join(failed)}"
         raise RunFailedError(message, table)
     return table
 
 
-def _refuse_changed(cells: Sequence[Cell], out: Path) -> None:
-    """Raise ConfigError if finished runs have other settings than the study; the error names all of them."""
-    done = [cell for cell in cells if finished(cell.folder(out))]
-    changed = {cell.name: _changed(cell.config, cell.folder(out)) for cell in done}
-    if lines := [f"{name}: {keys}" for name, keys in changed.items() if keys]:
-        raise ConfigError(
-            f"out={str(out)!r} has finished runs with other settings than this study:\n" + "\n".join(lines) + "\n"
-            "Choose another --out, give the study its old settings, or rename the folders of these runs."
-        )
+def in_series(engine: Engine = "in-process") -> Runner:
+    """Return a runner that does one run after another, in this process."""
+
+    def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Iterator[Outcome]:
+        for cell in cells:
+            yield cell, do_cell(cell, out, engine, follower.begin(cell))
+
+    return runner
+
+
+def do_cell(cell: Cell, out: Path, engine: Engine, on_round: OnRound | None = None, workers: int | None = None) -> str:
+    """Do or continue a run of a study; return its error, "" if it is finished or diverged as the study allows.
+
+    An exception is written to ``failed.json`` in its folder: other runs do not depend on it.
+    """
+    folder, threads = cell.folder(out), torch.get_num_threads()
+    torch.set_num_threads(cell.config.torch_threads)  # of the server's tests, too: the same bits on any machine
+    try:
+        _do(cell.config, folder, engine, on_round, workers)
+    except Exception as error:  # whatever it is, the other runs go on
+        if not finished(folder):
+            note_failure(folder, str(error), type(error).__name__, traceback.format_exc())
+        return str(error) or type(error).__name__
+    finally:
+        torch.set_num_threads(threads)
+    (folder / FAILED).unlink(missing_ok=True)
+    return ""
+
+
+def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
+    """Write the error with which a run ended."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"error": error, "type": kind, "traceback": trace}
+    write_atomically(folder / FAILED, json.dumps(content, indent=2) + "\n")
+
+
+def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower, after: Callable[[], object]) -> None:
+    """Do the runs that are left; call ``after`` now and then."""
+    for cell in cells:
+        if finished(folder := cell.folder(out)) and (changed := _changed(cell.config, folder)):
+            logger.warning("%s is repeated, the study has changed: %s", cell.name, changed)
+            _set_aside(folder, "earlier")
+    left = [cell for cell in cells if not finished(cell.folder(out))]
+    _check_data(left)
+    follower.plan(cells, left)
+    last = time.monotonic()
+    for cell, error in runner(left, out, follower) if left else ():
+        if error:
+            logger.error("%s: %s", cell.name, error)
+        follower.end(cell, error)
+        if time.monotonic() - last > _BETWEEN_TABLES:
+            after()
+            last = time.monotonic()
+
+
+def _check_data(cells: Sequence[Cell]) -> None:
+    """Raise ConfigError with all problems of the data and their splits, before any work."""
+    problems: dict[str, str] = {}
+    for cell in {(cell.method, cell.split): cell for cell in reversed(cells)}.values():
+        try:
+            check(cell.config)
+            partitioned_data(cell.config, count_clients(cell.config))
+        except FedBNError as error:
+            problems.setdefault(str(error), cell.name)
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {error}" for error, name in reversed(problems.items())))
 
 
 def _changed(config: Config, folder: Path) -> str:
@@ -96,23 +191,26 @@ def _failed(cell: Cell, out: Path) -> bool:
     return not finished(folder) or (stop and DIVERGED_AT in summary_of(folder))
 
 
-def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None) -> None:
+def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, workers: int | None) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
     if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
         try:
             if changed := _changed(config, folder):
                 raise ConfigError(f"it belongs to a run with other settings: {changed}")
-            run(config.model_copy(update={"resume": True}), folder, engine, on_round)
+            run(config.model_copy(update={"resume": True}), folder, engine, on_round, workers)
             return
         except ConfigError as error:
             logger.warning("%s starts from the beginning: %s", folder, error)
-    _set_aside(folder)
-    run(config, folder, engine, on_round)
+    _set_aside(folder, "unfinished")
+    run(config, folder, engine, on_round, workers)
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: Path, why: str) -> None:
+    """Rename a folder that is in use to FOLDER.WHY-N; one that holds only the error of a former try is emptied."""
+    if failure_of(folder) and [path.name for path in folder.iterdir()] == [FAILED]:
+        (folder / FAILED).unlink()
     if folder.exists() and any(folder.iterdir()):
         number = 1
-        while (kept := folder.with_name(f"{folder.name}.unfinished-{number}")).exists():
+        while (kept := folder.with_name(f"{folder.name}.{why}-{number}")).exists():
             number += 1
         folder.rename(kept)

@@ -166,11 +166,11 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monk
     for _ in range(2):  # the second time nothing is run again
         result = call(monkeypatch, "sweep", str(tmp_path / "study.yaml"), "--out", str(out))
         assert result.exit_code == 1
-        assert "1 of 2 runs diverged or trained nothing: bad/all/seed-0" in result.stderr
+        assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
         good, bad = (line for line in result.stdout.splitlines() if line.startswith(("| good", "| bad")))
-        assert good.endswith("| 1 |  |")
+        assert good.endswith("| 1 |")
         assert bad.startswith("| bad | all | test-accuracy | - | - |")
-        assert bad.endswith("| 0, 1 diverged |  |")
+        assert bad.endswith("| 0, 1 diverged |")
     assert not list(out.rglob("*unfinished*"))
     study = Study.load(tmp_path / "study.yaml", ["on-divergence=continue"])
     assert "| 0, 1 diverged |" in sweep(study, tmp_path / "again")
@@ -179,7 +179,7 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monk
 def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
     study = Study.load(tmp_path / "study.yaml", ["min-replies=3"])  # of 2 clients
-    with pytest.raises(RunFailedError, match=r"^2 of 2 runs diverged or trained nothing: good/all/seed-0") as caught:
+    with pytest.raises(RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0") as caught:
         sweep(study, tmp_path / "out")
     assert caught.value.result == (tmp_path / "out" / "table.md").read_text()
 

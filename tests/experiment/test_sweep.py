@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment import sweep as module
 from fedbn_flwr.experiment.output import lock_folder
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.parallel_sweep import in_parallel, memory_need
+from fedbn_flwr.experiment.study import Cell, Study
+from fedbn_flwr.experiment.sweep import Silent, sweep
 
 TEXT = """
 name: small
@@ -28,6 +29,22 @@ seeds: [0, 1]
 skip: [FedBN/own/iid]
 paper: {FedAvg/iid: 91.35}
 """
+
+
+class Noted(Silent):
+    """Notes the runs that began, their rounds, and their ends."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.rounds: list[tuple[str, int]] = []
+        self.ended: dict[str, str] = {}
+
+    def begin(self, cell: Cell):
+        self.begun.append(cell.name)
+        return lambda line: self.rounds.append((cell.name, line["round"]))
+
+    def end(self, cell: Cell, error: str) -> None:
+        self.ended[cell.name] = error
 
 
 @pytest.fixture
@@ -115,39 +132,41 @@ def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path
     half = cells[1].folder(out)
     half.mkdir(parents=True)
     (half / "config.yaml").write_text("half")
-    begun: list[str] = []
-    rounds: list[int] = []
-    table = sweep(study, out, on_cell=lambda cell, i, n: begun.append(cell.name) or (lambda line: rounds.append(i)))
-    assert begun == [cell.name for cell in cells]
-    assert rounds == list(range(len(cells)))
+    noted = Noted()
+    table = sweep(study, out, follower=noted)
+    assert noted.begun == [cell.name for cell in cells]
+    assert noted.rounds == [(cell.name, 1) for cell in cells]
+    assert noted.ended == dict.fromkeys(noted.begun, "")
     aside = half.with_name("seed-0.unfinished-1")
     assert (aside / "config.yaml").read_text() == "half"
-    assert table == (out / "table.md").read_text()
+    assert table.startswith((out / "table.md").read_text())
     made = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
-    begun.clear()
-    assert sweep(study, out, on_cell=lambda cell, i, n: begun.append(cell.name)) == table
-    assert begun == []
+    assert sweep(study, out, follower=(again := Noted())) == table
+    assert again.begun == []
     assert {path: path.read_bytes() for path in made} == made
     check_tables(study, out)
+    again = Study.load(out / "study.yaml")
+    assert [cell.config for cell in again.cells()] == [cell.config for cell in cells]
 
 
 def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
-    class Cut(Exception):
+    class Cut(KeyboardInterrupt):
         pass
 
-    def cut(cell, index: int, total: int):
-        def on_round(line):
-            if index == 0 and line["round"] == 2:
-                raise Cut
+    class Cutting(Silent):
+        def begin(self, cell: Cell):
+            def on_round(line):
+                if line["round"] == 2:
+                    raise Cut
 
-        return on_round
+            return on_round
 
     text = "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4, checkpoint-every: 1, num-server-rounds: 3}"
     study = Study.load(written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}"))
     for changed in (False, True):
         out = tmp_path / f"out-{changed}"
         with pytest.raises(Cut):
-            sweep(study, out, on_cell=cut)
+            sweep(study, out, follower=Cutting())
         then = Study.load(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
         sweep(then, out)
         (folder,) = (cell.folder(out) for cell in then.cells())
@@ -158,29 +177,26 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
     assert "learning-rate=0.1, now 0.3" in caplog.text
 
 
-def test_finished_runs_with_other_settings_are_named_and_stay(study: Study, tmp_path: Path) -> None:
-    """The old results were shown as if they were those of the changed study."""
+def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: Study, tmp_path: Path, caplog) -> None:
     out = tmp_path / "out"
     table = sweep(study, out)
-    changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25").replace("rounds: 1", "rounds: 2")
-    changed = changed.replace("iid: {", "iid: {eval-every: 1, ")  # the default, written out
-    begun: list[str] = []
-    with pytest.raises(ConfigError) as caught:
-        sweep(Study.load(written(tmp_path, changed)), out, on_cell=lambda cell, i, n: begun.append(cell.name))
-    first, *lines, last = str(caught.value).splitlines()
-    assert first == f"out={str(out)!r} has finished runs with other settings than this study:"
-    assert lines[0] == "FedAvg/iid/seed-0: learning-rate=0.2, now 0.25; num-server-rounds=1, now 2"
-    assert lines[1] == "FedAvg/two classes/seed-0: num-server-rounds=1, now 2"
-    assert len(lines) == 6
-    assert last == "Choose another --out, give the study its old settings, or rename the folders of these runs."
-    assert begun == []
-    assert (out / "table.md").read_text() == table
+    changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25")
+    changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")  # the default, written out
+    former = (out / "FedAvg/iid/seed-0/summary.json").read_bytes()
+    sweep(Study.load(written(tmp_path, changed)), out, follower=(noted := Noted()))
+    assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
+    assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
+    assert "FedAvg/iid/seed-0 is repeated, the study has changed: learning-rate=0.2, now 0.25" in caplog.messages
     # Places and timeouts make no other run, and the reference's own tests are no change.
+    assert sweep(study, out, follower=(noted := Noted())) == table
+    assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     again = Study.load(written(tmp_path, TEXT), ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"])
-    assert sweep(again, out, on_cell=lambda cell, i, n: begun.append(cell.name)) == table
+    noted = Noted()
+    assert sweep(again, out, follower=noted) == table
     reference = "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C: {strategy: centralized}}}"
     for _ in range(2):
-        sweep(Study.load(written(tmp_path, reference)), tmp_path / "reference")
+        sweep(Study.load(written(tmp_path, reference)), tmp_path / "reference", follower=noted)
+    assert noted.begun == ["C/all/seed-0"]
 
 
 def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> None:
@@ -209,26 +225,57 @@ def check_tables(study: Study, out: Path) -> None:
     assert lines[0] == "# small"
     mean, std = float(rows["FedAvg", "iid"]["mean"]), float(rows["FedAvg", "iid"]["std"])
     assert f"{mean:.2f} ± {std:.2f}" in lines[4]
-    assert lines[4].endswith("| 2 | 91.35 |")
+    assert lines[4].endswith(f"| 2 | 91.35 | {mean - 91.35:+.2f} |")
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_failed_run_leaves_the_finished_ones(study: Study, tmp_path: Path, monkeypatch) -> None:
-    real, done = module.run, []
+def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, monkeypatch) -> None:
+    real, out = module.run, tmp_path / "out"
 
-    def second_fails(*arguments):
-        if done:
-            raise ConfigError("out of luck")
-        done.append(1)
-        return real(*arguments)
+    def one_fails(config, folder, *arguments):
+        if folder == out / "FedAvg/iid/seed-1":
+            raise ZeroDivisionError("out of luck")
+        return real(config, folder, *arguments)
 
-    monkeypatch.setattr(module, "run", second_fails)
-    with pytest.raises(ConfigError, match="out of luck"):
-        sweep(study, tmp_path / "out")
+    monkeypatch.setattr(module, "run", one_fails)
+    with pytest.raises(RunFailedError, match="1 of 6 runs failed or diverged: FedAvg/iid/seed-1") as caught:
+        sweep(study, out, follower=(noted := Noted()))
+    assert [name for name, error in noted.ended.items() if error] == ["FedAvg/iid/seed-1"]
+    assert "| 1, 1 failed |" in caught.value.result
+    failure = json.loads((out / "FedAvg/iid/seed-1/failed.json").read_text())
+    assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
+    assert "one_fails" in failure["traceback"]
+    statuses = [json.loads(line)["status"] for line in (out / "results.jsonl").read_text().splitlines()]
+    assert sorted(statuses) == ["failed", *["finished"] * 5]
     monkeypatch.setattr(module, "run", real)
-    begun: list[int] = []
-    sweep(study, tmp_path / "out", on_cell=lambda cell, i, n: begun.append(i))
-    assert begun == [1, 2, 3, 4, 5]
+    sweep(study, out, follower=(noted := Noted()))
+    assert noted.begun == ["FedAvg/iid/seed-1"]
+    assert sorted(path.name for path in (out / "FedAvg/iid").iterdir()) == ["seed-0", "seed-1"]
+
+
+def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_path: Path) -> None:
+    many = Study.load(written(tmp_path, TEXT), ["num-clients=900"])
+    with pytest.raises(ConfigError, match=r"FedBN/own/two classes/seed-0: .*leaves clients without examples"):
+        sweep(many, tmp_path / "out", follower=(noted := Noted()))
+    assert noted.begun == []
+
+
+@pytest.mark.simulation
+def test_runs_in_parallel_have_the_bits_of_runs_in_series(study: Study, tmp_path: Path, monkeypatch, caplog) -> None:
+    changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace("FedAvg: {", "FedAvg: {fraction-train: 0.1, ")
+    study = Study.load(written(tmp_path, changed))
+    tables = [sweep(study, tmp_path / "series")]
+    monkeypatch.chdir(tmp_path)
+    tables.append(sweep(study, Path("parallel"), in_parallel(2, 8.0), noted := Noted()))
+    assert tables[0] == tables[1]
+    same = [(tmp_path / name / "results.jsonl").read_bytes() for name in ("series", "parallel")]
+    assert same[0] == same[1]
+    assert sorted(noted.ended.items()) == [(cell.name, "") for cell in sorted(study.cells(), key=lambda c: c.name)]
+    assert set(noted.rounds) <= {(cell.name, 1) for cell in study.cells()}
+    need = memory_need(next(study.cells()).config)
+    with pytest.raises(ConfigError, match=r"the memory for runs is 0\.5 GiB, and 3 run"):
+        sweep(study, tmp_path / "small", in_parallel(2, 0.5))
+    assert need > 2**29
 
 
 def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:

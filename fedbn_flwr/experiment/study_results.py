@@ -1,0 +1,117 @@
+"""The results of a study as tidy rows: one for each run and metric.
+
+A row has no times, so that a study that was killed and continued has the rows of one that was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.experiment.output import DIVERGED_AT, read_metrics
+from fedbn_flwr.experiment.study import Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.training.tasks import in_percent
+
+__all__ = ["FIELDS", "StudyResults"]
+
+FIELDS = (
+    *("method", "split", "seed", "metric", "status", "diverged-at", "final", "best", "best-round", "rounds"),
+    *("exchanges", "bytes", "target", "rounds-to-target", "exchanges-to-target", "bytes-to-target", "paper", "sha256"),
+)
+"""The columns. Shares are in percent; ``bytes`` are those of floats, down and up; a missing number is None."""
+
+
+_TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
+
+
+class StudyResults:
+    """The finished and the failed runs of a study; a run's files are read once.
+
+    Args:
+        study: the study.
+        out: its folder.
+    """
+
+    def __init__(self, study: Study, out: Path) -> None:
+        self.study, self.out = study, out
+        self._read: dict[Path, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+
+    def summary(self, cell: Cell) -> dict[str, Any] | None:
+        """Return the summary of a run; None if it is not finished."""
+        folder = cell.folder(self.out)
+        return self._files(folder)[0] if finished(folder) else None
+
+    def history(self, cell: Cell) -> list[dict[str, Any]]:
+        """Return the lines of ``metrics.jsonl`` of a run."""
+        folder = cell.folder(self.out)
+        return self._files(folder)[1] if finished(folder) else read_metrics(folder / "metrics.jsonl")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of all runs that ended, in the order of the study; their keys are ``FIELDS``."""
+        cells = [(cell, self.summary(cell)) for cell in self.study.cells()]
+        known = {name for _, summary in cells if summary for name in summary["final"]}
+        metrics = [name for name in self.study.metrics if name in known]
+        return [row for cell, summary in cells for row in self._rows_of(cell, summary, metrics)]
+
+    def absent_metrics(self) -> list[str]:
+        """Return the metrics that the study asks for and that no finished run has."""
+        found = {name for cell in self.study.cells() for name in (self.summary(cell) or {"final": ()})["final"]}
+        return [name for name in self.study.metrics if name not in found]
+
+    def _files(self, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        if folder not in self._read:
+            self._read[folder] = summary_of(folder), read_metrics(folder / "metrics.jsonl")
+        return self._read[folder]
+
+    def _rows_of(self, cell: Cell, summary: dict[str, Any] | None, metrics: Sequence[str]) -> Iterator[dict[str, Any]]:
+        about: dict[str, Any] = dict.fromkeys(FIELDS)
+        about |= {"method": cell.method, "split": cell.split, "seed": cell.seed}
+        if summary is None:
+            if failure_of(cell.folder(self.out)):
+                yield {**about, "status": "failed"}
+            return
+        ledger = summary["ledger"]
+        about |= {
+            "status": "diverged" if DIVERGED_AT in summary else "finished",
+            "diverged-at": summary.get(DIVERGED_AT),
+            "rounds": summary["rounds"],
+            "exchanges": ledger.get("exchanges", 0),
+            "bytes": ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0),
+            "sha256": summary["sha256"],
+        }
+        up = cell.config.learning_task().higher_is_better
+        shown = [name for name in metrics if name in summary["final"]] or [summary["headline"]]
+        for metric in shown:
+            lines = [line for line in self.history(cell) if line.get(metric) is not None]
+            best = (max if up else min)(lines, key=lambda line: line[metric], default={})
+            main = metric == summary["headline"]
+            target = self.study.target_of(cell.split) if main else None
+            paper = self.study.paper.get(f"{cell.method}/{cell.split}") if main else None
+            scale = 100 if in_percent(metric) else 1
+            yield {
+                **about,
+                "metric": metric,
+                "final": _scaled(summary["final"].get(metric), scale),
+                "best": _scaled(best.get(metric), scale),
+                "best-round": best.get("round"),
+                "target": target,
+                "paper": None if isinstance(paper, dict) else paper,
+                **_until(self.history(cell), metric, None if target is None else target / scale, up),
+            }
+
+
+def _scaled(value: float | None, scale: int) -> float | None:
+    return None if value is None else scale * value
+
+
+def _until(lines: Sequence[Mapping[str, Any]], metric: str, target: float | None, up: bool) -> dict[str, int | None]:
+    """Return the rounds, exchanges and bytes up to the first test that reached the target; None if none did."""
+    exchanges = moved = 0
+    for line in lines if target is not None else ():
+        exchanges += line["exchanges"]
+        moved += line["bytes-down"] + line["bytes-up"]
+        value = line.get(metric)
+        if value is not None and target is not None and (value >= target if up else value <= target):
+            return dict(zip(_TO_TARGET, (line["round"], exchanges, moved), strict=True))
+    return dict.fromkeys(_TO_TARGET)

@@ -1,0 +1,131 @@
+"""The numbers of a study: paired comparisons, rounds to a target, and settings chosen by trials."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown
+from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.study_results import StudyResults
+from fedbn_flwr.experiment.study_tables import table_rows
+from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.tuning import tuned
+
+
+def load(folder: Path, text: str, *overrides: str) -> Study:
+    (folder / "study.yaml").write_text(text)
+    return Study.load(folder / "study.yaml", overrides)
+
+
+def row(method: str, seed: int, final: float | None, **more: object) -> dict[str, object]:
+    return {"method": method, "split": "all", "seed": seed, "metric": "m", "status": "finished", "final": final} | more
+
+
+def test_differences_are_paired_by_seed_as_scipy_does() -> None:
+    rng = np.random.default_rng(0)
+    values = {"A": rng.normal(60, 3, 5), "B": rng.normal(62, 3, 5), "C": rng.normal(40, 3, 5)}
+    rows = [row(method, seed, value) for method, own in values.items() for seed, value in enumerate(own)]
+    rows += [row("A", 5, 99.0), row("B", 6, 0.0), row("B", 7, None), row("C", 8, 1.0, status="diverged")]
+    found = comparisons(rows)
+    assert [(pair["method"], pair["other"], pair["seeds"]) for pair in found] == [
+        ("A", "B", 5), ("A", "C", 5), ("B", "C", 5)
+    ]  # fmt: skip
+    for pair in found:
+        test = ttest_rel(values[pair["method"]], values[pair["other"]])
+        interval = test.confidence_interval(0.95)
+        assert (pair["low"], pair["high"]) == pytest.approx((interval.low, interval.high))
+        assert pair["p"] == pytest.approx(test.pvalue)
+    smallest, middle, largest = sorted(found, key=lambda pair: pair["p"])
+    assert smallest["p-holm"] == pytest.approx(3 * smallest["p"])
+    assert middle["p-holm"] == pytest.approx(max(2 * middle["p"], 3 * smallest["p"]))
+    assert largest["p-holm"] == pytest.approx(max(largest["p"], middle["p-holm"]))
+    text = comparisons_markdown("s", found)
+    assert [line.count("\\*\\*") for line in text.splitlines()[-3:]] == [0, 1, 1]
+    (single,) = comparisons(rows[:1] + rows[5:6])
+    assert (single["low"], single["p"], single["p-holm"]) == (None, None, None)
+
+
+TARGETS = """
+name: targets
+base: {num-server-rounds: 4, num-clients: 2}
+methods: {A: {strategy: fedavg}, B: {strategy: fedavg, norm: group}}
+seeds: [0, 1]
+target: 60
+paper: {A/all: 70}
+"""
+
+
+def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
+    study = load(tmp_path, TARGETS)
+    accuracies = {
+        "A/seed-0": [0.2, None, 0.61, 0.5],
+        "A/seed-1": [0.2, 0.6, 0.7, 0.9],
+        "B/seed-0": [0.2, 0.3, 0.4, 0.5],
+    }
+    for name, values in accuracies.items():
+        folder = tmp_path / "out" / name.replace("/", "/all/")
+        folder.mkdir(parents=True)
+        lines = [
+            {"round": r, "exchanges": r, "bytes-down": 10, "bytes-up": 20}
+            | ({} if value is None else {"test-accuracy": value})
+            for r, value in enumerate(values, 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = {"headline": "test-accuracy", "final": {"test-accuracy": values[-1]}, "rounds": 4, "sha256": "x"}
+        ledger = {"exchanges": 10, "bytes-down": 40, "bytes-up": 80}
+        (folder / "summary.json").write_text(json.dumps({**summary, "ledger": ledger}))
+    rows = StudyResults(study, tmp_path / "out").rows()
+    to_target = [(r["rounds-to-target"], r["exchanges-to-target"], r["bytes-to-target"]) for r in rows]
+    assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
+    assert [(r["best"], r["best-round"]) for r in rows] == [(61.0, 3), (50.0, 4), (90.0, 4)]
+    first, second = table_rows(study, rows)
+    assert (first["reached"], first["rounds-to-target"], first["difference"]) == (2, 2.5, pytest.approx(0.0))
+    assert (second["reached"], second["rounds-to-target"], second["paper"]) == (0, None, None)
+    with pytest.raises(ConfigError, match="target: 'none' is not one of splits"):
+        load(tmp_path, TARGETS.replace("target: 60", "target: {none: 60}"))
+
+
+TUNE = """
+name: tuned
+base: {num-server-rounds: 3, num-clients: 2, local-steps: 2, batch-size: 8}
+methods: {BN: {strategy: fedavg}, FedBN: {strategy: fedbn, sgd-momentum: 0.5}}
+seeds: [0, 1]
+tune: {grid: {learning-rate: [1.0e-5, 0.1, 1.0e-6]}, base: {validation-share: 0.3, num-server-rounds: 2}}
+overrides: {BN/all: {sgd-momentum: 0.1}}
+"""
+
+
+def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "flwr")
+    study, out = load(tmp_path, TUNE), tmp_path / "out"
+    trials = list(study.trials())
+    assert [cell.name for cell in trials[:2]] == [f"tune/{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")]
+    table = sweep(study, out)
+    rates = {cell.config.learning_rate for cell in Study.load(out / "study.yaml").cells()}
+    assert rates == {0.1}
+    for cell in trials:
+        assert (cell.config.validation_share, cell.config.num_server_rounds) == (0.3, 2)
+        assert cell.config.sgd_momentum == {"BN": 0.1, "FedBN": 0.5}[cell.method]
+        score = json.loads((cell.folder(out) / "summary.json").read_text())["final"]
+        metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[cell.method]
+        shown = f"{'**' if '0.1/' in cell.name else ''}{100 * score[metric]:.2f} %"
+        assert shown in (out / "tuning.md").read_text()
+    ends = "learning-rate=0.1 is best and ends the grid; a larger grid may do better"
+    assert [m for m in caplog.messages if "grid" in m] == [f"BN/all: {ends}", f"FedBN/all: {ends}"]
+    made = {path: path.read_bytes() for path in out.rglob("summary.json")}
+    assert len(made) == 10
+    assert sweep(study, out) == table, "nothing is left to do"
+    assert {path: path.read_bytes() for path in made} == made
+    (trials[3].folder(out) / "summary.json").unlink()
+    found, chosen = tuned(study, out)
+    assert found[1].scores["learning-rate=0.1"] is None
+    assert chosen["BN/all"] == {"learning-rate": 0.1} != chosen["FedBN/all"]
+    with pytest.raises(ConfigError, match=r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"):
+        load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))
