@@ -16,7 +16,7 @@ from rich.table import Table
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.study import Cell, Study
-from fedbn_flwr.experiment.sweep import Silent, sweep
+from fedbn_flwr.experiment.sweep import LogFollower, sweep
 
 __all__ = ["demo"]
 
@@ -59,7 +59,7 @@ def demo(out: Path) -> int:
     return 0 if hashes[0] == hashes[1] else 1
 
 
-class _Printer(Silent):
+class _Printer(LogFollower):
     """Prints a line when a run begins."""
 
     def __init__(self, console: Console) -> None:

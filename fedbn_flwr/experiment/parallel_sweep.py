@@ -120,6 +120,7 @@ def _on_ray(
     gpus = _gpu_share(cells)
     work = ray.remote(max_retries=0)(_work)
     running: dict[Any, _Watched] = {}
+    warned: set[str] = set()
     for cell in cells:
         options = {"num_cpus": cell.config.torch_threads, "memory": needs[cell.name], "num_gpus": gpus}
         plain = replace(cell)  # without the config that it has computed
@@ -139,7 +140,9 @@ def _on_ray(
                 if not finished(watched.folder):
                     note_failure(watched.folder, str(lost), type(lost).__name__)
             for warning in warnings:
-                logger.warning("%s: %s", watched.cell.name, warning)
+                if warning not in warned:  # several runs of a study often have the same
+                    logger.warning("%s: %s", watched.cell.name, warning)
+                warned.add(warning)
             yield watched.cell, error
 
 

@@ -32,7 +32,7 @@ from fedbn_flwr.experiment.study_results import StudyResults
 from fedbn_flwr.experiment.study_tables import write_tables
 from fedbn_flwr.experiment.tuning import tuned, tuning_markdown
 
-__all__ = ["Follower", "Runner", "Silent", "do_cell", "in_series", "sweep"]
+__all__ = ["Follower", "LogFollower", "Runner", "do_cell", "in_series", "sweep"]
 
 logger = logging.getLogger("flwr")
 
@@ -52,8 +52,8 @@ class Follower(Protocol):
         """Take note that a run ended; ``error`` is "" if it is finished."""
 
 
-class Silent:
-    """A follower that does nothing."""
+class LogFollower:
+    """A follower that logs the runs that failed."""
 
     def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
         """Do nothing."""
@@ -63,7 +63,9 @@ class Silent:
         return None
 
     def end(self, cell: Cell, error: str) -> None:
-        """Do nothing."""
+        """Log the error, if there is one."""
+        if error:
+            logger.error("%s: %s", cell.name, error)
 
 
 Outcome = tuple[Cell, str]
@@ -79,14 +81,14 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         out: folder of all runs; ``write_tables`` names the files of results. ``study.yaml`` is the study with the
             settings of the command and the tuned ones.
         runner: does the runs; ``in_series()`` by default, ``in_parallel`` of ``parallel_sweep`` on several cores.
-        follower: is told what happens.
+        follower: is told what happens; by default a ``LogFollower``.
 
     Raises:
         ConfigError: another process writes to the folder.
         RunFailedError: runs failed, trained nothing, or diverged and their ``on-divergence`` is "stop". All other runs
             are finished, and the error holds the tables. The same call tries the failed ones again.
     """
-    runner, follower = runner or in_series(), follower or Silent()
+    runner, follower = runner or in_series(), follower or LogFollower()
     for cell in (cell for cell in study.cells() if cell.seed == study.seeds[0]):
         for key, why in cell.dropped.items():
             logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
@@ -147,17 +149,16 @@ def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
 
 def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower, after: Callable[[], object]) -> None:
     """Do the runs that are left; call ``after`` now and then."""
-    for cell in cells:
-        if finished(folder := cell.folder(out)) and (changed := _changed(cell.config, folder)):
-            logger.warning("%s is repeated, the study has changed: %s", cell.name, changed)
-            _set_aside(folder, "earlier")
-    left = [cell for cell in cells if not finished(cell.folder(out))]
+    done = [cell for cell in cells if finished(cell.folder(out))]
+    changed = {cell.name: keys for cell in done if (keys := _changed(cell.config, cell.folder(out)))}
+    left = [cell for cell in cells if cell not in done or cell.name in changed]
     _check_data(left)
+    for cell in (cell for cell in left if cell.name in changed):
+        logger.warning("%s is repeated, the study has changed: %s", cell.name, changed[cell.name])
+        _set_aside(cell.folder(out), "earlier")
     follower.plan(cells, left)
     last = time.monotonic()
     for cell, error in runner(left, out, follower) if left else ():
-        if error:
-            logger.error("%s: %s", cell.name, error)
         follower.end(cell, error)
         if time.monotonic() - last > _BETWEEN_TABLES:
             after()

@@ -14,7 +14,7 @@ from fedbn_flwr.experiment import sweep as module
 from fedbn_flwr.experiment.output import lock_folder
 from fedbn_flwr.experiment.parallel_sweep import in_parallel, memory_need
 from fedbn_flwr.experiment.study import Cell, Study
-from fedbn_flwr.experiment.sweep import Silent, sweep
+from fedbn_flwr.experiment.sweep import LogFollower, sweep
 
 TEXT = """
 name: small
@@ -31,7 +31,7 @@ paper: {FedAvg/iid: 91.35}
 """
 
 
-class Noted(Silent):
+class Noted(LogFollower):
     """Notes the runs that began, their rounds, and their ends."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
     class Cut(KeyboardInterrupt):
         pass
 
-    class Cutting(Silent):
+    class Cutting(LogFollower):
         def begin(self, cell: Cell):
             def on_round(line):
                 if line["round"] == 2:
