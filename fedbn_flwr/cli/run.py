@@ -25,6 +25,10 @@ def run(
             min=0, help="Worker processes of the engine in-process; 0: none. Default: the cores, if the work pays."
         ),
     ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of a Ray cluster for the engine simulation: clients run on all its machines."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
@@ -42,15 +46,18 @@ def run(
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
         if workers is not None and engine is not Engine.in_process:
             raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
+        if ray_address is not None and engine is not Engine.simulation:
+            raise ConfigError(f"--ray-address={ray_address} needs --engine simulation, whose clients Ray runs.")
         report_own_data(preflight(settings, folder)[0])
         options = "" if engine is Engine.in_process else f" --engine {engine.value}"
         options += "" if workers is None else f" --workers {workers}"
+        options += "" if ray_address is None else f" --ray-address {ray_address}"
         try:
             with (
                 interrupt(lambda: after_interrupt(folder, options)),
                 progress(settings.num_server_rounds, settings.title, settings.learning_task().score) as advance,
             ):
-                summary = launch(settings, folder, engine.value, advance, workers)
+                summary = launch(settings, folder, engine.value, advance, workers, ray_address)
         except DivergedError:
             _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
             raise

@@ -5,6 +5,7 @@ A context exists as long as its node's process and its run. The copies in a ``St
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.client.state_folder import StateFolder
+from fedbn_flwr.client.state_folder import Folder, OpenFolder, StateFolder
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import (
     BEGUN,
@@ -46,12 +47,13 @@ class LocalState:
     def __init__(self, context: Context | None, parts: Parts, state: Mapping[str, Any]) -> None:
         self._context = context
         self._parts = parts
-        self._folder: StateFolder | None = None
+        self._folder: Folder | None = None
         self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
 
-    def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
+    def attach(self, root: Path | OpenFolder, continuity: Continuity, partition_id: int) -> None:
         """Write copies to the state folder ``root`` from now on; see ``StateFolder``."""
-        self._folder = StateFolder(root, continuity, partition_id, self._fingerprint)
+        opened = functools.partial(StateFolder, root) if isinstance(root, Path) else root
+        self._folder = opened(continuity, partition_id, self._fingerprint)
 
     def restore(self, expected: str | None) -> None:
         """Restore the state that the server expects, if the context does not hold it.

@@ -23,6 +23,7 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
+from fedbn_flwr.client.state_folder import OpenFolder
 from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
@@ -96,7 +97,8 @@ class TorchClient(NumPyClient):
         validation_data: a part of the client's examples that it does not train on; it is the test set "validation", and
             FedBS may weigh the client by its loss there.
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
-            They remain after the node's process and the run. A partition id is needed.
+            They remain after the node's process and the run. A partition id is needed. A function opens a folder on
+            another machine.
         data_report: returns a text on the client's data that the server gets with the answer to its query.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
@@ -115,7 +117,7 @@ class TorchClient(NumPyClient):
         partition_id: int | None = None,
         seed: int = 0,
         task: Task = CLASSIFICATION,
-        state_dir: Path | None = None,
+        state_dir: Path | OpenFolder | None = None,
         validation_data: Batches | None = None,
         data_report: Callable[[], str] | None = None,
     ) -> None:

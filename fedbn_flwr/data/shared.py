@@ -23,7 +23,7 @@ from fedbn_flwr.data.samples import Dataset, Samples
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
 
-__all__ = ["DataKey", "PackedDataset", "adopt", "adopted", "pack"]
+__all__ = ["DataKey", "PackedDataset", "adopt", "adopted", "in_memory", "pack"]
 
 DataKey = tuple[str | OwnData, str]
 """What names a data set: the config's ``dataset``, or what it says of own data; and ``data-dir``."""
@@ -53,8 +53,13 @@ _PACKED: dict[tuple[DataKey, tuple[int, ...]], Callable[[], PackedDataset]] = {}
 _INFOS: dict[DataKey, DatasetInfo] = {}
 
 
+def in_memory(data: Dataset) -> bool:
+    """Return whether all examples are in memory, none in files that stay on the disk."""
+    return isinstance(data.train, Samples) and isinstance(data.test, Samples)
+
+
 def pack(data: Dataset) -> PackedDataset | None:
-    """Return a data set for other processes; None if its examples are files, which stay on the disk."""
+    """Return a data set for other processes; None unless it is ``in_memory``."""
     if not isinstance(data.train, Samples) or not isinstance(data.test, Samples):
         return None
     shape = data.train.shape if data.train.as_bytes else ()

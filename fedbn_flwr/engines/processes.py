@@ -35,6 +35,7 @@ def flower_environment(home: Path) -> dict[str, str]:
         # The app uses this environment; to install its dependencies again would download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ADDRESS": "local",  # Ray would join a cluster that runs on this machine, or that the user's variable names
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import tempfile
 import threading
 import warnings
@@ -19,12 +18,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import grpc
+
 from fedbn_flwr.errors import ConfigError, EngineError
 
 __all__ = ["Machine", "connect", "machines", "on_each", "on_this_machine"]
 
 T = TypeVar("T")
 
+_HEALTH = "/grpc.health.v1.Health/Check"  # of every gRPC server; ``ray.init`` would wait for minutes
 _ANSWER_SECONDS = 5.0  # of the address
 _WORK_SECONDS = 120.0  # of a machine: it gets the code and starts a Python process
 _PACKAGES = ("torch", "numpy", "flwr")  # what decides the bits of a run, and the form of its messages
@@ -56,8 +58,7 @@ def connect(
     Within the block ``ray.remote`` functions import this package, of this very version, on every machine.
 
     Args:
-        address: ``host:port`` of a running cluster, of which this machine is one, or ``auto`` for the one that was
-            started on this machine; None = a private Ray on this machine.
+        address: ``host:port`` of a running cluster, of which this machine is one; None = a private Ray on this machine.
         num_cpus: CPUs of a private Ray; None = the cores.
         memory_gib: memory of a private Ray, in GiB: what tasks may ask for (70 %) and the objects they share (30 %);
             None = Ray's choice.
@@ -146,28 +147,30 @@ def _on(node_id: str) -> Any:
 
 
 def _answering(address: str) -> str:
-    """Return the address, with which ``ray.init`` does not wait long.
+    """Return the address after a call to it.
 
     Raises:
         ConfigError: it has a wrong form.
         EngineError: nothing answers there.
     """
-    if address == "auto":
-        return address
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         client = " Ray's client (ray://) is not supported: run the command on a machine of the cluster."
         raise ConfigError(
-            f"ray-address={address!r} must be HOST:PORT of a running cluster, as `ray start --head` shows it, or auto."
+            f"ray-address={address!r} must be HOST:PORT of a running cluster, as `ray start --head` shows it."
             + (client if address.startswith("ray://") else "")
         )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise EngineError(
-            f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, and `ray start "
-            "--address=HOST:PORT` on each other machine."
-        ) from error
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return address  # it would not answer a call in plaintext
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_HEALTH)(b"", timeout=_ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise EngineError(
+                    f"no Ray cluster answers at {address} ({error.details()}). Start one with `ray start --head`, and "
+                    "`ray start --address=HOST:PORT` on each other machine."
+                ) from error
     return address
 
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.data import DatasetInfo, is_own
-from fedbn_flwr.data.shared import DataKey, PackedDataset, adopt, pack
+from fedbn_flwr.data.shared import DataKey, PackedDataset, adopt, in_memory, pack
 from fedbn_flwr.engines.ray_cluster import Machine, connect, machines, on_each
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
 from fedbn_flwr.experiment.partitioned_data import load_data
 from fedbn_flwr.models.own import is_own as is_own_model
 from fedbn_flwr.models.own import own_module
@@ -74,10 +74,10 @@ class RaySession:
     def share(self, configs: Sequence[Config]) -> SharedData:
         """Load the data sets of these configs, each once, and put them into Ray's object store.
 
-        Data sets of image files that stay on the disk (``cache-gib``) are not put there: tasks read the files.
+        Data sets of image files that stay on the disk (``cache-gib``) are not put there: tasks read the files, see
+        ``check_files``.
 
         Raises:
-            ConfigError: a machine of the cluster lacks the files of a data set that stays on the disk.
             DataError: data are missing.
         """
         import ray
@@ -90,27 +90,32 @@ class RaySession:
             shape = data.train.shape if data.train.as_bytes else ()
             if (key, shape) in found:
                 continue
-            packed = pack(data)
-            if packed is None:
-                self._check_files(config)
-            else:
+            if packed := pack(data):
                 found[key, shape] = (key, config.data_info(), shape, ray.put(packed))
         return SharedData(tuple(found.values()))
 
-    def _check_files(self, config: Config) -> None:
-        """Raise ConfigError unless every machine has the files of a data set that stays on the disk."""
-        path = config.own_data().path if is_own(config.dataset) else config.data_dir
-        if without := self._without(Path(path)):
+    def check_files(self, config: Config) -> None:
+        """Check that every machine has the files that a run reads and writes there.
+
+        Raises:
+            ConfigError: a machine lacks the files of a data set that stays on the disk, or the state folder that the
+                run names.
+            DataError: data are missing.
+        """
+        path = Path(config.own_data().path if is_own(config.dataset) else config.data_dir)
+        on_disk = not config.data_on_nodes() and not in_memory(load_data(config))
+        if on_disk and (without := self._without(path)):
             raise ConfigError(
                 f"dataset={config.dataset!r} stays on the disk (its images need more than cache-gib="
                 f"{config.cache_gib:g}, or augment={config.augment!r} needs the originals), and {path} is not on "
                 f"{without}. Put it there, or on a disk that all machines share; or raise cache-gib."
             )
 
-    def check_state_dir(self, config: Config) -> None:
-        """Raise ConfigError unless every machine sees the state folder that a run names."""
-        if config.strategy == CENTRALIZED or config.state_dir in ("", STATE_IN_OUT):
-            return
+        if config.state_dir not in ("", STATE_IN_OUT):
+            self._check_shared(config)
+
+    def _check_shared(self, config: Config) -> None:
+        """Raise ConfigError unless every machine sees what this one writes into the state folder."""
         folder = Path(config.state_dir)
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / f".{uuid.uuid4().hex}"
@@ -145,7 +150,7 @@ def cluster(
 
     Args:
         configs: the settings; modules of the user that they name go to the other machines.
-        address: ``host:port`` of a running cluster, or "auto"; None = a private Ray on this machine, which ends with
+        address: ``host:port`` of a running cluster; None = a private Ray on this machine, which ends with
             the block.
         num_cpus: CPUs of a private Ray; None = the cores.
         memory_gib: memory of a private Ray, in GiB, see ``engines.ray_cluster.connect``.

@@ -12,7 +12,7 @@ import torch
 from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.client.lent_models import BuildModel
-from fedbn_flwr.client.state_folder import state_dir
+from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import Subset, is_own, load_local_dataset
 from fedbn_flwr.errors import ConfigError, DataError
@@ -36,10 +36,11 @@ __all__ = ["client_fn", "num_examples"]
 logger = logging.getLogger("flwr")
 
 
-def client_fn(context: Context) -> TorchClient:
+def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchClient:
     """Return a node's client, made from the run config and the node config in its Flower context.
 
-    A node with a ``data-path`` in its config trains and tests on the data there, not on a partition.
+    A node with a ``data-path`` in its config trains and tests on the data there, not on a partition. ``open_folder``
+    replaces the state folder that the configs name.
 
     Raises:
         ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``.
@@ -56,7 +57,7 @@ def client_fn(context: Context) -> TorchClient:
         context=context,
         seed=config.seed,
         task=config.learning_task(),
-        state_dir=_state_dir(config, context),
+        state_dir=open_folder or _state_dir(config, context),
         validation_data=validation,
         data_report=_report(config, context),
     )

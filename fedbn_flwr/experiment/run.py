@@ -79,6 +79,7 @@ def run(
     engine: Engine = "in-process",
     on_round: OnRound | None = None,
     workers: int | None = None,
+    ray_address: str | None = None,
 ) -> dict[str, Any]:
     """Do one run and return its summary.
 
@@ -89,16 +90,20 @@ def run(
         on_round: called with each line of ``metrics.jsonl``.
         workers: worker processes of the engine in-process, 0 = none beside this one; None = ``default_workers``. The
             results have the same bits for any number.
+        ray_address: ``host:port`` of a Ray cluster for the engine "simulation": the clients run on its machines, which
+            get code and data from this one.
 
     Raises:
         FedBNError: settings are bad, data is missing, the folder is in use, or the federation failed. After a
             DivergedError the folder is complete, up to the round that diverged.
     """
+    if ray_address is not None and engine != "simulation":
+        raise ConfigError(f"ray-address={ray_address} is for the engine simulation; {engine} runs on this machine.")
     config, out = preflight(config, out)
     if config.strategy == CENTRALIZED:
         return centralized(config, out, on_round)
     if engine == "simulation":
-        return simulate(config, out, on_round)
+        return simulate(config, out, on_round, ray_address=ray_address)
     with InProcessGrid(
         client_app(client_fn, num_examples=num_examples),
         config.num_clients,

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.errors import DivergedError, EngineError
+from fedbn_flwr.experiment.cluster_clients import check_cluster
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import DIVERGED_AT, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
@@ -22,6 +23,17 @@ _APP = '''"""A ServerApp and a ClientApp from the installed package."""
 from fedbn_flwr.app import client_app, server_app
 
 __all__ = ["client_app", "server_app"]
+'''
+
+_CLUSTER_APP = '''"""The same ClientApp on a Ray cluster. Only the process of Flower's simulation imports this file."""
+
+from pathlib import Path
+
+from fedbn_flwr.experiment.cluster_clients import cluster_client_app
+
+__all__ = ["client_app"]
+
+client_app = cluster_client_app({address!r}, Path(__file__).with_name("pyproject.toml"))
 '''
 
 _PYPROJECT = """[project]
@@ -36,7 +48,7 @@ publisher = "fedbn"
 
 [tool.flwr.app.components]
 serverapp = "fedbn_simulation:server_app"
-clientapp = "fedbn_simulation:client_app"
+clientapp = "{module}:client_app"
 
 [tool.flwr.app.config]
 """
@@ -47,6 +59,7 @@ def simulate(
     out: Path,
     on_round: OnRound | None = None,
     federation_config: Mapping[str, Scalar] | None = None,
+    ray_address: str | None = None,
 ) -> dict[str, Any]:
     """Run a config in Flower's Ray simulation and return its summary.
 
@@ -56,15 +69,19 @@ def simulate(
         on_round: called with each line of ``metrics.jsonl`` as it appears.
         federation_config: replaces the defaults (a CPU per torch thread, no GPU; on CUDA all clients share the first
             GPU).
+        ray_address: ``host:port`` of a Ray cluster, on whose machines the clients run; None = a private Ray here.
 
     Raises:
+        ConfigError: the cluster cannot do the run.
         EngineError: the run did not complete.
         DivergedError: it diverged; the folder is complete, up to this round.
     """
+    if ray_address is not None:
+        check_cluster(config, ray_address)
     federation: dict[str, Scalar] = {
         "num-supernodes": config.num_clients,
         "client-resources-num-cpus": config.torch_threads,
-        **_actors(config),
+        **(_actors(config) if ray_address is None else {}),
         **(federation_config or {}),
     }
     before = _summary(out)
@@ -73,9 +90,7 @@ def simulate(
     follower = threading.Thread(target=_follow, args=(out / "metrics.jsonl", on_round, ended))
     with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as folder:
         app = Path(folder)
-        (app / "fedbn_simulation.py").write_text(_APP)
-        pairs = (toml_pairs({key: value}) for key, value in config.to_mapping().items())
-        (app / "pyproject.toml").write_text(_PYPROJECT + "\n".join(pairs) + "\n")
+        _write_app(app, config, ray_address)
         follower.start()
         try:
             flower_run(app, run_config={}, federation_config=federation, on_line=lines.append)
@@ -93,6 +108,17 @@ def simulate(
     if summary := _summary(out):
         return summary
     raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
+
+
+def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
+    """Write the app; its ClientApp is in a module of its own if that module connects to a cluster."""
+    (folder / "fedbn_simulation.py").write_text(_APP)
+    module = "fedbn_simulation"
+    if ray_address is not None:
+        module = "fedbn_cluster"
+        (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
+    pairs = (toml_pairs({key: value}) for key, value in config.to_mapping().items())
+    (folder / "pyproject.toml").write_text(_PYPROJECT.format(module=module) + "\n".join(pairs) + "\n")
 
 
 def _summary(out: Path) -> dict[str, Any]:
