@@ -52,6 +52,7 @@ def connect(
     modules: Sequence[Path] = (),
     env_vars: Mapping[str, str] | None = None,
     log_to_driver: bool = False,
+    checked: bool = False,
 ) -> Iterator[None]:
     """Connect this process to Ray, and end the connection after the block; a private Ray ends with it.
 
@@ -65,6 +66,7 @@ def connect(
         modules: files and folders of Python modules that go to the other machines beside this package.
         env_vars: environment variables of the tasks.
         log_to_driver: print what the tasks print.
+        checked: another process has just compared the versions of the machines.
 
     Raises:
         ConfigError: the address has a wrong form; or ``num_cpus`` or ``memory_gib`` of a running cluster.
@@ -94,7 +96,7 @@ def connect(
             options["address"] = _answering(address)
         _init(address, options)
         stack.callback(ray.shutdown)
-        if address is not None:
+        if address is not None and not checked:
             _check_versions()
         yield
 
@@ -206,22 +208,23 @@ def _init(address: str | None, options: Mapping[str, Any]) -> None:
 
 def _check_versions() -> None:
     """Raise EngineError unless all machines have the versions of this one; Ray itself compares Ray and Python."""
-    here = _versions()
+
+    # Not a function of this module, which it would import, with torch, on each machine.
+    def versions(names: Sequence[str]) -> dict[str, str]:
+        found = {}
+        for name in names:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "not installed"
+        return found
+
+    here = versions(_PACKAGES)
     others = [
-        f"machine {machine.address} has {name} {has.get(name) or 'not installed'}, this one {wanted}"
-        for machine, has in on_each(_versions)
+        f"machine {machine.address} has {name} {has[name]}, this one {wanted}"
+        for machine, has in on_each(versions, _PACKAGES)
         for name, wanted in here.items()
-        if has.get(name) != wanted
+        if has[name] != wanted
     ]
     if others:
         raise EngineError("\n".join(others) + "\nA run needs the same versions on all machines.")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = ""
-    return found

@@ -144,7 +144,7 @@ def cluster(
     *,
     num_cpus: int | None = None,
     memory_gib: float | None = None,
-    log_to_driver: bool = False,
+    **options: Any,
 ) -> Iterator[RaySession]:
     """Connect to Ray for runs of these configs; within the block ``ray.remote`` tasks can do them.
 
@@ -154,14 +154,14 @@ def cluster(
             the block.
         num_cpus: CPUs of a private Ray; None = the cores.
         memory_gib: memory of a private Ray, in GiB, see ``engines.ray_cluster.connect``.
-        log_to_driver: print what the tasks print.
+        options: further arguments of ``engines.ray_cluster.connect``.
 
     Raises:
         ConfigError: the address has a wrong form, or a module cannot be imported.
         EngineError: Ray does not start, the cluster does not answer, or its machines have other versions.
     """
-    modules = user_modules(configs)
-    with connect(address, num_cpus=num_cpus, memory_gib=memory_gib, modules=modules, log_to_driver=log_to_driver):
+    modules = user_modules(configs) if address is not None else ()
+    with connect(address, num_cpus=num_cpus, memory_gib=memory_gib, modules=modules, **options):
         yield RaySession(address)
 
 

@@ -27,7 +27,7 @@ from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.grpc_channel import is_loopback
 
-__all__ = ["check_cluster", "cluster_client_app"]
+__all__ = ["check_cluster", "check_room", "cluster_client_app"]
 
 _CALLS = 32  # of clients at the same time, to the process that has their files
 
@@ -45,11 +45,11 @@ def check_cluster(config: Config, address: str) -> None:
         EngineError: the cluster does not answer, or its machines have other versions.
     """
     with cluster([config], address) as session:
-        _check_room(config, session.machines)
+        check_room(config, session.machines)
         session.check_files(config)
 
 
-def _check_room(config: Config, machines: list[Machine]) -> None:
+def check_room(config: Config, machines: list[Machine]) -> None:
     """Raise ConfigError unless the clients have room; for methods that need it, all clients of a round at once."""
     places = sum(int(machine.cpus // config.torch_threads) for machine in machines)
     has = ", ".join(f"{machine.address} {machine.cpus:g}" for machine in machines)
@@ -93,7 +93,7 @@ def cluster_client_app(address: str, pyproject: Path) -> ClientApp:
     config = Config.make(values, complete=True)
     stack = ExitStack()
     atexit.register(stack.close)
-    session = stack.enter_context(cluster([config], address, log_to_driver=True))
+    session = stack.enter_context(cluster([config], address, log_to_driver=True, checked=True))
     open_folder: OpenFolder | None = None
     if config.state_dir == STATE_IN_OUT:
         actor: Any = ray.remote(_Keeper)
