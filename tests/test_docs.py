@@ -44,6 +44,7 @@ NOT_RUN = {
     ("docs/guides/hospital-tables.md", "needs the four files of UCI heart disease"),
     ("docs/resume.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
+    ("docs/simulation.md", "starts Ray, which outlives the command"),
     ("docs/simulation.md", "needs a GPU"),
     *((f"docs/methods/{name}.md", "tests/apps/test_recipes.py runs every recipe") for name in STRATEGIES),
     *((f"docs/methods/{name}.md", "needs the grid and the arrays of a ServerApp") for name in STRATEGIES),

@@ -70,10 +70,13 @@ def connect(
 
     Raises:
         ConfigError: the address has a wrong form; or ``num_cpus`` or ``memory_gib`` of a running cluster.
-        EngineError: the cluster does not answer, or a machine of it has other versions or does not work.
+        EngineError: this process is connected already, the cluster does not answer, or a machine of it has other
+            versions or does not work.
     """
     import ray
 
+    if ray.is_initialized():
+        raise EngineError("this process is connected to Ray already. Call ray.shutdown() first.")
     environment = {"FLWR_TELEMETRY_ENABLED": "0", **(env_vars or {})}
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
     with ExitStack() as stack:

@@ -50,7 +50,12 @@ def check_cluster(config: Config, address: str) -> None:
 
 
 def check_room(config: Config, machines: list[Machine]) -> None:
-    """Raise ConfigError unless the clients have room; for methods that need it, all clients of a round at once."""
+    """Raise ConfigError unless the clients have room: CPUs, and for some methods all clients of a round at once."""
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device={config.device}: clients on a Ray cluster get CPUs and no GPU. Set device=cpu; or run on the "
+            "machine with the GPU, without ray-address."
+        )
     places = sum(int(machine.cpus // config.torch_threads) for machine in machines)
     has = ", ".join(f"{machine.address} {machine.cpus:g}" for machine in machines)
     if not places:

@@ -182,6 +182,7 @@ def machines(*cpus: float, addresses: str = "abcdefgh") -> list[Machine]:
     [
         ({"torch-threads": 4}, machines(2, 3), r"torch-threads=4, and no machine .* has so many CPUs \(a 2, b 3\)"),
         ({"torch-threads": 2}, machines(1, 2), ""),
+        ({"device": "cuda"}, machines(1), "device=cuda: clients on a Ray cluster get CPUs and no GPU"),
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(1, 1), "the 3 clients of a round wait for"),
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(2, 1), "fedtan-bind='127.0.0.1:0' is this"),
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(2, 1, addresses="aa"), ""),
@@ -240,7 +241,7 @@ def test_a_run_of_this_machine_continues_on_a_cluster(nodes: tuple[str, Path], m
 def test_a_run_on_a_cluster_has_the_bits_of_the_run_in_process(
     strategy: str, nodes: tuple[str, Path], tmp_path: Path, same_run
 ) -> None:
-    extra = {"fixbn-freeze-round": 1} if strategy == "fixbn" else {}
+    extra = {"freeze-at": 1} if strategy == "fixbn" else {}
     config = Config.make({**SMALL, "num-clients": 5, "strategy": strategy, **extra})
     expected = run(config, tmp_path / "here", workers=0)
     same_run(run(config, nodes[1] / "runs" / strategy, "simulation", ray_address=nodes[0]), expected)
