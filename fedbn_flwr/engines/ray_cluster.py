@@ -22,7 +22,7 @@ import grpc
 
 from fedbn_flwr.errors import ConfigError, EngineError
 
-__all__ = ["Machine", "connect", "machines", "on_each", "on_this_machine"]
+__all__ = ["Machine", "check_versions", "connect", "machines", "on_each", "on_this_machine"]
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def connect(
         _init(address, options)
         stack.callback(ray.shutdown)
         if address is not None and not checked:
-            _check_versions()
+            check_versions()
         yield
 
 
@@ -209,7 +209,7 @@ def _init(address: str | None, options: Mapping[str, Any]) -> None:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _check_versions() -> None:
+def check_versions() -> None:
     """Raise EngineError unless all machines have the versions of this one; Ray itself compares Ray and Python."""
 
     # Not a function of this module, which it would import, with torch, on each machine.

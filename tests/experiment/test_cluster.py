@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from typer.testing import CliRunner
 
@@ -18,15 +19,16 @@ from fedbn_flwr.cli import app
 from fedbn_flwr.data import Dataset, Samples, load_dataset, shared
 from fedbn_flwr.data.shared import adopt, pack
 from fedbn_flwr.engines import ray_cluster
-from fedbn_flwr.engines.ray_cluster import Machine, connect
+from fedbn_flwr.engines.ray_cluster import Machine, check_versions, connect
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
-from fedbn_flwr.experiment.cluster import user_modules
-from fedbn_flwr.experiment.cluster_clients import check_room
+from fedbn_flwr.experiment import cluster as cluster_module
+from fedbn_flwr.experiment.cluster import RaySession, user_modules
+from fedbn_flwr.experiment.cluster_clients import check_cluster, check_room
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
-from tests.support.ray_nodes import two_nodes
+from tests.support.ray_nodes import can_hide, two_nodes
 
 ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")
 SMALL = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "num-clients": 3}
@@ -198,6 +200,43 @@ def test_the_clients_have_room_on_the_cluster(settings: dict[str, Any], found: l
         check_room(config, found)
 
 
+def test_a_second_connection_is_refused_and_the_first_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("the user's connection was ended"))
+    with pytest.raises(EngineError, match="connected to Ray already"), connect("127.0.0.1:1"):
+        pass
+
+
+def test_machines_with_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[dict[str, str]] = [{}, {}]
+
+    def on_each(function: Callable[..., dict[str, str]], *args: Any) -> list[tuple[Machine, dict[str, str]]]:
+        return [(machine, function(*args) | other) for machine, other in zip(machines(1, 1), others, strict=True)]
+
+    monkeypatch.setattr(ray_cluster, "on_each", on_each)
+    check_versions()
+    others[1] = {"torch": "1.0", "numpy": "not installed"}
+    with pytest.raises(EngineError) as caught:
+        check_versions()
+    said = str(caught.value).split("\n")
+    assert said[0] == f"machine b has torch 1.0, this one {torch.__version__}"
+    assert said[1] == f"machine b has numpy not installed, this one {np.__version__}"
+    assert said[2:] == ["A run needs the same versions on all machines."]
+
+
+def test_files_that_a_machine_does_not_see_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RaySession, "_without", lambda self, path: "" if path == tmp_path else "b")
+    session, config = RaySession("host:1"), Config.make({**SMALL, "state-dir": str(tmp_path / "state")})
+    with pytest.raises(ConfigError, match="is not one folder for all machines: b does not see what this"):
+        session.check_files(config)
+    assert list((tmp_path / "state").iterdir()) == []
+    on_disk = {**SMALL, "dataset": write_rows(tmp_path / "rows.npz"), "model": "mlp"}
+    session.check_files(Config.make(on_disk))
+    monkeypatch.setattr(cluster_module, "in_memory", lambda data: False)
+    with pytest.raises(ConfigError, match=r"stays on the disk .* and .*rows\.npz is not on b\. Put it there"):
+        session.check_files(Config.make(on_disk))
+
+
 # --- a cluster -------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +272,18 @@ def test_a_run_of_this_machine_continues_on_a_cluster(nodes: tuple[str, Path], m
     assert summary["resumed-after"] == [1]
     said = (out / "flower.log").read_text()
     assert all(f"built in {scratch / home}" in said for home in ("head-home", "second-home"))
+
+
+@pytest.mark.slow
+@pytest.mark.simulation
+def test_the_machines_are_asked_for_files(nodes: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    address, scratch = nodes
+    if not can_hide():
+        pytest.skip("both nodes see all files here")
+    config = Config.make({**SMALL, "state-dir": str(scratch / "runs" / "state")})
+    with pytest.raises(ConfigError, match="is not one folder for all machines"):
+        check_cluster(config, address)
+    check_cluster(config.model_copy(update={"state_dir": str(scratch / "seen")}), address)
 
 
 @pytest.mark.slow

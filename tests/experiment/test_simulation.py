@@ -44,6 +44,7 @@ def users_home(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("FLWR_HOME", str(home / ".flwr"))
     monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of a cluster that these runs must not join
     monkeypatch.setenv("MPLCONFIGDIR", matplotlib_cache)
     monkeypatch.setattr("tempfile.tempdir", None)  # forget what was looked up before
     yield home
