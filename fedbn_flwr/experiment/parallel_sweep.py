@@ -81,7 +81,7 @@ def in_parallel(parallel: int = 0, memory_gib: float = 0.0, ray_address: str | N
             if ray_address:
                 _check_shared(out)
                 for config in configs:
-                    session.check_state_dir(config)
+                    session.check_files(config)
             needs = _needs(cells)
             yield from _on_ray(cells, needs, session.share(configs), out, follower)
 

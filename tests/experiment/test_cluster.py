@@ -6,6 +6,7 @@ import socket
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,8 @@ def test_machines_with_other_versions_are_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EngineError) as caught:
         check_versions()
     said = str(caught.value).split("\n")
-    assert said[0] == f"machine b has torch 1.0, this one {torch.__version__}"
-    assert said[1] == f"machine b has numpy not installed, this one {np.__version__}"
+    assert said[0] == f"machine b has torch 1.0, this one {version('torch')}"
+    assert said[1] == f"machine b has numpy not installed, this one {version('numpy')}"
     assert said[2:] == ["A run needs the same versions on all machines."]
 
 
