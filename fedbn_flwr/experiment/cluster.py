@@ -112,11 +112,14 @@ class RaySession:
             )
 
         if config.state_dir not in ("", STATE_IN_OUT):
-            self._check_shared(config)
+            self.check_shared("state-dir", Path(config.state_dir))
 
-    def _check_shared(self, config: Config) -> None:
-        """Raise ConfigError unless every machine sees what this one writes into the state folder."""
-        folder = Path(config.state_dir)
+    def check_shared(self, setting: str, folder: Path) -> None:
+        """Check that every machine sees what this one writes into a folder, which is made if it is absent.
+
+        Raises:
+            ConfigError: a machine does not; ``setting`` is what the message calls the folder.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / f".{uuid.uuid4().hex}"
         mark.touch()
@@ -126,15 +129,15 @@ class RaySession:
             mark.unlink()
         if without:
             raise ConfigError(
-                f"state-dir={config.state_dir!r} is not one folder for all machines: {without} does not see what this "
-                "machine writes there. Name a folder that all machines share, or leave state-dir out."
+                f"{setting}={str(folder)!r} is not one folder for all machines: {without} does not see what this "
+                "machine writes there. Name a folder that all machines share."
             )
 
     def _without(self, path: Path) -> str:
         """Return the machines on which there is no such path, as text."""
         if self.address is None:
             return ""
-        return ", ".join(machine.address for machine, found in on_each(Path.exists, path) if not found)
+        return ", ".join(machine.address for machine, found in on_each(Path.exists, path.absolute()) if not found)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.data import Samples
-from fedbn_flwr.engines.ray_cluster import on_each
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.cluster import SharedData, cluster
 from fedbn_flwr.experiment.config import Config
@@ -79,7 +78,7 @@ def in_parallel(parallel: int = 0, memory_gib: float = 0.0, ray_address: str | N
         configs = [cell.config for cell in cells]
         with cluster(configs, ray_address, **({} if ray_address else here)) as session:
             if ray_address:
-                _check_shared(out)
+                session.check_shared("out", out)
                 for config in configs:
                     session.check_files(config)
             needs = _needs(cells)
@@ -212,18 +211,3 @@ def _gpu_share(cells: Sequence[Cell]) -> float:
         return 0.0
     at_once = max(1, int(has.get("CPU", 1)) // max(cell.config.torch_threads for cell in cells))
     return 1 / max(1, -(-at_once // int(has["GPU"])))
-
-
-def _check_shared(out: Path) -> None:
-    """Raise ConfigError unless all machines of the cluster see the folder."""
-    token = out / f".shared-{os.getpid()}"
-    token.touch()
-    try:
-        seen = on_each(os.path.exists, str(token.absolute()))
-    finally:
-        token.unlink()
-    if absent := [machine.address for machine, found in seen if not found]:
-        raise ConfigError(
-            f"out={str(out)!r} is not seen by machine(s) {', '.join(absent)} of the cluster: the runs write there. "
-            "Choose a folder on a disk that all machines share."
-        )

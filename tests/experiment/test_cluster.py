@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
@@ -27,8 +28,11 @@ from fedbn_flwr.experiment.cluster import RaySession, user_modules
 from fedbn_flwr.experiment.cluster_clients import check_cluster, check_room
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data_report import data_report
+from fedbn_flwr.experiment.parallel_sweep import in_parallel
 from fedbn_flwr.experiment.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
+from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.sweep import sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 
 ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")
@@ -297,3 +301,23 @@ def test_a_run_on_a_cluster_has_the_bits_of_the_run_in_process(
     config = Config.make({**SMALL, "num-clients": 5, "strategy": strategy, **extra})
     expected = run(config, tmp_path / "here", workers=0)
     same_run(run(config, nodes[1] / "runs" / strategy, "simulation", ray_address=nodes[0]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.simulation
+def test_a_sweep_on_a_cluster_gives_the_tables_of_one_in_series(
+    nodes: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, scratch = nodes
+    write_net(scratch / "code")
+    monkeypatch.chdir(scratch / "code")
+    own = {"dataset": write_rows(scratch / "data" / "rows.npz"), "model": "cluster_net:net"}
+    (tmp_path / "study.yaml").write_text(
+        yaml.safe_dump({"name": "small", "base": {**SMALL, **own}, "methods": {"A": {}, "B": {"strategy": "fedbn"}}})
+    )
+    study = Study.load(tmp_path / "study.yaml")
+    tables = sweep(study, tmp_path / "series")
+    assert sweep(study, scratch / "seen", in_parallel(ray_address=address)) == tables
+    if can_hide():
+        with pytest.raises(ConfigError, match=r"out='.*' is not one folder for all machines"):
+            sweep(study, scratch / "runs" / "sweep", in_parallel(ray_address=address))
