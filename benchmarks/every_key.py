@@ -136,7 +136,7 @@ ELSEWHERE = {
     "fedtan-tls-dir": "tests/transport/test_grpc_channel.py",
     "on-divergence": "tests/experiment/test_divergence.py",
     "out": "tests/experiment/test_output.py",
-    "tensorboard": "tests/experiment/test_output.py",
+    **dict.fromkeys(("tensorboard", "wandb", "mlflow"), "tests/experiment/test_trackers.py"),
     "checkpoint-every": "tests/experiment/test_checkpoint.py",
     "state-dir": "tests/client/test_state_folder.py",
     "series": "tests/client/test_state_folder.py",

@@ -299,6 +299,12 @@ class Config(_MethodSettings):
     tensorboard: bool = _key(
         "files", False, "scalars of each round as event files in OUT/tensorboard; needs the extra `tensorboard`"
     )
+    wandb: str = _key(
+        "files", "", "Weights & Biases: PROJECT or ENTITY/PROJECT that gets each round; needs the extra `wandb`"
+    )
+    mlflow: str = _key(
+        "files", "", "MLflow: tracking URI, or an absolute folder, that gets each round; needs the extra `mlflow`"
+    )
     checkpoint_every: int = _key(
         "files",
         10,

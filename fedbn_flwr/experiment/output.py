@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import fcntl
+import io
 import json
 import os
 import platform
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import yaml
@@ -23,7 +25,7 @@ from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
+from fedbn_flwr.experiment.trackers import deliveries, numbers_of
 from fedbn_flwr.experiment.yaml_file import read_yaml
 
 __all__ = ["DIVERGED_AT", "PLACES", "RunFolder", "changed_settings", "lock_folder", "read_metrics", "versions"]
@@ -32,7 +34,8 @@ DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first roun
 
 PLACES = frozenset(
     (
-        *("out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout", "tensorboard"),
+        *("out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
+        *("tensorboard", "wandb", "mlflow"),
         *("cache-gib", "data-workers"),
         *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
     )
@@ -91,8 +94,10 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
 class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
-    ``clients/`` has what each client kept of the model, if the clients share the disk. With ``tensorboard=true`` there
-    are event files in ``tensorboard/``.
+    ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
+    the model, if the clients share the disk. The rounds go to the trackers of the config, too (``TRACKERS``).
+
+    Used in a ``with`` statement, which tells the trackers of a run that fails or is interrupted.
 
     Args:
         path: the folder; it is made with its parents.
@@ -113,9 +118,16 @@ class RunFolder:
             if after is not None:
                 self._cut_back(after)
             write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
-            self._tensorboard = TensorBoardLog(path / "tensorboard", after or 0) if config.tensorboard else None
         except OSError as error:
             raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
+        self._trackers = deliveries(config, path, after or 0, read_metrics(path / "metrics.jsonl"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tracker in self._trackers:
+            tracker.close()
 
     @staticmethod
     def refuse_used(path: Path) -> None:
@@ -163,9 +175,10 @@ class RunFolder:
             )
         if (self.path / "metrics.jsonl").exists():  # also if its only line is incomplete
             write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
+            write_atomically(self.path / "metrics.csv", _table(lines[:after]))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, in one write with fsync, and to TensorBoard.
+        """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to the trackers.
 
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an incomplete line.
@@ -179,8 +192,8 @@ class RunFolder:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            if self._tensorboard:
-                self._tensorboard.add_round(line)
+        for tracker in self._trackers:
+            tracker.add_round(line)
 
     def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
         """Write what clients kept of the model, readable for the files' owner only; return the clients."""
@@ -210,16 +223,17 @@ class RunFolder:
         return found
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
-        """Write the model (with ``about`` as metadata), the curves and, last, the summary."""
+        """Write the model (with ``about`` as metadata), the table, the curves and, last, the summary."""
         from fedbn_flwr.experiment.curves import draw_curves
 
         with self._writing():
-            if self._tensorboard:
-                self._tensorboard.close()
             write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))
             lines = read_metrics(self.path / "metrics.jsonl")
+            write_atomically(self.path / "metrics.csv", _table(lines))
             write_atomically(self.path / "curves.png", draw_curves({"": lines}, score=self._score))
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
+        for tracker in self._trackers:
+            tracker.close(summary)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -230,6 +244,16 @@ class RunFolder:
                 f"out={str(self.path)!r} cannot be written: {error}. Existing files stay. Free disk space and "
                 "continue with --resume (resume=true)."
             ) from error
+
+
+def _table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return lines of ``metrics.jsonl`` as CSV: a row a round, domains as ``metric/domain``, clients left out."""
+    rows = [{"round": line["round"], "phase": line.get("phase"), **numbers_of(line)} for line in lines]
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
 
 
 def _clean(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,11 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
     num_nodes = _count_nodes(grid, config, begun_with)
     config = config.model_copy(update={"num_clients": num_nodes})
-    with lock_folder(out):
-        return _serve(grid, config, out, on_round)
+    with lock_folder(out), ExitStack() as closing:
+        return _serve(grid, config, out, on_round, closing)
 
 
-def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
+def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
     data = _server_data(config)
     model = make_model(config)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -120,7 +121,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None) -> d
         strategy.fraction_evaluate = 0.0
     elif config.validation_share and config.evaluations()[0].startswith("personal"):
         personal.append(VALIDATION)
-    folder = RunFolder(out, config, (saved.server_round if saved else 0) if begun else None)
+    after = (saved.server_round if saved else 0) if begun else None
+    folder = closing.enter_context(RunFolder(out, config, after))
     _report_data(folder, config, data)
     if config.data_on_nodes() and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config))
@@ -194,8 +196,8 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     for line in config.late_decays():  # the method's own warnings come from ``start``
         logger.warning("%s", line)
     config = reference_config(config)
-    with lock_folder(out):
-        return _centralized(config, out, on_round)
+    with lock_folder(out), ExitStack() as closing:
+        return _centralized(config, out, on_round, closing)
 
 
 def reference_config(config: Config) -> Config:
@@ -204,13 +206,13 @@ def reference_config(config: Config) -> Config:
     return config.model_copy(update={"eval_on": ",".join(tests)})
 
 
-def _centralized(config: Config, out: Path, on_round: OnRound | None) -> dict[str, Any]:
+def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
     data = partitioned_data(config, count_clients(config))
     model = training_model(config)
     plain = unwrap(model)
     _log_initial(initialise(plain, config))
     settings = local_training(config)
-    folder = RunFolder(out, config)
+    folder = closing.enter_context(RunFolder(out, config))
     _report_data(folder, config, data)
     recorder = Recorder(folder, config, plain, data, None, on_round)
     stopping, kept = recorder.stopping, dict[str, Any]()

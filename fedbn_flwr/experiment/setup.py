@@ -15,7 +15,7 @@ from fedbn_flwr.batchnorm.parts import Part, learning_parts, split_state
 from fedbn_flwr.data import Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config, split
-from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
+from fedbn_flwr.experiment.trackers import tracker_problems
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.models import InitReport, build_model, load_initial
 from fedbn_flwr.models.initial import FILES
@@ -166,11 +166,7 @@ def check(config: Config) -> None:
         pick_device(config.device)
     except ConfigError as error:
         problems.append(str(error))
-    if config.tensorboard:
-        try:
-            TensorBoardLog.check()
-        except ConfigError as error:
-            problems.append(str(error))
+    problems += tracker_problems(config)
     if config.data_dir and not Path(config.data_dir).is_absolute():
         problems.append(
             f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write the absolute path "

@@ -50,7 +50,15 @@ def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path: P
     assert (error.diverged_at, summary["diverged-at"], summary["rounds"], len(lines)) == (1, 1, 1, 1)
     assert (lines[0]["diverged-at"], lines[0]["diverged"]) == (1, ["test-loss is nan"])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png", "checkpoint")
+        *(
+            "config.yaml",
+            "metrics.jsonl",
+            "metrics.csv",
+            "summary.json",
+            "model.safetensors",
+            "curves.png",
+            "checkpoint",
+        )
     }
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata()["diverged-at"] == "1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -16,8 +15,6 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
-from fedbn_flwr.experiment.setup import check
-from fedbn_flwr.experiment.tensorboard_log import TensorBoardLog
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
@@ -34,7 +31,9 @@ def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
     folder.add_round({"round": 1, "test-accuracy": 0.5, "test-loss": 1.0})
     folder.add_round({"round": 2, "test-accuracy": 0.7, "test-loss": 0.5})
     folder.finish(STATE, {"format": "pt", "affine": "global"}, {"final": {"round": 2}})
-    assert names(folder.path) == ["config.yaml", "curves.png", "metrics.jsonl", "model.safetensors", "summary.json"]
+    assert names(folder.path) == [
+        *("config.yaml", "curves.png", "metrics.csv", "metrics.jsonl", "model.safetensors", "summary.json")
+    ]
     assert json.loads((folder.path / "summary.json").read_text()) == {"final": {"round": 2}}
     with safe_open(folder.path / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt", "affine": "global"}
@@ -114,38 +113,13 @@ def test_versions_name_the_packages_that_a_result_depends_on() -> None:
     assert "not installed" not in found.values()
 
 
-def test_missing_tensorboard_is_an_error_before_the_run(tmp_path: Path, monkeypatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorboard" else find(name))
-    config = Config.make({"tensorboard": True})
-    with pytest.raises(ConfigError, match=r"tensorboard=true needs TensorBoard, .*'fedbn-flwr\[tensorboard\]'"):
-        check(config)
-    check(Config.make({}))
-    with pytest.raises(ConfigError, match="which is not installed"):
-        TensorBoardLog(tmp_path, 0)
-
-
-def test_tensorboard_shows_the_values_of_metrics_jsonl(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = Config.make({"tensorboard": True})
-    first = RunFolder(tmp_path / "run", config)
-    for number in (1, 2, 3):
-        line = {
-            "round": number,
-            "phase": "train",
-            "test-accuracy": number / 8,
-            "exchanges": number,
-            "participants": [0],
-        }
-        first.add_round({**line, "domains": {"test-accuracy": {"svhn": number / 4}}, "kept-previous": True})
-    resumed = RunFolder(tmp_path / "run", config, after=2)
-    resumed.add_round({"round": 3, "test-accuracy": 0.75})
-    resumed.finish(STATE, {}, {})
-    read = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    assert sorted(read.Tags()["scalars"]) == ["exchanges", "test-accuracy", "test-accuracy/svhn"]
-    found = [(event.step, event.value) for event in read.Scalars("test-accuracy")]
-    assert found == [(1, 0.125), (2, 0.25), (3, 0.75)]
-    assert [event.value for event in read.Scalars("test-accuracy/svhn")] == [0.25, 0.5]
-    assert not (RunFolder(tmp_path / "other", Config.make({})).path / "tensorboard").exists()
+def test_metrics_csv_has_the_numbers_for_a_spreadsheet(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, Config.make({}))
+    first.add_round({"round": 1, "phase": "train", "exchanges": 4, "participants": [0, 1], "rejected": []})
+    line = {"round": 2, "phase": "frozen", "test-accuracy": 0.5, "exchanges": 1}
+    first.add_round({**line, "domains": {"test-accuracy": {"a,b": 0.25}}, "clients": {"0": {"own-accuracy": 0.1}}})
+    first.finish(STATE, {}, {})
+    head = 'round,phase,exchanges,test-accuracy,"test-accuracy/a,b"\r\n'
+    assert (tmp_path / "metrics.csv").read_bytes().decode() == head + "1,train,4,,\r\n2,frozen,1,0.5,0.25\r\n"
+    RunFolder(tmp_path, Config.make({}), after=1)
+    assert (tmp_path / "metrics.csv").read_bytes().decode() == "round,phase,exchanges\r\n1,train,4\r\n"

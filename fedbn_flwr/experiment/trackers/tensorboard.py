@@ -1,0 +1,45 @@
+"""The numbers of ``metrics.jsonl`` as event files for TensorBoard; needs the extra ``tensorboard``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedbn_flwr.experiment.config import Config
+
+__all__ = ["TensorBoard"]
+
+
+class TensorBoard:
+    """Writes event files that ``tensorboard --logdir`` can read during the run; it drops rounds that are repeated."""
+
+    key: ClassVar[str] = "tensorboard"
+    module: ClassVar[str] = "tensorboard"
+
+    def __init__(self, config: Config, folder: Path, after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make, self._folder, self._after = SummaryWriter, folder / "tensorboard", after
+        self._writer: Any = None
+
+    @staticmethod
+    def problem(config: Config) -> str:
+        """Return "": it needs no service."""
+        return ""
+
+    def open(self) -> int:
+        """Open a new event file beside those of the run so far."""
+        begun = self._folder.is_dir() and any(self._folder.iterdir())
+        self._writer = self._make(str(self._folder), purge_step=self._after + 1)
+        return self._after if begun else 0
+
+    def add_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
+        """Write and flush the numbers."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, server_round)
+        self._writer.flush()
+
+    def close(self, summary: Mapping[str, float | str] | None) -> None:
+        """Close the file."""
+        self._writer.close()
