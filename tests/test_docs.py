@@ -21,7 +21,7 @@ from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "studies/README.md")] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
 NOT_RUN = {
@@ -46,6 +46,7 @@ NOT_RUN = {
     ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "starts Ray, which outlives the command"),
     ("docs/simulation.md", "needs a GPU"),
+    ("studies/README.md", "needs CIFAR-10, and takes an hour"),
     *((f"docs/methods/{name}.md", "tests/apps/test_recipes.py runs every recipe") for name in STRATEGIES),
     *((f"docs/methods/{name}.md", "needs the grid and the arrays of a ServerApp") for name in STRATEGIES),
 }

@@ -1,0 +1,79 @@
+"""The studies of the papers: each file can run, says how, and has a small twin."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedbn_flwr.experiment.study import Study
+
+FOLDER = Path(__file__).parents[2] / "studies"
+FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
+SIZES = {"imagenet": 1281167, "tiny-imagenet": 100000, "cityscapes": 2975, "office-caltech10": 2021}
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    return {"splits": {"all": {}}, "skip": [], "seeds": [0], **content}
+
+
+def checked(path: Path, tmp_path: Path) -> None:
+    """Load each method and each split once, with the first seed: other cells have the same keys.
+
+    This checks that every key is known and has an effect, and that `paper` and `skip` name runs.
+    """
+    content = read(path)
+    names = [(method, split) for method in content["methods"] for split in content["splits"]]
+    names = [name for name in names if "/".join(name) not in content["skip"]]
+    methods, splits, chosen = set(content["methods"]), set(content["splits"]), []
+    for method, split in names:
+        if method in methods or split in splits:
+            chosen.append((method, split))
+        methods.discard(method)
+        splits.discard(split)
+    assert not methods | splits, "a method or split that is never run"
+    left_out = ["/".join(name) for name in names if name not in chosen]
+    thin = {**content, "seeds": content["seeds"][:1], "skip": content["skip"] + left_out}
+    (tmp_path / path.name).write_text(yaml.safe_dump(thin, sort_keys=False))
+    Study.load(tmp_path / path.name)
+
+
+def examples(path: Path) -> float:
+    """Return the training examples of all runs, roughly."""
+    content, total = read(path), 0.0
+    for split, of_split in content["splits"].items():
+        for method, of_method in content["methods"].items():
+            c = {**content["base"], **of_split, **of_method}
+            clients = c["num-clients"] * c.get("fraction-train", 1)
+            whole = 5 * c["domain-share"] if "domain-share" in c else SIZES.get(c["dataset"], 50000)
+            epochs = c.get("local-epochs", 0) * whole * c.get("fraction-train", 1)
+            once = c["num-server-rounds"] * (c.get("local-steps", 0) * c["batch-size"] * clients or epochs)
+            total += once * (f"{method}/{split}" not in content["skip"])
+    return total * len(content["seeds"])
+
+
+def head_of(path: Path) -> str:
+    return " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
+def test_a_study_can_run_says_how_and_has_a_small_twin(full: Path, tmp_path: Path) -> None:
+    small = full.with_name(f"{full.stem}-small.yaml")
+    for path in (full, small):
+        checked(path, tmp_path)
+        command = rf"^#   fedbn-flwr sweep studies/{path.name} --set data-dir=FOLDER --out runs/{path.stem}$"
+        assert re.search(command, path.read_text(), re.MULTILINE)
+        assert f"]({path.name})" in (FOLDER / "README.md").read_text()
+    for word in ("Expected: ", "Open in the paper, chosen here: ", "Time: "):
+        assert word in head_of(full)
+    assert f"What differs from {full.name}: " in head_of(small)
+    assert examples(small) < examples(full) / 4
+    assert "paper" not in read(small)
+
+
+def test_every_small_twin_has_its_study() -> None:
+    assert {path.stem for path in FOLDER.glob("*-small.yaml")} == {f"{path.stem}-small" for path in FULL}
