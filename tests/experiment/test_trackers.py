@@ -153,6 +153,8 @@ def test_a_relative_folder_of_mlflow_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_names_of_runs_alone_and_in_a_study() -> None:
     config, folder = Config.make({"seed": 3, "series": "ties"}), Path("/a/runs/digits/FedBN/iid/seed-3")
     assert (name_of(config, folder), group_of(config, folder)) == ("FedBN/iid/seed-3", "digits")
+    trial = Path("/a/runs/digits/tune/FedBN/iid/learning-rate=0.1/seed-3")
+    assert (name_of(config, trial), group_of(config, trial)) == ("/".join(trial.parts[-5:]), "digits")
     assert (name_of(config, Path("/a/runs/one")), group_of(config, Path("/a/runs/one"))) == ("one", "ties")
 
 

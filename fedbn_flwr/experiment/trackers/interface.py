@@ -79,13 +79,14 @@ def summary_of_run(summary: Mapping[str, Any]) -> dict[str, float | str]:
 
 
 def name_of(config: Config, folder: Path) -> str:
-    """Return the name of a run: its folder's, or METHOD/SPLIT/seed-N in a study."""
-    return "/".join(folder.parts[-3:]) if _in_study(config, folder) else folder.name
+    """Return the name of a run: its folder's, or in a study METHOD/SPLIT/seed-N, tune/METHOD/SPLIT/KEY=VALUE/seed-N."""
+    return "/".join(folder.parts[-_depth(config, folder) :])
 
 
 def group_of(config: Config, folder: Path) -> str:
     """Return the name of what the run belongs to: the study's folder or the ``series``; "" for neither."""
-    return folder.parts[-4] if _in_study(config, folder) else config.series
+    depth = _depth(config, folder)
+    return folder.parts[-depth - 1] if depth > 1 else config.series
 
 
 def tags_of(config: Config) -> dict[str, str]:
@@ -94,8 +95,11 @@ def tags_of(config: Config) -> dict[str, str]:
     return {"strategy": config.title, "norm": config.norm, "model": config.model, "dataset": data}
 
 
-def _in_study(config: Config, folder: Path) -> bool:
-    return folder.name == f"seed-{config.seed}" and len(folder.parts) > 4
+def _depth(config: Config, folder: Path) -> int:
+    """Return how many parts at the end of the folder's path are the run's own; those of a study are in its folder."""
+    if folder.name != f"seed-{config.seed}" or len(folder.parts) < 5:
+        return 1
+    return 5 if folder.parts[-5] == "tune" and len(folder.parts) > 6 else 3
 
 
 def _is_number(value: Any) -> bool:
