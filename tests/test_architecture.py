@@ -13,6 +13,7 @@ LEVELS = (
     ("errors", "seeds"),
     ("training", "norms", "compat/flower"),
     ("batchnorm", "data", "models", "export"),
+    ("doctor",),
     ("messages", "transport", "checked_file"),
     ("server", "engines"),
     ("strategies",),
@@ -22,7 +23,7 @@ LEVELS = (
     ("cli", "app"),
 )
 """Each room may import from its own level and from those above it in this list."""
-TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "data", "models", "export")
+TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "data", "models", "export", "doctor")
 APART = (("server", "engines"), ("norms", "compat/flower"), ("training", "compat/flower"))
 """Rooms of one level that do not know each other."""
 

@@ -1,0 +1,176 @@
+"""The BatchNorm statistics of a run, round by round: a line of ``statistics.jsonl`` for each recorded round.
+
+The server of a run with ``watch-statistics=N`` writes a line in every N-th round and in the last. A line has what the
+server sees: the running statistics that it sent, those that the clients sent back, and their average. ::
+
+    {"round": 12, "phase": "train", "num-clients": 2, "clients": ["0", "1"],
+     "layers": {"layer1.0.norm1": {
+        "change": {"l1": 0.81, "mean": 0.021, "variance": 0.034},
+        "clients": {"l1": [9.2, 8.7], "mean": [0.31, 0.28], "variance": [0.4, 0.38], "weight": [0.1, 0.1]},
+        "sample": {"channels": [0, 5, 10, 15],
+                   "mean": [[0.1, -0.3, 0.7, 0.2], [...]], "variance": [[1.2, 0.8, 0.5, 2.1], [...]]}}}}
+
+``clients``
+    partition ids of the replies that were used; every list below has one value for each, in this order.
+``layers``
+    by path, every BatchNorm layer whose running statistics are sent. "" is a model that is a layer itself.
+``change``
+    distance of the global statistics after the round from those before it (FixBN, Fig. 3 (a), "global").
+``layers.*.clients``
+    distance of each client's local batch statistics from the global ones that it got (Fig. 3 (a), "local"). The three
+    distances are those of ``doctor.distances``; the figure is the sum of ``l1`` over the layers.
+``weight``
+    w, the share of the local batch statistics in what the client sent back; see ``local_statistics``. 0 = the layer did
+    not track in this round (FixBN after T*), and the client's distances and sample are null. 1 = not known.
+``sample``
+    the local batch statistics themselves, of up to four channels evenly spread: lists of clients by channels. Their
+    variance over a window of lines is Fig. 3 (b) for these channels; the spread of a client's distance over a window is
+    the variance of FixBN's section B.6.
+
+With more than 64 clients in a round, ``clients`` is null, and a layer has ``quantiles`` instead of its ``clients`` and
+``sample``: for ``l1``, ``mean`` and ``variance`` the minimum, the three quartiles and the maximum over the clients.
+Numbers have six significant digits; null is a number that is not finite. Each line is computed from its round alone, so
+a resumed run has the same lines as one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.doctor.distances import Distance, Statistics, distance
+
+__all__ = ["MAX_CLIENTS", "Tracked", "local_statistics", "sample", "statistics_line", "tracked_layers", "weight"]
+
+MAX_CLIENTS = 64
+"""With more clients in a round a line holds quantiles: it would have hundreds of kilobytes."""
+
+_SAMPLE = 4
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+State = Mapping[str, Tensor]
+
+
+class Tracked(NamedTuple):
+    """A BatchNorm layer with running statistics: its path, eps and momentum (None = cumulative average)."""
+
+    path: str
+    eps: float
+    momentum: float | None
+
+    def entry(self, leaf: str) -> str:
+        """Return the name of an entry of the layer."""
+        return f"{self.path}.{leaf}" if self.path else leaf
+
+    def statistics(self, state: State) -> Statistics:
+        """Return the layer's running statistics."""
+        return Statistics(state[self.entry("running_mean")].double(), state[self.entry("running_var")].double())
+
+    def steps(self, state: State) -> int | None:
+        """Return how many batches the layer has seen; None if it does not count."""
+        counter = state.get(self.entry("num_batches_tracked"))
+        return None if counter is None else int(counter)
+
+
+def tracked_layers(model: nn.Module) -> list[Tracked]:
+    """Return the BatchNorm layers of a model that have running statistics, by type; in the order of the model."""
+    found = ((p, m) for p, m in model.named_modules(remove_duplicate=False) if isinstance(m, _BatchNorm))
+    return [Tracked(path, layer.eps, layer.momentum) for path, layer in found if layer.running_mean is not None]
+
+
+def weight(momentum: float | None, before: int | None, after: int | None) -> float:
+    """Return w, the share of a round's batches in the running statistics after it; 1 if the layer does not count.
+
+    A step does S <- (1 - rho) S + rho S_batch, so after E steps w = 1 - (1 - rho)^E. Without momentum S is the average
+    of all n + E batches, and w = E / (n + E).
+
+    Args:
+        momentum: rho; None = cumulative average.
+        before: n, batches seen before the round.
+        after: n + E.
+    """
+    if before is None or after is None:
+        return 1.0
+    if momentum is None:
+        return (after - before) / after if after else 0.0
+    return 1 - (1 - momentum) ** (after - before)
+
+
+def local_statistics(before: Statistics, after: Statistics, w: float) -> Statistics:
+    """Return the average of a client's batch statistics, S + (S' - S) / w; the variance is the unbiased one.
+
+    S is what the client got, S' what it sent back. With one step these are the statistics of the batch (FixBN's S_m,B),
+    with more steps an average over the batches that gives later ones more weight. The variance is at least 0.
+    """
+    mean = before.mean + (after.mean - before.mean) / w
+    return Statistics(mean, (before.variance + (after.variance - before.variance) / w).clamp(min=0))
+
+
+def sample(num_channels: int) -> list[int]:
+    """Return the channels whose statistics are recorded: up to four, evenly spread."""
+    count = min(_SAMPLE, num_channels)
+    return [index * num_channels // count for index in range(count)]
+
+
+def statistics_line(
+    layers: Sequence[Tracked], before: State, after: State, replies: Sequence[tuple[str, State]]
+) -> dict[str, Any]:
+    """Return the entries ``num-clients``, ``clients`` and ``layers`` of a line.
+
+    Args:
+        layers: the layers to record; those whose statistics are not in the replies are left out.
+        before: the global state that was sent.
+        after: the global state after the round.
+        replies: the label and the state of each client, in order.
+    """
+    sent = [layer for layer in layers if all(layer.entry("running_mean") in state for _, state in replies)]
+    few = len(replies) <= MAX_CLIENTS
+    states = [state for _, state in replies]
+    return {
+        "num-clients": len(replies),
+        "clients": [label for label, _ in replies] if few else None,
+        "layers": {layer.path: _layer(layer, before, after, states, few) for layer in sent},
+    }
+
+
+def _layer(layer: Tracked, before: State, after: State, replies: Sequence[State], few: bool) -> dict[str, Any]:
+    reference, seen = layer.statistics(before), layer.steps(before)
+    line: dict[str, Any] = {"change": _named(distance(layer.statistics(after), reference, layer.eps))}
+    weights = [weight(layer.momentum, seen, layer.steps(reply)) for reply in replies]
+    found = [
+        local_statistics(reference, layer.statistics(reply), w) if w > 0 else None
+        for reply, w in zip(replies, weights, strict=True)
+    ]
+    rows = [distance(local, reference, layer.eps) if local else None for local in found]
+    columns = {name: [row and getattr(row, name) for row in rows] for name in Distance._fields}
+    if not few:
+        return {**line, "quantiles": {name: _quantiles(values) for name, values in columns.items()}}
+    channels = sample(len(reference.mean))
+    line["clients"] = {name: [_shown(value) for value in values] for name, values in columns.items()}
+    line["clients"]["weight"] = [_shown(w) for w in weights]
+    chosen = {name: [local and _row(getattr(local, name)[channels]) for local in found] for name in Statistics._fields}
+    return {**line, "sample": {"channels": channels, **chosen}}
+
+
+def _named(found: Distance) -> dict[str, float | None]:
+    return {name: _shown(value) for name, value in found._asdict().items()}
+
+
+def _quantiles(values: Sequence[float | None]) -> list[float | None]:
+    known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+    if not len(known):
+        return [None] * len(_QUANTILES)
+    return _row(torch.quantile(known, torch.tensor(_QUANTILES, dtype=torch.float64)))
+
+
+def _row(values: Tensor) -> list[float | None]:
+    return [_shown(value) for value in values.tolist()]
+
+
+def _shown(value: float | None) -> float | None:
+    """Return a number with six significant digits; None if it is not finite."""
+    return float(f"{value:.6g}") if value is not None and abs(value) < float("inf") else None

@@ -1,0 +1,78 @@
+"""The lines of ``statistics.jsonl``: distances against a plain oracle, and the batch statistics behind running ones."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.doctor.distances import Statistics, distance
+from fedbn_flwr.doctor.history import MAX_CLIENTS, sample, statistics_line, tracked_layers, weight
+
+
+def test_distances_against_plain_python() -> None:
+    mean, var, other, var_2, eps = [1.0, -2.0], [4.0, 0.25], [1.5, -1.0], [1.0, 0.5], 1e-5
+    found = distance(
+        Statistics(torch.tensor(other), torch.tensor(var_2)), Statistics(torch.tensor(mean), torch.tensor(var)), eps
+    )
+    assert found.l1 == pytest.approx(0.5 + 1.0 + 3.0 + 0.25)
+    assert found.mean == pytest.approx((0.5 / math.sqrt(4 + eps) + 1 / math.sqrt(0.25 + eps)) / 2)
+    assert found.variance == pytest.approx((math.log((4 + eps) / (1 + eps)) + math.log((0.5 + eps) / (0.25 + eps))) / 2)
+
+
+def _trained(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.train()
+    for batch in batches:
+        model(batch)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.01, None])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_batch_statistics_come_back_out_of_the_running_ones(momentum: float | None, steps: int) -> None:
+    """Equal batches in every step: the recovered statistics are those of the batch, whatever the momentum."""
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum)).double()
+    start = _trained(model, [torch.randn(16, 3, dtype=torch.float64) for _ in range(4)])
+    batch = torch.randn(16, 3, dtype=torch.float64) * 2 + 1
+    reply = _trained(model, [batch] * steps)
+    line = statistics_line(tracked_layers(model), start, start, [("7", reply)])
+    layer = line["layers"]["0"]
+    assert line["clients"] == ["7"]
+    assert layer["sample"]["mean"][0] == pytest.approx(batch.mean(0).tolist(), rel=1e-5)
+    assert layer["sample"]["variance"][0] == pytest.approx(batch.var(0).tolist(), rel=1e-5)
+    sent = Statistics(start["0.running_mean"], start["0.running_var"])
+    expected = distance(Statistics(batch.mean(0), batch.var(0)), sent, 1e-5)
+    assert [layer["clients"][name][0] for name in ("l1", "mean", "variance")] == pytest.approx(expected, rel=1e-5)
+    assert layer["change"] == {"l1": 0, "mean": 0, "variance": 0}
+
+
+def test_weight_of_a_layer_that_did_not_track_or_does_not_count() -> None:
+    assert weight(0.1, 5, 5) == weight(None, 5, 5) == weight(None, 0, 0) == 0
+    assert weight(0.1, None, 3) == 1
+
+
+def test_a_frozen_round_has_no_local_statistics() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6))
+    state = model.state_dict()
+    layer = statistics_line(tracked_layers(model), state, state, [("0", state)])["layers"]["0"]
+    assert layer["clients"] == {"l1": [None], "mean": [None], "variance": [None], "weight": [0]}
+    assert layer["sample"] == {"channels": sample(6), "mean": [None], "variance": [None]}
+
+
+def test_many_clients_are_quantiles_and_unsent_layers_are_left_out() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    state = model.state_dict()
+    first = {name: value for name, value in state.items() if name.startswith("0.")}
+    replies = []
+    for index in range(MAX_CLIENTS + 1):
+        moved = first["0.running_mean"] + index, first["0.num_batches_tracked"] + 1
+        replies.append((str(index), {**first, "0.running_mean": moved[0], "0.num_batches_tracked": moved[1]}))
+    line = statistics_line(tracked_layers(model), state, state, replies)
+    assert (line["num-clients"], line["clients"], list(line["layers"])) == (MAX_CLIENTS + 1, None, ["0"])
+    layer = line["layers"]["0"]
+    assert layer.keys() == {"change", "quantiles"}
+    assert layer["quantiles"]["l1"] == pytest.approx([0, 320, 640, 960, 1280])  # 2 channels, w = 0.1
+    json.dumps(line, allow_nan=False)
