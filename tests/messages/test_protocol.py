@@ -32,7 +32,7 @@ METHODS = {key: strategy for strategy in STRATEGIES.values() for key in strategy
 # some of whose names are the same words. They may not touch a message or a Context.state, which the test checks.
 OTHER_FORMATS = {
     *(f"experiment/{name}.py" for name in ("config", "curves", "domain_table", "doc_tables", "output", "simulation")),
-    *(f"experiment/{name}.py" for name in ("checkpoint", "splitting", "sweep", "method_settings")),
+    *(f"experiment/{name}.py" for name in ("checkpoint", "cluster", "splitting", "sweep", "method_settings")),
     *(f"deployment/{name}.py" for name in ("compose", "layout", "federation", "__main__")),
     "cli/console.py",
     *("transport/grpc_channel.py", "client/state_folder.py", "engines/flower_run.py", "engines/processes.py"),
