@@ -126,8 +126,14 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_trackers(None)
+
+    def _end_trackers(self, summary: Mapping[str, Any] | None) -> None:
+        """Tell all trackers first, so that they share the time to end."""
         for tracker in self._trackers:
-            tracker.close()
+            tracker.end(summary)
+        for tracker in self._trackers:
+            tracker.wait()
 
     @staticmethod
     def refuse_used(path: Path) -> None:
@@ -232,8 +238,7 @@ class RunFolder:
             write_atomically(self.path / "metrics.csv", _table(lines))
             write_atomically(self.path / "curves.png", draw_curves({"": lines}, score=self._score))
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
-        for tracker in self._trackers:
-            tracker.close(summary)
+        self._end_trackers(summary)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ __all__ = ["Delivery"]
 
 logger = logging.getLogger("flwr")
 
-SECONDS_TO_END = 20.0  # that the end of a run waits for a tracker
+SECONDS_TO_END = 20.0  # that the end of a run waits for its trackers
 
 
 class _End(NamedTuple):
@@ -38,6 +39,7 @@ class Delivery:
         self._waiting: deque[Mapping[str, Any]] = deque(lines)
         self._calls: queue.SimpleQueue[_End | None] = queue.SimpleQueue()  # None: there is a round to send
         self._warned = False
+        self._deadline: float | None = None
         self._thread: threading.Thread | None = threading.Thread(target=self._work, daemon=True, name=tracker.key)
         self._thread.start()
 
@@ -46,16 +48,21 @@ class Delivery:
         self._waiting.append(line)
         self._calls.put(None)
 
-    def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Send what is left and end the run there; a second call does nothing.
+    def end(self, summary: Mapping[str, Any] | None) -> None:
+        """Send what is left and end the run there; returns at once. Without effect on a run that has ended.
 
         Args:
             summary: the content of ``summary.json``; None for a run that failed or was interrupted.
         """
-        if self._thread is None:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + SECONDS_TO_END
+            self._calls.put(_End(summary and summary_of_run(summary)))
+
+    def wait(self) -> None:
+        """Wait until all is sent, but not past the time after ``end``; a second call does nothing."""
+        if self._thread is None or self._deadline is None:
             return
-        self._calls.put(_End(summary and summary_of_run(summary)))
-        self._thread.join(SECONDS_TO_END)
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
         ended, self._thread = not self._thread.is_alive(), None
         if self._waiting or not ended:
             logger.warning(

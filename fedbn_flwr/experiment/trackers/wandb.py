@@ -18,6 +18,9 @@ from fedbn_flwr.experiment.trackers.interface import Memory, group_of, name_of, 
 __all__ = ["WandB"]
 
 
+_SECONDS_TO_BEGIN = 15.0  # without a network; a later round tries again. The end of the process waits for an attempt
+
+
 class WandB:
     """A run of Weights & Biases: config, the numbers of each round by step = round, and the summary."""
 
@@ -59,7 +62,7 @@ class WandB:
             tags=list(dict.fromkeys(tags_of(self._config).values())),
             config=self._config.to_mapping(),
             dir=str(self._folder),
-            settings=self._wandb.Settings(console="off", silent=True),
+            settings=self._wandb.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_BEGIN),
         )
         return max(self._memory.round, int(self._run.starting_step) - 1)
 
