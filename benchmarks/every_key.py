@@ -138,6 +138,7 @@ ELSEWHERE = {
     "out": "tests/experiment/test_output.py",
     **dict.fromkeys(("tensorboard", "wandb", "mlflow"), "tests/experiment/test_trackers.py"),
     "checkpoint-every": "tests/experiment/test_checkpoint.py",
+    "watch-statistics": "tests/experiment/test_statistics_log.py",
     "state-dir": "tests/client/test_state_folder.py",
     "series": "tests/client/test_state_folder.py",
     "resume": "tests/experiment/test_resume.py",

@@ -57,6 +57,7 @@ _OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fe
 _OF_A_FEDERATION = (
     *("fraction_train", "fraction_evaluate", "min_replies", "round_timeout", "variance", "momentum_scope", "agc"),
     *("recalibrate", "local_part", "client_hooks", "server_step", "state_dir", "series", "checkpoint_every"),
+    "watch_statistics",
 )
 
 logger = logging.getLogger("flwr")
@@ -309,6 +310,13 @@ class Config(_MethodSettings):
         "files",
         10,
         "checkpoint before round 1, after every so many rounds and after the last; 0 = none",
+        ge=0,
+    )
+    watch_statistics: int = _key(
+        "files",
+        0,
+        "write the BatchNorm statistics of every so many rounds, and of the last, to OUT/statistics.jsonl: how far "
+        "those of each client are from the global ones, and how these change; 0 = none",
         ge=0,
     )
     state_dir: str = _key(
@@ -621,6 +629,9 @@ class Config(_MethodSettings):
     def _freezes(self) -> bool:
         return self.strategy != CENTRALIZED and self.method().freezes_bn
 
+    def _keeps_statistics(self) -> bool:
+        return self.strategy != CENTRALIZED and Part.STATISTICS in self.method().local
+
     def _alone(self) -> bool:
         return self.strategy != CENTRALIZED and Part.REST in self.method().local
 
@@ -681,6 +692,12 @@ class Config(_MethodSettings):
                 else "it is for learning-rate-schedule=step",
             ),
             "sampling": (bool(self.local_steps), "it is for local-steps"),
+            "watch_statistics": (
+                tracks and not self._keeps_statistics(),
+                f"{self.title} keeps the statistics with its clients, and the server sees none"
+                if tracks
+                else "it is for norm=batch and batch-renorm",
+            ),
             "sgd_momentum": (self.optimizer == "sgd", "it is for optimizer=sgd"),
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
         }

@@ -28,15 +28,25 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.trackers import deliveries, numbers_of
 from fedbn_flwr.experiment.yaml_file import read_yaml
 
-__all__ = ["DIVERGED_AT", "PLACES", "RunFolder", "changed_settings", "lock_folder", "read_metrics", "versions"]
+__all__ = [
+    "DIVERGED_AT",
+    "PLACES",
+    "STATISTICS_FILE",
+    "RunFolder",
+    "changed_settings",
+    "lock_folder",
+    "read_metrics",
+    "versions",
+]
 
+STATISTICS_FILE = "statistics.jsonl"  # see doctor.history
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
 PLACES = frozenset(
     (
         *("out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
         *("tensorboard", "wandb", "mlflow"),
-        *("cache-gib", "data-workers"),
+        *("cache-gib", "data-workers", "watch-statistics"),
         *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
     )
 )
@@ -95,7 +105,8 @@ class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
     ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
-    the model, if the clients share the disk. The rounds go to the trackers of the config, too (``TRACKERS``).
+    the model, if the clients share the disk, and ``statistics.jsonl`` is there with ``watch-statistics``. The rounds go
+    to the trackers of the config, too (``TRACKERS``).
 
     Used in a ``with`` statement, which tells the trackers of a run that fails or is interrupted.
 
@@ -173,7 +184,7 @@ class RunFolder:
             )
 
     def _cut_back(self, after: int) -> None:
-        """Remove the rounds after ``after`` from ``metrics.jsonl``: they are repeated."""
+        """Remove the rounds after ``after`` from ``metrics.jsonl`` and ``statistics.jsonl``: they are repeated."""
         lines = read_metrics(self.path / "metrics.jsonl")
         if [line["round"] for line in lines[:after]] != list(range(1, after + 1)):
             raise ConfigError(
@@ -182,6 +193,9 @@ class RunFolder:
         if (self.path / "metrics.jsonl").exists():  # also if its only line is incomplete
             write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
             write_atomically(self.path / "metrics.csv", _table(lines[:after]))
+        if (watched := self.path / STATISTICS_FILE).exists():
+            kept = [line for line in read_metrics(watched) if line["round"] <= after]
+            write_atomically(watched, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
         """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to the trackers.
@@ -189,17 +203,25 @@ class RunFolder:
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an incomplete line.
         """
-        data = (json.dumps(_clean(line)) + "\n").encode()
+        self._append("metrics.jsonl", _clean(line))
+        for tracker in self._trackers:
+            tracker.add_round(line)
+
+    def add_statistics(self, line: Mapping[str, Any]) -> None:
+        """Append one round to ``statistics.jsonl``; see ``doctor.history``. Raises as ``add_round``."""
+        self._append(STATISTICS_FILE, line)
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append a line to a file of the folder, in one write with fsync."""
+        data = (json.dumps(line) + "\n").encode()
         with self._writing():
-            handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            handle = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 if os.write(handle, data) < len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(handle)
             finally:
                 os.close(handle)
-        for tracker in self._trackers:
-            tracker.add_round(line)
 
     def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
         """Write what clients kept of the model, readable for the files' owner only; return the clients."""

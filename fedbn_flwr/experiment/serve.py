@@ -35,6 +35,7 @@ from fedbn_flwr.experiment.setup import (
     on_device,
     training_model,
 )
+from fedbn_flwr.experiment.statistics_log import StatisticsLog
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
@@ -127,6 +128,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     if config.data_on_nodes() and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
+    if config.watch_statistics:
+        strategy.on_replies = StatisticsLog(folder, config, model, strategy)
 
     def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = recorder.after_round(server_round, arrays)

@@ -57,6 +57,7 @@ logger = logging.getLogger("flwr")
 
 Refused = Sequence[tuple[Node, Message, ReplyError]]
 OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
+OnReplies = Callable[[int, Sequence[Reply], State, State], None]
 
 
 class Server(Method[P]):
@@ -67,6 +68,7 @@ class Server(Method[P]):
         nodes: the nodes of the run.
         dispatcher: builds the messages.
         tests: the names in ``eval_on``.
+        on_replies: called with the replies that a round used, and the global state before and after it; it reads only.
         on_round_end: called at the end of each round, with the model to test or save and the round's metrics.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
             model with ``completion`` sets it to False.
@@ -76,6 +78,7 @@ class Server(Method[P]):
 
     completes_tests = True
     stopped = False
+    on_replies: OnReplies | None = None
 
     def __init__(
         self, *args: Any, parts: Parts | None = None, on_round_end: OnRoundEnd | None = None, **kwargs: Any
@@ -390,6 +393,8 @@ class Server(Method[P]):
         self.note_divergence(losses_not_finite(report.clients))
         before = self.run.before
         state = {**before, **self.combine(server_round, usable, before)}
+        if self.on_replies is not None:
+            self.on_replies(server_round, usable, before, state)
         metrics = self.train_metrics_aggr_fn([message.content for _, message, _ in good], self.weighted_by_key)
         report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         self.run.metrics["train_metrics_clientapp"] = metrics

@@ -39,7 +39,7 @@ OTHER_FORMATS = {
 }
 
 
-TORCH_ONLY = ("training", "norms", "batchnorm", "data", "models")  # rooms that know no message
+TORCH_ONLY = ("training", "norms", "batchnorm", "data", "models", "doctor")  # rooms that know no message
 TORCHS_OWN = {("strategies/scaffold.py", "momentum")}  # a setting of torch's SGD
 
 
