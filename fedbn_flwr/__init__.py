@@ -6,6 +6,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.saved_state import global_state, personal_state
 from fedbn_flwr.client.torch_client import TorchClient, client_app
 from fedbn_flwr.compat.legacy_strategy import to_legacy
+from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.training.wrappers import unwrap
@@ -14,6 +15,7 @@ __all__ = [
     "InProcessGrid",
     "TorchClient",
     "client_app",
+    "diagnose",
     "global_state",
     "personal_state",
     "replace_norm",

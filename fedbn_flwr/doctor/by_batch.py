@@ -1,0 +1,115 @@
+"""Statistics of single batches, as BatchNorm computes them in training.
+
+The model is in eval mode except for BatchNorm, which normalises by the batch: S_m,B of FixBN, section 5, under fixed
+weights. Nothing of the model changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.distances import Distance, Statistics, distance
+from fedbn_flwr.training.loop import takes_one_example
+from fedbn_flwr.training.memory_format import inputs_for
+
+__all__ = [
+    "BatchMoments",
+    "batch_moments",
+    "deviation",
+    "layers_of",
+    "noise",
+    "normalising_by_batch",
+    "pooled",
+    "splits",
+    "window_variance",
+]
+
+BatchMoments = Mapping[str, Sequence[Moments]]
+"""Of one client: the moments of each batch, by path of the layer."""
+
+
+def layers_of(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers by path; they are found by type, and a shared layer once."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def normalising_by_batch(model: nn.Module) -> nn.Module:
+    """Return a copy in eval mode whose BatchNorm layers use the batch's statistics, and change no running ones."""
+    found = copy.deepcopy(model).eval()
+    for layer in layers_of(found).values():
+        layer.training, layer.track_running_stats = True, False
+    return found
+
+
+def splits(model: nn.Module, data: ClientData, batch_size: int) -> list[Tensor]:
+    """Return the positions of each batch; a last batch of one example joins another if BatchNorm cannot use it."""
+    batches = list(torch.split(torch.arange(len(data)), batch_size))
+    if len(batches) > 1 and len(batches[-1]) == 1 and not takes_one_example(model, inputs_for(model)(data.inputs[:1])):
+        *batches, before, last = batches
+        batches.append(torch.cat([before, last]))
+    return batches
+
+
+def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
+    """Return the moments of the client's batches, of the loader's size; of 2 examples for a loader of batches of 1."""
+    working, found = normalising_by_batch(model), dict[str, list[Moments]]()
+    prepared = inputs_for(working)
+
+    def note(path: str, value: Tensor) -> None:
+        found.setdefault(path, []).append(moments_of(value))
+
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, path=path: note(path, args[0]))
+        for path, layer in layers_of(working).items()
+    ]
+    size = max(2, data.batch_size)
+    with torch.no_grad():
+        for positions in splits(working, data, size):
+            if len(positions) > 1 or takes_one_example(working, prepared(data.inputs[positions])):
+                working(prepared(data.inputs[positions]))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def pooled(moments: Sequence[Moments]) -> Statistics:
+    """Return the statistics of all batches together: mean and unbiased variance (C,)."""
+    total = moments[0]
+    for more in moments[1:]:
+        total = merge(total, more)
+    return Statistics(total.mean, total.m2 / max(total.count - 1, 1))
+
+
+def deviation(moments: Sequence[Moments], reference: Statistics, eps: float) -> Distance:
+    """Return the distance of a batch's statistics from the reference, the mean over the batches: FixBN, Fig. 3 (a)."""
+    rows = [distance(Statistics(m.mean, m.variance), reference, eps) for m in moments if m.count > 1]
+    return Distance(*(sum(values) / len(rows) for values in zip(*rows, strict=True)))
+
+
+def window_variance(moments: Sequence[Moments]) -> float | None:
+    """Return the variance of the batch statistics over the batches, averaged over all entries: FixBN, Fig. 3 (b).
+
+    There the window is 200 rounds of training; here it is the batches of one client under fixed weights. Unbiased; None
+    for fewer than two batches.
+    """
+    rows = [torch.cat([m.mean, m.variance]) for m in moments if m.count > 1]
+    return float(torch.stack(rows).var(0).mean()) if len(rows) > 1 else None
+
+
+def noise(moments: Sequence[Moments], eps: float) -> float | None:
+    """Return how much a batch's mean varies within the client, in standard deviations of the layer's input.
+
+    It is std_B(mu_B) / sqrt(var + eps), averaged over the channels; about 1 / sqrt(batch size) for inputs (N, C), less
+    for images, whose pixels count too. None for fewer than two batches.
+    """
+    if len(moments) < 2:
+        return None
+    means = torch.stack([m.mean for m in moments])
+    return float((means.std(0) / (pooled(moments).variance + eps).sqrt()).mean())

@@ -1,0 +1,162 @@
+"""Inputs of every BatchNorm layer, example by example, in eval mode.
+
+BatchNorm with running statistics treats each example alone. So the examples of all clients can be regrouped in any way
+without another pass over the network, and a regrouping at random shows what chance does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fedbn_flwr.doctor.by_batch import layers_of
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.training.memory_format import inputs_for
+
+__all__ = ["Features", "LayerFeatures", "features"]
+
+_BATCH = 128
+_RELU = (functional.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, functional.relu6)
+
+
+@dataclass
+class LayerFeatures:
+    """One layer over N examples. x is its input, (N, C) or (N, C, *); averages are over the positions *.
+
+    Attributes:
+        centre: a mean (C,) of some examples, subtracted first, so that squares do not cancel.
+        first: the average of x - centre, (N, C).
+        second: the average of (x - centre)^2, (N, C).
+        low: smallest output of the layer, (C,).
+        high: largest output, (C,).
+        before_relu: whether a ReLU takes the layer's output as it is.
+    """
+
+    centre: Tensor
+    first: Tensor
+    second: Tensor
+    low: Tensor
+    high: Tensor
+    before_relu: bool = False
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of x over all examples, (C,)."""
+        return self.centre + self.first.mean(0)
+
+    @property
+    def variance(self) -> Tensor:
+        """The biased variance of x over all examples, (C,)."""
+        return (self.second.mean(0) - self.first.mean(0).square()).clamp(min=0)
+
+    def constant(self) -> Tensor:
+        """Return the channels, bool (C,), whose output is the same for all examples, or 0 after the ReLU."""
+        dead = self.high - self.low <= 1e-6 * self.high.abs().clamp(min=1e-6)
+        return dead | (self.high <= 0) if self.before_relu else dead
+
+
+@dataclass
+class Features:
+    """All layers over the examples of all clients.
+
+    Attributes:
+        layers: by path; a layer that is not called with one row an example is left out.
+        owner: index of each example's client, (N,).
+        classes: class of each example, (N,); None if targets are not classes.
+        outputs: the model's outputs, (N, ...).
+        left_out: paths of the layers that are left out.
+    """
+
+    layers: dict[str, LayerFeatures]
+    owner: Tensor
+    classes: Tensor | None
+    outputs: Tensor
+    left_out: list[str] = field(default_factory=list)
+
+
+def features(model: nn.Module, clients: Sequence[ClientData]) -> Features:
+    """Return the features of all clients' examples under the model's running statistics; the model does not change.
+
+    A layer without running statistics normalises by the batch, also in eval mode; it is measured all the same.
+    """
+    working = copy.deepcopy(model).eval()
+    prepared, watch = inputs_for(working), _Watch()
+    handles = [
+        handle
+        for path, layer in layers_of(working).items()
+        for handle in (
+            layer.register_forward_pre_hook(lambda _, args, path=path: watch.enter(path, args[0])),
+            layer.register_forward_hook(lambda _, args, output, path=path: watch.leave(path, output)),
+        )
+    ]
+    inputs = torch.cat([client.inputs for client in clients])
+    outputs = []
+    with torch.no_grad(), watch:
+        for batch in torch.split(inputs, _BATCH):
+            watch.begin(len(batch))
+            outputs.append(working(prepared(batch)).float().cpu())
+    for handle in handles:
+        handle.remove()
+    owner = torch.cat([torch.full((len(client),), index) for index, client in enumerate(clients)])
+    classes = [client.classes for client in clients]
+    known = torch.cat([c for c in classes if c is not None]) if all(c is not None for c in classes) else None
+    return Features(watch.layers(len(inputs)), owner, known, torch.cat(outputs), sorted(watch.refused))
+
+
+class _Watch(TorchFunctionMode):
+    """Collects the inputs and the range of the outputs, and sees which outputs go into a ReLU as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: set[str] = set()
+        self._size = 0
+        self._seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._centre: dict[str, Tensor] = {}
+        self._range: dict[str, tuple[Tensor, Tensor]] = {}
+        self._relu: set[str] = set()
+        self._called: set[str] = set()
+        self._output: tuple[str, Tensor] | None = None
+
+    def begin(self, size: int) -> None:
+        self._size, self._called = size, set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _RELU and self._output is not None and args and args[0] is self._output[1]:
+            self._relu.add(self._output[0])
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, path: str, value: Tensor) -> None:
+        if len(value) != self._size or path in self._called:  # rows are not examples, or a second call
+            self.refused.add(path)
+            return
+        self._called.add(path)
+        x = value.detach().float().flatten(2) if value.dim() > 2 else value.detach().float()[..., None]
+        centre = self._centre.setdefault(path, x.mean((0, 2)))
+        x = x - centre[:, None]
+        self._seen.setdefault(path, []).append((x.mean(2).cpu(), x.square().mean(2).cpu()))
+
+    def leave(self, path: str, output: Tensor) -> None:
+        self._output = (path, output)
+        axes = [axis for axis in range(output.dim()) if axis != 1]
+        low, high = output.detach().float().amin(axes).cpu(), output.detach().float().amax(axes).cpu()
+        if path in self._range:
+            low, high = torch.minimum(low, self._range[path][0]), torch.maximum(high, self._range[path][1])
+        self._range[path] = low, high
+
+    def layers(self, count: int) -> dict[str, LayerFeatures]:
+        found = {}
+        for path, parts in self._seen.items():
+            first, second = (torch.cat(column) for column in zip(*parts, strict=True))
+            if path in self.refused or len(first) != count:
+                self.refused.add(path)
+                continue
+            relu = path in self._relu
+            found[path] = LayerFeatures(self._centre[path].cpu(), first, second, *self._range[path], relu)
+        return found

@@ -1,0 +1,92 @@
+"""The clients' data, read from their loaders into memory, up to a number of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.randomness import seeded
+
+__all__ = ["ClientData", "Loaders", "read_clients", "read_loader"]
+
+Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
+"""A loader for each client, by name or in order; it yields batches (inputs, targets), as a ``DataLoader`` does."""
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """Examples of one client; it is a data set for training and evaluation (``Batches``).
+
+    Attributes:
+        name: the client.
+        inputs: (N, ...).
+        targets: (N, ...).
+        batch_size: examples in the loader's largest batch.
+        complete: whether these are all examples of the loader.
+    """
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+    batch_size: int
+    complete: bool = True
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.inputs)
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return (inputs, targets) at the positions."""
+        return self.inputs[positions], self.targets[positions]
+
+    @property
+    def classes(self) -> Tensor | None:
+        """The class of each example, int64 (N,); None if the targets are not one class an example."""
+        whole = not self.targets.is_floating_point() and not self.targets.is_complex()
+        return self.targets.reshape(len(self)).long() if whole and self.targets.numel() == len(self) else None
+
+
+def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
+    """Return the data of each client; a client without examples is left out.
+
+    The default random generators are seeded while the loaders shuffle and augment, and restored afterwards.
+
+    Raises:
+        DataError: a loader yields no pairs of tensors.
+    """
+    named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
+    with seeded(0):
+        found = [read_loader(str(name), loader, max_examples) for name, loader in named]
+    return [client for client in found if client is not None]
+
+
+def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientData | None:
+    """Return the first examples of a loader, in whole batches; None if it has none."""
+    inputs, targets, largest, count, complete = list[Tensor](), list[Tensor](), 0, 0, True
+    for batch in loader:
+        if count >= max_examples:
+            complete = False
+            break
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
+            raise DataError(
+                f"the loader of client {name} yields {_shape_of(batch)}; it must yield (inputs, targets), two tensors. "
+                "Wrap it in a generator that does."
+            )
+        inputs.append(batch[0].detach().cpu())
+        targets.append(batch[1].detach().cpu())
+        largest, count = max(largest, len(batch[0])), count + len(batch[0])
+    if not count:
+        return None
+    return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, complete)
+
+
+def _shape_of(batch: Any) -> str:
+    kind = type(batch).__name__
+    return (
+        f"{kind} of {len(batch)} ({', '.join(type(b).__name__ for b in batch)})" if kind in ("tuple", "list") else kind
+    )

@@ -1,0 +1,174 @@
+"""Rules for the clients' data and batches; each is one function, from the measurements to a finding."""
+
+from __future__ import annotations
+
+from fedbn_flwr.doctor import remedies
+from fedbn_flwr.doctor.findings import Finding
+from fedbn_flwr.doctor.heterogeneity import Shift
+from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.thresholds import (
+    MIN_GAP,
+    MIN_SHARE,
+    MIN_SHIFT,
+    MIN_SKEW,
+    REGROUPINGS,
+    SMALL_BATCH,
+    Z_OF_A_GAP,
+)
+
+__all__ = ["clients_differ", "feature_shift", "label_skew", "small_batch", "train_test_mismatch", "unanswered"]
+
+
+def small_batch(m: Measured) -> Finding | None:
+    """Batches of up to four examples: the statistics of a batch are mostly noise."""
+    sizes = [m.training.batch_size] if m.training.batch_size else [*m.batch_sizes]
+    small = [size for size in sizes if size <= SMALL_BATCH]
+    if len(small) * 2 < max(1, len(sizes)):
+        return None
+    where = f" at {len(small)} of {len(sizes)} clients" if len(sizes) > 1 else ""
+    evidence = [f"Batches have {min(small)} examples{where}."]
+    numbers: dict[str, object] = {"batch-sizes": sizes}
+    if m.noise:
+        worst = max(m.noise, key=lambda path: m.noise[path])
+        evidence.append(
+            f"Within one client the mean of a batch varies by {m.noise[worst]:.2f} standard deviations in {worst} "
+            f"({sum(m.noise.values()) / len(m.noise):.2f} over all layers): examples are shifted by as much, at random."
+        )
+        numbers |= {"noise": m.noise[worst], "layer": worst}
+    evidence += _of_gradients(m)
+    return Finding("small-batch", "The batches are too small for BatchNorm.", evidence, numbers, remedies.SMALL_BATCH)
+
+
+def label_skew(m: Measured) -> Finding | None:
+    """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
+    skew, shift = m.skew, m.shift
+    if skew is None or shift is None or m.training.frozen_or_shared:
+        return None
+    if skew.mean - skew.by_chance < MIN_SKEW or not _certain(skew.p_value) or not _affects(shift):
+        return None
+    worst = shift.worst
+    evidence = [
+        f"The class mix of a client is {skew.mean:.2f} away from that of all clients (total variation, 0 to 1); chance "
+        f"gives {skew.by_chance:.2f} (p = {skew.p_value:.3f}).",
+        f"BatchNorm sees it: statistics of a client are {shift.layers[worst]:.2f} standard deviations from those of "
+        f"all in {worst}, chance gives {shift.by_chance[worst]:.2f} (p = {shift.p_value:.3f}).",
+    ]
+    if m.within is not None and m.within.share >= MIN_SHARE:
+        evidence.append(
+            f"With the classes held fixed {m.within.excess:.2f} above chance remain, of {shift.excess:.2f}."
+        )
+    evidence += _of_gradients(m)
+    steps = m.training.local_steps
+    if steps:
+        evidence.append(f"A round has E = {steps} local step{'s' if steps > 1 else ''}.")
+    numbers = {
+        "class-distance": skew.mean,
+        "class-distance-by-chance": skew.by_chance,
+        "shift": shift.layers[worst],
+        "layer": worst,
+        "local-steps": steps or None,
+    }
+    what = "The clients hold different classes (label skew), and BatchNorm's statistics differ with them."
+    return Finding("label-skew", what, evidence, numbers, remedies.label_skew(steps))
+
+
+def feature_shift(m: Measured) -> Finding | None:
+    """Examples of the same class look different at different clients."""
+    within = m.within
+    if within is None or m.training.keeps_bn or within.share < MIN_SHARE or not _affects(within):
+        return None
+    worst = within.worst
+    evidence = [
+        f"Among examples of the same class, statistics of a client are {within.layers[worst]:.2f} standard deviations "
+        f"from those of all in {worst}; chance gives {within.by_chance[worst]:.2f} (p = {within.p_value:.3f}).",
+        f"So the classes are not the cause. {within.share:.0%} of the examples are of classes that two or more clients "
+        "have.",
+    ]
+    evidence += _of_gradients(m)
+    return Finding(
+        "feature-shift",
+        "The same classes look different at different clients (feature shift: other devices, sites, domains).",
+        evidence,
+        {"shift": within.layers[worst], "by-chance": within.by_chance[worst], "layer": worst},
+        remedies.FEATURE_SHIFT,
+    )
+
+
+def clients_differ(m: Measured) -> Finding | None:
+    """The inputs of BatchNorm differ between clients, and the data do not say why."""
+    told_apart = m.skew is not None and m.within is not None and m.within.share >= MIN_SHARE
+    if m.shift is None or told_apart or label_skew(m) or m.training.frozen_or_shared or m.training.keeps_bn:
+        return None
+    if not _affects(m.shift):
+        return None
+    worst = m.shift.worst
+    return Finding(
+        "clients-differ",
+        "BatchNorm's statistics differ between clients; feature shift and label skew cannot be told apart here.",
+        [
+            f"Statistics of a client are {m.shift.layers[worst]:.2f} standard deviations from those of all in {worst}; "
+            f"chance gives {m.shift.by_chance[worst]:.2f} (p = {m.shift.p_value:.3f})."
+        ],
+        {"shift": m.shift.layers[worst], "by-chance": m.shift.by_chance[worst], "layer": worst},
+        remedies.CLIENTS_DIFFER,
+    )
+
+
+def train_test_mismatch(m: Measured) -> Finding | None:
+    """Running statistics do worse on the same examples than those of the test batch."""
+    gap = m.gap
+    if gap is None or gap.z < Z_OF_A_GAP or m.untracked:
+        return None
+    if gap.running_accuracy is not None:
+        if gap.accuracy_lost < MIN_GAP:
+            return None
+        what = f"Accuracy {gap.running_accuracy:.3f} under running statistics, {gap.batch_accuracy:.3f} under those of"
+    elif gap.running_loss < 1.25 * gap.batch_loss:
+        return None
+    else:
+        what = f"Loss {gap.running_loss:.4g} under running statistics, {gap.batch_loss:.4g} under those of"
+    evidence = [f"{what} mixed test batches: the same {gap.examples} examples, the same weights (z = {gap.z:.1f})."]
+    if m.running:
+        worst = max(m.running, key=lambda path: m.running[path])
+        evidence.append(
+            f"In {worst} the running mean is {m.running[worst]:.2f} standard deviations from that of all clients' "
+            "examples under these weights."
+        )
+    return Finding(
+        "train-test-mismatch",
+        "The running statistics do not fit the model: training and test normalise differently.",
+        evidence,
+        {"running-accuracy": gap.running_accuracy, "batch-accuracy": gap.batch_accuracy, "z": gap.z},
+        remedies.MISMATCH,
+    )
+
+
+def unanswered(m: Measured) -> list[str]:
+    """Return what the measurements cannot tell, one line each."""
+    found = []
+    if m.shift is not None and m.skew is None:
+        found.append("label skew: the targets are not one class an example.")
+    if m.within is not None and m.within.share < MIN_SHARE:
+        found.append(
+            f"feature shift apart from label skew: only {m.within.share:.0%} of the examples are of classes that two "
+            "or more clients have, so the same class cannot be compared between clients."
+        )
+    return found
+
+
+def _of_gradients(m: Measured) -> list[str]:
+    relative, chance = m.relative_deviation, m.deviation_by_chance
+    if relative is None or chance is None:
+        return []
+    return [
+        f"Gradient deviation B_i (FedTAN, Assumption 1): {relative:.2f} of the gradient's norm, mean over the clients; "
+        f"{chance:.2f} with the same examples dealt to the clients at random."
+    ]
+
+
+def _certain(p_value: float) -> bool:
+    return p_value <= 1.5 / (1 + REGROUPINGS)
+
+
+def _affects(shift: Shift) -> bool:
+    return _certain(shift.p_value) and shift.excess >= MIN_SHIFT

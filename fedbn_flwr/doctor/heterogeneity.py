@@ -1,0 +1,174 @@
+"""How the clients differ: in their classes, and in what BatchNorm sees of their examples.
+
+Every question is asked against chance. Examples are regrouped into clients of the same sizes at random, 199 times; a
+difference that no regrouping reaches has p = 1 / 200. So the noise of small clients, which shrinks as 1 / sqrt(n), is
+in the comparison, and no threshold depends on it.
+
+Two ways to regroup tell two causes apart. Regrouping *all* examples breaks every tie between client and example.
+Regrouping *within each class* keeps each client's classes: what still differs is how the same class looks at different
+clients, a feature shift. A class that one client alone has says nothing about that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.doctor.by_example import LayerFeatures
+from fedbn_flwr.doctor.thresholds import MAX_CHANNELS, REGROUPINGS
+
+__all__ = ["ClassSkew", "Shift", "class_skew", "comparable", "shift", "shuffled", "total_variation", "units"]
+
+
+@dataclass(frozen=True)
+class ClassSkew:
+    """How the clients' classes differ.
+
+    Attributes:
+        distances: total variation distance of each client's class mix from that of all, in [0, 1].
+        by_chance: the mean of the average distance over the regroupings.
+        p_value: share of the regroupings with an average as large, the data among them.
+    """
+
+    distances: list[float]
+    by_chance: float
+    p_value: float
+
+    @property
+    def mean(self) -> float:
+        """The average over the clients."""
+        return sum(self.distances) / len(self.distances)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How the inputs of BatchNorm differ between clients.
+
+    Attributes:
+        layers: by path, the root mean square over clients and channels of the deviation of a client's statistics from
+            those of all: the mean in standard deviations, and the variance relative to itself.
+        by_chance: the same under regrouping, the root of the mean square.
+        excess: of all layers together, what is above chance: sqrt(mean square - mean square by chance).
+        p_value: share of the regroupings with a mean square as large, the data among them.
+        share: share of the examples that can be compared; 1 where classes are not held fixed.
+    """
+
+    layers: dict[str, float]
+    by_chance: dict[str, float]
+    excess: float
+    p_value: float
+    share: float = 1.0
+
+    @property
+    def worst(self) -> str:
+        """The layer that is furthest above chance."""
+        return max(self.layers, key=lambda path: self.layers[path] ** 2 - self.by_chance[path] ** 2)
+
+
+def total_variation(counts: Tensor) -> Tensor:
+    """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given the examples by client and class, (K, classes)."""
+    own = counts / counts.sum(1, keepdim=True)
+    return (own - counts.sum(0) / counts.sum()).abs().sum(1) / 2
+
+
+def class_skew(classes: Tensor, owner: Tensor, generator: torch.Generator) -> ClassSkew:
+    """Return how the clients' classes differ, given class and client of each example, (N,)."""
+    _, known = torch.unique(classes, return_inverse=True)
+    clients, width = int(owner.max()) + 1, int(known.max()) + 1
+
+    def measured(order: Tensor) -> Tensor:
+        return total_variation(torch.bincount(order * width + known, minlength=clients * width).view(clients, width))
+
+    found = measured(owner)
+    chance = torch.stack([measured(shuffled(owner, None, generator)).mean() for _ in range(REGROUPINGS)])
+    return ClassSkew(found.tolist(), float(chance.mean()), _p_value(found.mean(), chance))
+
+
+def units(layer: LayerFeatures, eps: float) -> Tensor:
+    """Return each example's share in the layer's statistics without units, (N, 2 C) with at most 2 x 64 columns.
+
+    The first C columns are (x_n - mu) / sqrt(var + eps), the others ((x_n - mu)^2 - var) / (var + eps), both averaged
+    over the positions of the example. Their averages over a client are its deviation in mean and in variance.
+    """
+    chosen = torch.linspace(0, len(layer.centre) - 1, min(MAX_CHANNELS, len(layer.centre))).round().long()
+    first, second = layer.first[:, chosen].double(), layer.second[:, chosen].double()
+    mean = first.mean(0)
+    square = second - 2 * first * mean + mean.square()
+    variance = square.mean(0)
+    scale = variance + eps
+    return torch.cat([(first - mean) / scale.sqrt(), (square - variance) / scale], 1)
+
+
+def shift(
+    layers: Mapping[str, LayerFeatures],
+    owner: Tensor,
+    eps: Mapping[str, float],
+    generator: torch.Generator,
+    classes: Tensor | None = None,
+) -> Shift:
+    """Return how the inputs of BatchNorm differ between clients; with ``classes``, within each class.
+
+    Args:
+        layers: by path.
+        owner: the client of each example, (N,).
+        eps: of each layer.
+        generator: of the regroupings.
+        classes: class of each example, (N,); None = all examples are regrouped.
+    """
+    rows = {path: units(layer, eps[path]) for path, layer in layers.items()}
+    share = 1.0
+    if classes is not None:
+        rows = {path: _without_class_means(values, classes) for path, values in rows.items()}
+        share = float(comparable(classes, owner).double().mean())
+    table, widths = torch.cat(list(rows.values()), 1).float(), [values.shape[1] for values in rows.values()]
+    clients = int(owner.max()) + 1
+
+    def squares(order: Tensor) -> Tensor:
+        members = torch.nn.functional.one_hot(order, clients).T.float()
+        sizes = members.sum(1, keepdim=True)
+        means = (members @ table) / sizes.clamp(min=1)
+        scaled = (sizes / len(order)).sqrt() * means
+        return torch.stack([part.square().mean() for part in torch.split(scaled, widths, 1)])
+
+    found = squares(owner) * clients
+    chance = torch.stack([squares(shuffled(owner, classes, generator)) for _ in range(REGROUPINGS)]) * clients
+    by_chance = chance.mean(0)
+    return Shift(
+        dict(zip(rows, found.sqrt().tolist(), strict=True)),
+        dict(zip(rows, by_chance.sqrt().tolist(), strict=True)),
+        float((found.mean() - by_chance.mean()).clamp(min=0).sqrt()),
+        _p_value(found.mean(), chance.mean(1)),
+        share,
+    )
+
+
+def comparable(classes: Tensor, owner: Tensor) -> Tensor:
+    """Return which examples are of a class that two or more clients have, bool (N,)."""
+    shared = [c for c in torch.unique(classes).tolist() if len(torch.unique(owner[classes == c])) > 1]
+    return torch.isin(classes, torch.tensor(shared, dtype=classes.dtype))
+
+
+def shuffled(owner: Tensor, classes: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Return the clients of the examples in random order; with ``classes`` each class for itself."""
+    if classes is None:
+        return owner[torch.randperm(len(owner), generator=generator)]
+    # Sorting by class first, then by a random number, gives a random order within each class.
+    random = torch.rand(len(owner), generator=generator, dtype=torch.float64)
+    mixed, places = torch.argsort(random), torch.argsort(classes, stable=True)
+    found = torch.empty_like(owner)
+    found[places] = owner[mixed[torch.argsort(classes[mixed], stable=True)]]
+    return found
+
+
+def _without_class_means(values: Tensor, classes: Tensor) -> Tensor:
+    """Return the rows (N, D) minus the mean of all rows of their class."""
+    _, known = torch.unique(classes, return_inverse=True)
+    members = torch.nn.functional.one_hot(known).to(values.dtype)
+    return values - members @ ((members.T @ values) / members.sum(0)[:, None])
+
+
+def _p_value(found: Tensor, chance: Tensor) -> float:
+    return (1 + int((chance >= found * (1 - 1e-6)).sum())) / (1 + len(chance))

@@ -1,0 +1,91 @@
+"""All measurements of one diagnosis, and what is known of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fedbn_flwr.doctor.gradients import Deviation
+from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
+from fedbn_flwr.doctor.mismatch import Mismatch
+from fedbn_flwr.doctor.state import Missed
+
+__all__ = ["Measured", "Training"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the model is trained and tested, as far as it is known.
+
+    Attributes:
+        local_steps: E, steps of a round; 0 = not known.
+        batch_size: examples of a step; 0 = that of the loaders.
+        method: name of the method, for texts.
+        frozen_or_shared: whether the method freezes or synchronises the statistics (FixBN, FedTAN): it is a remedy for
+            label skew.
+        keeps_bn: whether clients keep BatchNorm (FedBN): a remedy for feature shift.
+        tested_by_batch: whether the headline test uses batch statistics.
+    """
+
+    local_steps: int = 0
+    batch_size: int = 0
+    method: str = ""
+    frozen_or_shared: bool = False
+    keeps_bn: bool = False
+    tested_by_batch: bool = False
+
+
+@dataclass
+class Measured:
+    """All measurements; None or empty = not measured.
+
+    Attributes:
+        training: how the model is trained.
+        names: the clients.
+        batch_sizes: examples in a batch of each client.
+        counters: see ``state.averaged_counters``.
+        unusable: see ``state.unusable_statistics``.
+        extremes: see ``state.variance_extremes``.
+        gammas: see ``state.tiny_gammas``.
+        missed: see ``state.missed_entries``.
+        training_layers: BatchNorm layers that are in train mode in the model as it was given.
+        untracked: BatchNorm layers without running statistics.
+        num_layers: BatchNorm layers.
+        constant: by layer, channels with constant output, and all channels.
+        noise: by layer, the noise of a batch, mean over the clients.
+        skew: how classes differ.
+        shift: how the inputs of BatchNorm differ.
+        within: the same within each class.
+        deviations: B_i of each client.
+        deviation_by_chance: mean relative B_i of regrouped batches.
+        gap: the mismatch of training and test.
+        sorted_accuracy: see ``mismatch.accuracy_by_class``.
+        running: by layer, distance of running statistics from those of all clients' batches, in standard deviations.
+    """
+
+    training: Training = field(default_factory=Training)
+    names: Sequence[str] = ()
+    batch_sizes: Sequence[int] = ()
+    counters: Mapping[str, str] = field(default_factory=dict)
+    unusable: Mapping[str, str] = field(default_factory=dict)
+    extremes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    missed: Missed | None = None
+    training_layers: Sequence[str] = ()
+    untracked: Sequence[str] = ()
+    num_layers: int = 0
+    constant: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
+    skew: ClassSkew | None = None
+    shift: Shift | None = None
+    within: Shift | None = None
+    deviations: Sequence[Deviation] = ()
+    deviation_by_chance: float | None = None
+    gap: Mismatch | None = None
+    sorted_accuracy: float | None = None
+    running: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def relative_deviation(self) -> float | None:
+        """The mean over the clients of B_i over the gradient's norm."""
+        return sum(d.relative for d in self.deviations) / len(self.deviations) if self.deviations else None

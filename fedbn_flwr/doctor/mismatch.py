@@ -1,0 +1,131 @@
+"""The mismatch of training and test (FixBN, section 5.2): running statistics against those of the test batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedbn_flwr.batchnorm.reestimation import Moments, merge
+from fedbn_flwr.doctor.by_batch import BatchMoments, layers_of, normalising_by_batch
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.distances import Distance, Statistics, distance
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.memory_format import inputs_for
+
+__all__ = ["Loss", "Mismatch", "accuracy_by_class", "default_loss", "mismatch", "running_distances"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Returns the mean loss of a batch, from outputs and targets, as ``nn.CrossEntropyLoss()`` does."""
+
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The same test examples under running statistics and under those of the test batch.
+
+    The batches mix the clients' examples at random; all layers but BatchNorm are in eval mode.
+
+    Attributes:
+        examples: N.
+        running_loss: mean loss under running statistics.
+        batch_loss: mean loss under batch statistics.
+        running_accuracy: None if the targets are not classes.
+        batch_accuracy: the same under batch statistics.
+        z: the mean of the examples' differences in loss over its standard error; above 0 if running statistics lose.
+    """
+
+    examples: int
+    running_loss: float
+    batch_loss: float
+    running_accuracy: float | None
+    batch_accuracy: float | None
+    z: float
+
+    @property
+    def accuracy_lost(self) -> float:
+        """Accuracy under batch statistics minus that under running ones; 0 if the targets are not classes."""
+        return (self.batch_accuracy or 0.0) - (self.running_accuracy or 0.0)
+
+
+def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy for classes, the mean squared error for numbers of the outputs' shape.
+
+    Raises:
+        DataError: the targets are neither.
+    """
+    if not targets.is_floating_point() and outputs.dim() > 1 and outputs.shape[1] > 1:
+        return functional.cross_entropy(outputs, targets.long().reshape(len(outputs), *outputs.shape[2:]))
+    if targets.numel() == outputs.numel():
+        return functional.mse_loss(outputs, targets.to(outputs.dtype).reshape(outputs.shape))
+    raise DataError(
+        f"no loss is known for outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of {targets.dtype}. "
+        "Pass loss=, a function of both that returns a mean, nn.CrossEntropyLoss() say."
+    )
+
+
+def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator) -> Mismatch:
+    """Return the mismatch of training and test on the examples of all clients; the model does not change."""
+    inputs, targets = torch.cat([c.inputs for c in clients]), torch.cat([c.targets for c in clients])
+    order = torch.randperm(len(inputs), generator=generator)
+    batches = list(order.tensor_split(math.ceil(len(order) / _BATCH)))
+    running = _run(copy.deepcopy(model).eval(), inputs, targets, batches, loss)
+    by_batch = _run(normalising_by_batch(model), inputs, targets, batches, loss)
+    difference = running[0] - by_batch[0]
+    error = float(difference.std()) / math.sqrt(len(difference))
+    z = float(difference.mean()) / error if error else 0.0
+    first, second = (None if right is None else float(right.mean()) for _, right in (running, by_batch))
+    return Mismatch(len(inputs), float(running[0].mean()), float(by_batch[0].mean()), first, second, z)
+
+
+def accuracy_by_class(model: nn.Module, clients: Sequence[ClientData], batch_size: int) -> float | None:
+    """Return the accuracy under batch statistics if the test examples come sorted by class; None without classes.
+
+    Under running statistics the order makes no difference.
+    """
+    inputs, classes = torch.cat([c.inputs for c in clients]), [c.classes for c in clients]
+    known = [c for c in classes if c is not None]
+    if len(known) < len(classes):
+        return None
+    targets = torch.cat(known)
+    batches = [b for b in torch.split(torch.argsort(targets, stable=True), max(2, batch_size)) if len(b) > 1]
+    _, right = _run(normalising_by_batch(model), inputs, targets, batches, default_loss)
+    return None if right is None else float(right.mean())
+
+
+def _run(
+    model: nn.Module, inputs: Tensor, targets: Tensor, batches: Sequence[Tensor], loss: Loss
+) -> tuple[Tensor, Tensor | None]:
+    """Return each example's loss, float64 (N,), and whether it is right; None if targets are not classes."""
+    losses, right, prepared = [], [], inputs_for(model)
+    with torch.no_grad():
+        for positions in batches:
+            outputs, wanted = model(prepared(inputs[positions])).float().cpu(), targets[positions]
+            losses += [loss(outputs[n : n + 1], wanted[n : n + 1]).double() for n in range(len(positions))]
+            if not wanted.is_floating_point() and outputs.dim() == 2 and outputs.shape[1] > 1:
+                right.append((outputs.argmax(1) == wanted.reshape(-1)).double())
+    return torch.stack(losses), torch.cat(right) if right else None
+
+
+def running_distances(model: nn.Module, moments: Sequence[BatchMoments]) -> Mapping[str, Distance]:
+    """Return, by layer, how far the running statistics are from those of all clients' batches together.
+
+    Layers without running statistics are left out. The variance is the unbiased one.
+    """
+    found = {}
+    for path, layer in layers_of(model).items():
+        batches: list[Moments] = [m for client in moments for m in client.get(path, ())]
+        if layer.running_mean is None or layer.running_var is None or not batches:
+            continue
+        total = batches[0]
+        for more in batches[1:]:
+            total = merge(total, more)
+        running = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
+        found[path] = distance(running, Statistics(total.mean, total.variance), layer.eps)
+    return found

@@ -1,0 +1,153 @@
+"""Rules for the model and its state; each is one function, from the measurements to a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from fedbn_flwr.doctor import remedies
+from fedbn_flwr.doctor.findings import Finding
+from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.thresholds import DEAD_SHARE
+
+__all__ = [
+    "averaged_counters",
+    "dead_layers",
+    "extreme_variance",
+    "name_filter",
+    "tested_by_batch",
+    "unusable_statistics",
+]
+
+V = TypeVar("V")
+
+
+def unusable_statistics(m: Measured) -> Finding | None:
+    """A running variance that is negative, or statistics that are not finite: every test is NaN or nonsense."""
+    if not m.unusable:
+        return None
+    return Finding(
+        "unusable-statistics",
+        "Running statistics are no statistics.",
+        [f"{name}: {what}." for name, what in _first(m.unusable)],
+        {"entries": dict(m.unusable)},
+        remedies.UNUSABLE,
+    )
+
+
+def averaged_counters(m: Measured) -> Finding | None:
+    """``num_batches_tracked`` as a float: the counters were averaged with the weights."""
+    if not m.counters:
+        return None
+    return Finding(
+        "averaged-counters",
+        "BatchNorm's counters were averaged: num_batches_tracked is a number of batches, and an integer.",
+        [f"{name} is {what}; an int64 of at least 0 belongs there." for name, what in _first(m.counters)]
+        + [f"{len(m.counters)} counters in all. A float 9.999999 loads as 9, and then counts on from there."],
+        {"entries": dict(m.counters)},
+        remedies.COUNTERS,
+    )
+
+
+def name_filter(m: Measured) -> Finding | None:
+    """A split that keeps some BatchNorm layers local and misses others."""
+    missed = m.missed
+    if missed is None or not missed.entries:
+        return None
+    evidence = [
+        f"{len(missed.layers)} of {missed.num_layers} BatchNorm layers are missed, found by their type: "
+        f"{', '.join(missed.layers[:3])}.",
+        f"{len(missed.entries)} entries are sent and averaged: {', '.join(missed.entries[:3])}, ...",
+    ]
+    if missed.by_letters:
+        evidence.append(
+            f"A filter `{missed.by_letters!r} in name` keeps exactly the other layers: names do not tell a layer's "
+            "type. A layer in a Sequential has a number, torchvision's shortcut is called downsample.1."
+        )
+    if missed.others:
+        evidence.append(f"It also keeps {len(missed.others)} entries that are no BatchNorm ({missed.others[0]}, ...).")
+    kept = missed.kept_layers
+    return Finding(
+        "name-filter",
+        "The split by names misses BatchNorm layers." if kept else "The split keeps no BatchNorm layer at all.",
+        evidence,
+        {"layers": missed.layers, "entries": missed.entries, "letters": missed.by_letters},
+        remedies.NAME_FILTER if kept else remedies.NOTHING_KEPT,
+    )
+
+
+def tested_by_batch(m: Measured) -> Finding | None:
+    """BatchNorm in train mode at test time, or layers that have no running statistics to test with."""
+    layers = m.training_layers or m.untracked
+    if not layers and not m.training.tested_by_batch:
+        return None
+    evidence = []
+    if m.training_layers:
+        evidence.append(
+            f"{len(layers)} of {m.num_layers} BatchNorm layers are in train mode in the model as it was given: a test "
+            "normalises by the test batch, and moves the running statistics."
+        )
+    elif layers:
+        evidence.append(
+            f"{len(layers)} of {m.num_layers} BatchNorm layers have no running statistics ({layers[0]}, ...)."
+        )
+    else:
+        evidence.append("The run's first test is global-batch-statistics: it normalises by the test batch.")
+    numbers: dict[str, object] = {"layers": [*layers]}
+    if m.gap and m.gap.running_accuracy is not None and m.sorted_accuracy is not None:
+        evidence.append(
+            f"The same examples, accuracy: {m.gap.batch_accuracy:.3f} in mixed batches, {m.sorted_accuracy:.3f} if "
+            f"they come sorted by class"
+            + ("." if m.untracked else f", {m.gap.running_accuracy:.3f} in eval mode in any order.")
+        )
+        numbers |= {"mixed": m.gap.batch_accuracy, "sorted": m.sorted_accuracy, "eval": m.gap.running_accuracy}
+    chosen = remedies.TRAIN_MODE if m.training_layers or not layers else remedies.NO_RUNNING_STATISTICS
+    return Finding(
+        "tested-with-batch-statistics",
+        "Tests use the statistics of the test batch: a prediction depends on the examples beside it.",
+        evidence,
+        numbers,
+        chosen,
+    )
+
+
+def dead_layers(m: Measured) -> Finding | None:
+    """Layers of which half of the channels give the same output for every example."""
+    by_data = {path: counts for path, counts in m.constant.items() if counts[0] >= DEAD_SHARE * counts[1]}
+    by_gamma = {path: counts for path, counts in m.gammas.items() if counts[0] >= DEAD_SHARE * counts[1]}
+    if not by_data and not by_gamma:
+        return None
+    evidence = [
+        f"{path}: {dead} of {all_} channels have the same output for every example (0 where a ReLU follows)."
+        for path, (dead, all_) in _first(by_data)
+    ]
+    evidence += [f"{path}: gamma of {zero} of {all_} channels is 0." for path, (zero, all_) in _first(by_gamma)]
+    layers = sorted({*by_data, *by_gamma})
+    return Finding(
+        "dead-layer",
+        "A BatchNorm layer is dead." if len(layers) == 1 else f"{len(layers)} BatchNorm layers are dead.",
+        evidence,
+        {"layers": layers},
+        remedies.DEAD_LAYER,
+    )
+
+
+def extreme_variance(m: Measured) -> Finding | None:
+    """Running variances near zero in half of a layer, or above 1e8 in any channel."""
+    found = {path: c for path, c in m.extremes.items() if c[1] or c[0] >= DEAD_SHARE * c[2]}
+    if not found:
+        return None
+    return Finding(
+        "extreme-variance",
+        "Running variances are near zero or explode.",
+        [
+            f"{path}: of {all_} channels {low} have a variance below eps (a constant input), {high} one above 1e8."
+            for path, (low, high, all_) in _first(found)
+        ],
+        {"layers": {path: {"near-zero": c[0], "exploding": c[1], "channels": c[2]} for path, c in found.items()}},
+        remedies.EXTREME_VARIANCE,
+    )
+
+
+def _first(found: Mapping[str, V], count: int = 3) -> list[tuple[str, V]]:
+    return list(found.items())[:count]

@@ -1,0 +1,73 @@
+"""Pictures of a diagnosis, drawn from the figures in its JSON."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["pictures"]
+
+_SHOWN = 40  # rows and columns with a label each
+
+
+def pictures(measures: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return PNG files by name: ``distances.png`` where there are clients, ``history.png`` where there is a history."""
+    found = {}
+    layers = {path: row for path, row in measures.get("layers", {}).items() if "batch-deviation" in row}
+    if layers:
+        found["distances.png"] = _heat_map(layers, measures["clients"])
+    if measures.get("history"):
+        found["history.png"] = _history(measures["history"])
+    return found
+
+
+def _heat_map(layers: Mapping[str, Any], clients: list[str]) -> bytes:
+    """Draw layers by clients: how far the statistics of a client's batches are from the global ones."""
+    from matplotlib.figure import Figure
+
+    table = [row["batch-deviation"]["mean"] for row in layers.values()]
+    figure = Figure(
+        figsize=(3.5 + 0.35 * min(len(clients), _SHOWN), 1.6 + 0.22 * min(len(layers), _SHOWN)), layout="tight"
+    )
+    axes = figure.subplots()
+    image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="standard deviations")
+    axes.set_title("local batch means, distance from the global ones", fontsize=10)
+    axes.set_xlabel("client")
+    for axis, names in ((axes.xaxis, clients), (axes.yaxis, [*layers])):
+        step = -(-len(names) // _SHOWN)
+        axis.set_ticks(range(0, len(names), step), [name or "(model)" for name in names[::step]], fontsize=7)
+    return _png(figure)
+
+
+def _history(history: Mapping[str, Any]) -> bytes:
+    """Draw FixBN's Fig. 3 (a) and (b): L1 norms over all layers, and variances over a window, by round."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="tight")
+    left, right = figure.subplots(1, 2)
+    rounds = history["rounds"]
+    marker = "o" if len(rounds) < 30 else None
+    for values in history["local-l1"].values():
+        left.plot(rounds, _gaps(values), color="tab:orange", alpha=0.6, linewidth=1, marker=marker, markersize=3)
+    left.plot(rounds, _gaps(history["change-l1"]), color="tab:blue", linewidth=2, marker=marker, markersize=3)
+    left.set_title("(a) orange: local - global, blue: change of global", fontsize=9)
+    left.set_ylabel("L1 norm over all layers")
+    for client, values in history["window-variance"].items():
+        right.plot(rounds, _gaps(values), linewidth=1, label=client, marker=marker, markersize=3)
+    right.set_title(f"(b) variance of local statistics over {history['window']} records", fontsize=9)
+    for axes in (left, right):
+        axes.set_xlabel("round")
+        axes.set_yscale("symlog", linthresh=1e-6)
+    return _png(figure)
+
+
+def _gaps(values: list[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
+
+
+def _png(figure: Any) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
+    return content.getvalue()

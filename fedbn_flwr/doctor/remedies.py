@@ -1,0 +1,129 @@
+"""What to try for each finding, in order, with the settings of this package."""
+
+from __future__ import annotations
+
+from fedbn_flwr.doctor.findings import Remedy
+
+__all__ = [
+    "CLIENTS_DIFFER",
+    "COUNTERS",
+    "DEAD_LAYER",
+    "EXTREME_VARIANCE",
+    "FEATURE_SHIFT",
+    "MISMATCH",
+    "NAME_FILTER",
+    "NOTHING_KEPT",
+    "NO_RUNNING_STATISTICS",
+    "SMALL_BATCH",
+    "TRAIN_MODE",
+    "UNUSABLE",
+    "label_skew",
+]
+
+_FEDTAN = Remedy(
+    "strategy=fedtan",
+    "BatchNorm uses the statistics of all clients' batches, and the gradients through them (arXiv:2301.02982); "
+    "a round has 3 L + 1 exchanges for L layers. With E = 1 a round is one centralised step",
+)
+_FIXBN = Remedy(
+    "strategy=fixbn",
+    "freezes the global statistics halfway (freeze-at=0.5) and trains on under them (arXiv:2303.06530); no further "
+    "messages. Lower the learning rate from there on (lr-decay-at=freeze)",
+)
+_GROUP = Remedy("norm=group", "GroupNorm has no statistics of the batch; on its own it may reach less than BatchNorm")
+_FEDBN = Remedy(
+    "strategy=fedbn",
+    "each client keeps its BatchNorm layers, statistics, gamma and beta, and the rest is averaged (arXiv:2102.07623)",
+)
+_SILOBN = Remedy("strategy=silobn", "each client keeps its statistics only: gamma and beta are shared")
+_RECALIBRATE = Remedy(
+    "recalibrate=true", "statistics are re-estimated from the clients' data, under fixed weights, before each test"
+)
+
+
+def label_skew(local_steps: int) -> list[Remedy]:
+    """Return the remedies, given E; 0 = not known.
+
+    With E = 1 FedTAN is centralised training, step by step. With more steps it synchronises the first step of a round
+    only, and FixBN acts in all of them.
+    """
+    first = [_FEDTAN, _FIXBN] if local_steps == 1 else [_FIXBN, _FEDTAN]
+    return [*first, _GROUP]
+
+
+FEATURE_SHIFT = [
+    _FEDBN,
+    _SILOBN,
+    Remedy(
+        "fedbn-flwr evaluate RUN --dataset NEW --bn adapt",
+        "for one model on data of a new site: statistics re-estimated from its inputs, without targets",
+    ),
+]
+CLIENTS_DIFFER = [
+    Remedy("strategy=fedbn", "if each client is tested with its own model: it keeps its BatchNorm layers"),
+    Remedy("strategy=fixbn", "if one model is for all: the global statistics are frozen halfway (freeze-at=0.5)"),
+    _GROUP,
+]
+SMALL_BATCH = [
+    Remedy("batch-size=16", "or more: the noise of a batch's statistics falls as 1 / sqrt(batch size)"),
+    _GROUP,
+    Remedy("norm=batch-renorm", "normalises by running statistics, corrected within limits (arXiv:1702.03275)"),
+    _FIXBN,
+]
+TRAIN_MODE = [
+    Remedy("model.eval()", "before every test (fedbn_flwr.training.evaluate does so); in a run eval-on=global"),
+    _RECALIBRATE,
+]
+NO_RUNNING_STATISTICS = [
+    Remedy("track_running_stats=True", "the layers then keep running statistics, and a test no longer sees its batch"),
+    Remedy("strategy=staticbn", "trains without running statistics and re-estimates them before each test"),
+]
+MISMATCH = [
+    _RECALIBRATE,
+    Remedy(
+        "bn-momentum=0.3", "running statistics follow the weights faster, with more noise; and train for more rounds"
+    ),
+    _FIXBN,
+]
+COUNTERS = [
+    Remedy(
+        "leave integer entries out of the average",
+        "take the maximum of the counters, as every strategy of this package does (fedbn_flwr.to_legacy wraps one of "
+        "Flower's own); mend this state with `state[name] = state[name].round().long()`",
+    )
+]
+UNUSABLE = [
+    Remedy(
+        "keep running statistics out of the server's optimizer",
+        "momentum or Adam steps on a running variance make it negative; strategy=fedavgm, fedadam and fedyogi of this "
+        "package average them instead",
+    ),
+    _RECALIBRATE,
+]
+NAME_FILTER = [
+    Remedy(
+        "fedbn_flwr.split_state(model)",
+        "finds the layers by type: keep the names in .affine, .statistics and .counters local; or use strategy=fedbn",
+    )
+]
+NOTHING_KEPT = [
+    Remedy(
+        "fedbn_flwr.split_state(model)",
+        "finds the layers by type: keep the names in .affine, .statistics and .counters local; or use strategy=fedbn. "
+        "As it is, this FedBN is FedAvg",
+    )
+]
+DEAD_LAYER = [
+    Remedy(
+        "learning-rate ten times lower",
+        "and start again from a state in which the layer lived, or with gamma = 1 and beta = 0: no gradient revives a "
+        "channel behind a ReLU",
+    ),
+    Remedy("gradient-clip-norm=1.0", "limits the step that throws gamma and beta so far"),
+    Remedy("weight-decay=0.0", "for gamma near 0: weight decay on gamma pulls it there"),
+]
+EXTREME_VARIANCE = [
+    Remedy("standardise=federated", "rows and signals at one scale; drop features that are constant"),
+    Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
+    Remedy("gradient-clip-norm=1.0", "limits single steps"),
+]

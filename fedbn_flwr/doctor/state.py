@@ -1,0 +1,132 @@
+"""What a state dict alone shows: counters, running variances, gammas, and which entries a split keeps local."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.batchnorm.parts import BatchNormLayer, Part, Parts
+from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, TINY_GAMMA
+
+__all__ = ["Missed", "averaged_counters", "missed_entries", "tiny_gammas", "unusable_statistics", "variance_extremes"]
+
+State = Mapping[str, Tensor]
+
+
+def averaged_counters(parts: Parts, state: State) -> dict[str, str]:
+    """Return the counters that are no int64, or no whole number of at least 0: name to what it holds instead.
+
+    A mean of counters is a float: 9.999999 loads as 9 into an int64 buffer, and with it ``momentum=None`` averages
+    wrongly. A counter that was cut off to an integer cannot be seen.
+    """
+    found = {}
+    for name in parts.counters:
+        value = state[name]
+        if value.is_floating_point():
+            found[name] = f"{float(value):.10g} ({str(value.dtype).removeprefix('torch.')})"
+        elif int(value) < 0:
+            found[name] = str(int(value))
+    return found
+
+
+def unusable_statistics(parts: Parts, state: State) -> dict[str, str]:
+    """Return the running statistics with negative variances, NaN or infinity: name to what was seen."""
+    found = {}
+    for mean, variance in parts.moments():
+        for name in (mean, variance):
+            if bad := int((~torch.isfinite(state[name])).sum()):
+                found[name] = f"{bad} of {state[name].numel()} values are not finite"
+        if negative := int((state[variance] < 0).sum()):
+            found[variance] = (
+                f"{negative} of {state[variance].numel()} are negative, down to {float(state[variance].min()):.3g}"
+            )
+    return found
+
+
+def variance_extremes(parts: Parts, state: State, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:
+    """Return, by layer, how many channels have a running variance below eps, above 1e8, and how many there are.
+
+    Below eps BatchNorm divides by sqrt(eps), which no longer depends on the data. Layers with neither are left out.
+
+    Args:
+        parts: the split of the state.
+        state: the state.
+        eps: of each layer by path; 1e-5, torch's default, if it is not known.
+    """
+    found = {}
+    for layer in parts.layers:
+        if "running_var" in layer.entries:
+            values = state[layer.entries["running_var"]].double()
+            low = int(((values >= 0) & (values < eps.get(layer.path, 1e-5))).sum())
+            high = int((values > EXPLODING_VARIANCE).sum())
+            if low or high:
+                found[layer.path] = (low, high, values.numel())
+    return found
+
+
+def tiny_gammas(parts: Parts, state: State) -> dict[str, tuple[int, int]]:
+    """Return, by layer, how many gammas are 0 (abs below 1e-4), and how many there are; layers with none are left out.
+
+    A layer that has not seen a batch is left out, too: some networks start their last BatchNorm of a block at 0.
+    """
+    found = {}
+    for layer in parts.layers:
+        if "weight" in layer.entries and not _untrained(layer, state):
+            gamma = state[layer.entries["weight"]].double().abs()
+            if zero := int((gamma < TINY_GAMMA).sum()):
+                found[layer.path] = (zero, gamma.numel())
+    return found
+
+
+def _untrained(layer: BatchNormLayer, state: State) -> bool:
+    name = layer.entries.get("num_batches_tracked")
+    return name is not None and float(state[name]) == 0
+
+
+@dataclass(frozen=True)
+class Missed:
+    """BatchNorm entries that a split does not keep local, although it keeps others of the same part.
+
+    Attributes:
+        entries: the missed entries.
+        layers: paths of the layers with a missed entry.
+        num_layers: BatchNorm layers of the model.
+        kept_layers: those of which the split keeps an entry.
+        by_letters: the letters ("bn", "norm") of a filter on names that keeps exactly these layers; "" if none does.
+        others: kept entries that are no part of BatchNorm.
+    """
+
+    entries: list[str]
+    layers: list[str]
+    num_layers: int
+    kept_layers: int
+    by_letters: str
+    others: list[str]
+
+
+def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
+    """Return the BatchNorm entries that should be local beside the ones that are.
+
+    Gamma and beta belong together, and mean and variance do: FedBN keeps both pairs, SiloBN the statistics, MTFL gamma
+    and beta. A pair of which the split keeps nothing is meant to be shared, unless it keeps nothing at all.
+
+    Args:
+        parts: the split by layer type.
+        local: names of the entries that stay with the client.
+    """
+    kept = {*local}
+    wanted = [part for part in (Part.AFFINE, Part.STATISTICS) if kept & {*parts.select([part])}]
+    entries = [name for name in parts.select(wanted or (Part.AFFINE, Part.STATISTICS)) if name not in kept]
+    missed = {*entries}
+    layers = [layer.path for layer in parts.layers if missed & {*layer.entries.values()}]
+    with_any = [layer.path for layer in parts.layers if kept & {*layer.entries.values()}]
+    letters = [
+        text
+        for text in ("bn", "norm", "BatchNorm")
+        if {layer.path for layer in parts.layers if text in layer.path} == {*with_any}
+    ]
+    others = [name for name in local if parts.part_of.get(name) is Part.REST]
+    return Missed(entries, layers, len(parts.layers), len(with_any), letters[0] if letters and layers else "", others)

@@ -1,0 +1,57 @@
+"""Every threshold of the doctor, with its reason. Where chance can be measured, a rule compares with chance instead."""
+
+from __future__ import annotations
+
+__all__ = [
+    "DEAD_SHARE",
+    "EXPLODING_VARIANCE",
+    "MAX_CHANNELS",
+    "MAX_CLIENTS_B",
+    "MIN_GAP",
+    "MIN_SHARE",
+    "MIN_SHIFT",
+    "MIN_SKEW",
+    "REGROUPINGS",
+    "SMALL_BATCH",
+    "TINY_GAMMA",
+    "Z_OF_A_GAP",
+]
+
+REGROUPINGS = 199
+"""Random regroupings: the smallest p-value is 1 / 200, and a finding needs it."""
+
+MAX_CHANNELS = 64
+"""Channels of a layer in the tests of regrouping, evenly spread: they say enough, and a ResNet-18 takes a second."""
+
+MIN_SKEW = 0.1
+"""Total variation of the class mix above chance from which classes count as skewed: a tenth of the labels moved."""
+
+MIN_SHIFT = 0.15
+"""Deviation of a client's statistics, above chance, from which BatchNorm is affected, in standard deviations.
+
+A shift by d standard deviations moves each normalised value by d; 0.15 is the noise of the mean of 44 examples.
+"""
+
+MIN_SHARE = 0.2
+"""Share of examples in classes of two or more clients, below which a feature shift cannot be told from a label skew."""
+
+SMALL_BATCH = 4
+"""Largest batch that counts as small: BatchNorm's error rises below 16, sharply at 4 and 2 (Wu & He 2018, Fig. 1)."""
+
+TINY_GAMMA = 1e-4
+"""Largest abs(gamma) that counts as 0: the channel's output is beta, whatever the input; gamma starts at 1."""
+
+DEAD_SHARE = 0.5
+"""Share of a layer's channels with constant output from which the layer is dead; some dead channels are usual."""
+
+EXPLODING_VARIANCE = 1e8
+"""A running variance above it: activations of 10,000, which float16 squares to infinity."""
+
+MIN_GAP = 0.05
+"""Accuracy that running statistics lose against those of the test batch, from which a mismatch counts."""
+
+Z_OF_A_GAP = 4.0
+"""Number of standard errors, over the test examples, that the loss must lose as well."""
+
+MAX_CLIENTS_B = 8
+"""Clients in the measurement of B_i: each runs in a thread with a copy of the model."""

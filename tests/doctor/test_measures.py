@@ -1,0 +1,196 @@
+"""Measurements against plain oracles: batches, examples, regroupings, states."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import mobilenet_v2, resnet18
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.doctor.by_batch import batch_moments, deviation, noise, pooled, window_variance
+from fedbn_flwr.doctor.by_example import features
+from fedbn_flwr.doctor.clients import ClientData, read_clients
+from fedbn_flwr.doctor.diagnose import default_loss
+from fedbn_flwr.doctor.distances import Statistics, distance
+from fedbn_flwr.doctor.heterogeneity import class_skew, comparable, shift, shuffled, total_variation
+from fedbn_flwr.doctor.mismatch import mismatch
+from fedbn_flwr.doctor.state import averaged_counters, missed_entries
+from fedbn_flwr.errors import DataError
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _client(inputs: torch.Tensor, classes: torch.Tensor | None = None, size: int = 4) -> ClientData:
+    return ClientData("0", inputs, torch.zeros(len(inputs), dtype=torch.int64) if classes is None else classes, size)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_batch_statistics_against_plain_torch() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.9)).double().eval()
+    inputs = torch.randn(10, 1, 6, 6, generator=_generator(), dtype=torch.float64)
+    seen = model[0](inputs).detach()
+    found = batch_moments(model, _client(inputs))["1"]
+    assert [m.count for m in found] == [4 * 16, 4 * 16, 2 * 16]
+    for moments, batch in zip(found, seen.split(4), strict=True):
+        torch.testing.assert_close(moments.mean, batch.mean((0, 2, 3)))
+        torch.testing.assert_close(moments.variance, batch.var((0, 2, 3)))
+    reference = Statistics(torch.zeros(2), torch.ones(2))
+    rows = [distance(Statistics(b.mean((0, 2, 3)), b.var((0, 2, 3))), reference, 1e-5) for b in seen.split(4)]
+    assert deviation(found, reference, 1e-5).l1 == pytest.approx(sum(row.l1 for row in rows) / 3)
+    table = torch.stack([torch.cat([b.mean((0, 2, 3)), b.var((0, 2, 3))]) for b in seen.split(4)])
+    assert window_variance(found) == pytest.approx(float(table.var(0).mean()))
+    together = pooled(found)
+    torch.testing.assert_close(together.variance, seen.var((0, 2, 3)))
+
+
+def test_noise_falls_as_the_root_of_the_batch_size() -> None:
+    inputs = torch.randn(4096, 8, generator=_generator())
+    model = nn.Sequential(nn.BatchNorm1d(8)).eval()
+    found = [noise(batch_moments(model, _client(inputs, size=size))["0"], 1e-5) for size in (4, 16, 64)]
+    assert found == pytest.approx([1 / 2, 1 / 4, 1 / 8], rel=0.1)
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def test_features_against_plain_torch() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)).eval()
+    with torch.no_grad():
+        model[1].bias.copy_(torch.tensor([0.0, -100.0]))  # the second channel is 0 after the ReLU
+    inputs = torch.randn(200, 1, 6, 6, generator=_generator())
+    layer = features(model, [_client(inputs[:150]), _client(inputs[150:])]).layers["1"]
+    seen = model[0](inputs).detach()
+    torch.testing.assert_close(layer.mean, seen.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.variance, seen.var((0, 2, 3), correction=0), rtol=1e-4, atol=1e-5)
+    assert layer.before_relu
+    assert layer.constant().tolist() == [False, True]
+
+
+def test_a_layer_whose_rows_are_no_examples_is_left_out() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.own = nn.BatchNorm1d(4), nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.norm(x.reshape(-1, 4)).reshape(len(x), 8))
+
+    found = features(Twice().eval(), [_client(torch.randn(10, 8))])
+    assert (list(found.layers), found.left_out) == (["own"], ["norm"])
+
+
+# --- regrouping ------------------------------------------------------------------------------------------------------
+
+
+def test_shuffling_within_classes_keeps_the_classes_of_each_client() -> None:
+    owner, classes = torch.randint(4, (300,), generator=_generator()), torch.randint(3, (300,), generator=_generator())
+    mixed = shuffled(owner, classes, _generator())
+    assert not torch.equal(mixed, owner)
+    for c in range(3):
+        assert torch.equal(
+            torch.bincount(mixed[classes == c], minlength=4), torch.bincount(owner[classes == c], minlength=4)
+        )
+    assert torch.equal(torch.bincount(shuffled(owner, None, _generator())), torch.bincount(owner))
+
+
+def test_total_variation_and_comparable_examples() -> None:
+    assert total_variation(torch.tensor([[2, 0], [0, 2]])).tolist() == [0.5, 0.5]
+    assert total_variation(torch.tensor([[1, 1], [3, 3]])).tolist() == [0, 0]
+    assert comparable(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("cause", ["none", "labels", "features"])
+def test_the_two_regroupings_tell_the_causes_apart(cause: str) -> None:
+    """X depends on the class. Either the classes differ between clients, or x is shifted at one client, or neither."""
+    generator, count = _generator(), 600
+    owner = torch.arange(3).repeat_interleave(count // 3)
+    skewed = torch.rand(count, generator=generator) < 0.6
+    classes = torch.randint(3, (count,), generator=generator)
+    if cause == "labels":
+        classes = torch.where(skewed, owner, classes)
+    inputs = torch.randn(count, 8, generator=generator) + classes[:, None]
+    if cause == "features":
+        inputs[owner == 1] += 1.0
+    clients = [_client(inputs[owner == k], classes[owner == k]) for k in range(3)]
+    seen = features(nn.Sequential(nn.BatchNorm1d(8)).eval(), clients)
+    eps = {"0": 1e-5}
+    skew = class_skew(seen.classes, seen.owner, generator)
+    free = shift(seen.layers, seen.owner, eps, generator)
+    within = shift(seen.layers, seen.owner, eps, generator, seen.classes)
+    assert (skew.p_value < 0.01) == (cause == "labels")
+    assert (free.p_value < 0.01, free.excess > 0.15) == ((cause != "none"),) * 2
+    assert (within.p_value < 0.01, within.excess > 0.15) == ((cause == "features"),) * 2
+
+
+# --- training and test -----------------------------------------------------------------------------------------------
+
+
+def test_the_mismatch_of_running_and_batch_statistics() -> None:
+    """Statistics that are far off cost accuracy; those of the data cost none."""
+    generator = _generator()
+    classes = torch.randint(2, (400,), generator=generator)
+    inputs = torch.randn(400, 1, generator=generator) + 3.0 + 6.0 * classes[:, None]
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 2)).eval()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[-3.0], [3.0]]))
+        model[1].bias.zero_()
+    stale = mismatch(model, [_client(inputs, classes)], default_loss, generator)
+    assert (stale.running_accuracy < 0.6, stale.batch_accuracy > 0.97, stale.z > 4) == (True, True, True)
+    model[0].running_mean.copy_(inputs.mean(0))
+    model[0].running_var.copy_(inputs.var(0))
+    good = mismatch(model, [_client(inputs, classes)], default_loss, generator)
+    assert good.accuracy_lost == pytest.approx(0, abs=0.01)
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "missed"), [(resnet18, 3), (mobilenet_v2, 52)])
+def test_what_a_filter_on_names_misses(make, missed: int) -> None:
+    """The numbers of the habit to avoid: 3 of 20 layers of resnet18, all 52 of mobilenet_v2."""
+    model = make()
+    local = [name for name in model.state_dict() if "bn" in name]
+    found = missed_entries(split_state(model), local)
+    assert len(found.layers) == missed
+    assert found.by_letters == "bn"
+    if make is resnet18:
+        assert found.layers == ["layer2.0.downsample.1", "layer3.0.downsample.1", "layer4.0.downsample.1"]
+
+
+WHOLE = [("affine", "statistics"), ("affine", "statistics", "counters"), ("statistics",), ("affine",)]
+
+
+@pytest.mark.parametrize("kept", WHOLE)
+def test_whole_parts_are_no_mistake(kept: tuple[str, ...]) -> None:
+    parts = split_state(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)))
+    assert missed_entries(parts, [name for part in kept for name in getattr(parts, part)]).entries == []
+
+
+def test_counters_that_are_no_counters() -> None:
+    state = {"0.running_mean": torch.zeros(1), "0.num_batches_tracked": torch.tensor(9.999999, dtype=torch.float64)}
+    assert averaged_counters(split_state(state), state) == {"0.num_batches_tracked": "9.999999 (float64)"}
+    state["0.num_batches_tracked"] = torch.tensor(10)
+    assert averaged_counters(split_state(state), state) == {}
+
+
+# --- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    before = torch.get_rng_state()
+    first, second = (read_clients({"a": loader, "none": []}, 10) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [(c.name, len(c), c.batch_size, c.complete) for c in first] == [("a", 16, 8, False)]
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
+    assert not all(a < b for a, b in pairwise(first[0].targets.tolist())), "shuffled"
+    with pytest.raises(DataError, match=r"the loader of client 0 yields dict; it must yield \(inputs, targets\)"):
+        read_clients([[{"x": torch.zeros(1)}]], 10)
