@@ -46,9 +46,11 @@ class ClientData:
 
     @property
     def classes(self) -> Tensor | None:
-        """The class of each example, int64 (N,); None if the targets are not one class an example."""
-        whole = not self.targets.is_floating_point() and not self.targets.is_complex()
-        return self.targets.reshape(len(self)).long() if whole and self.targets.numel() == len(self) else None
+        """The class of each example, int64 (N,); None if the targets are not one integer, or one 0 or 1, an example."""
+        if self.targets.numel() != len(self):
+            return None
+        flat = self.targets.reshape(len(self))
+        return flat.long() if not flat.is_floating_point() or bool(((flat == 0) | (flat == 1)).all()) else None
 
 
 def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:

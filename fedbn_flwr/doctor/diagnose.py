@@ -40,7 +40,7 @@ from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["diagnose", "diagnose_state"]
+__all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
 
 _REGROUPED = 3  # regroupings of B_i: each is a forward and a backward pass of every client
 
@@ -84,12 +84,32 @@ def diagnose(
         DataError: a loader yields no pairs of tensors, or no loss is known for the targets.
         ConfigError: there is no client with examples.
     """
-    plain = unwrap(model)
-    clients = read_clients(client_loaders, max_examples)
-    tests = read_clients(test_loaders, max_examples)
+    clients, tests = read_clients(client_loaders, max_examples), read_clients(test_loaders, max_examples)
     if not clients:
         raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
-    m, lacking = _of_state(plain, plain.state_dict() if state is None else state, training, local_keys)
+    notes = [
+        f"client {c.name}: the first {len(c):,} examples of its loader were used." for c in clients if not c.complete
+    ]
+    return diagnose_clients(
+        model, clients, tests, loss=loss, training=training, state=state, local_keys=local_keys, seed=seed, notes=notes
+    )
+
+
+def diagnose_clients(
+    model: nn.Module,
+    clients: Sequence[ClientData],
+    tests: Sequence[ClientData],
+    *,
+    loss: Loss = default_loss,
+    training: Training = Training(),  # noqa: B008  it is frozen
+    state: Mapping[str, Tensor] | None = None,
+    local_keys: Collection[str] | None = None,
+    seed: int = 0,
+    notes: Sequence[str] = (),
+) -> Diagnosis:
+    """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own."""
+    plain = unwrap(model)
+    m, lacking = _of_state(plain, plain.state_dict() if state is None else state, training, local_keys), list[str]()
     m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training and not holds_eval(layer)]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     about = f"{m.num_layers} BatchNorm layers, {len(clients)} clients, {sum(map(len, clients)):,} examples."
@@ -97,13 +117,8 @@ def diagnose(
         return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
     generator = torch.Generator().manual_seed(seed)
     measures = _measured(plain, clients, tests or clients, loss, m, lacking, generator)
-    notes = [
-        f"client {c.name}: only the first {len(c):,} examples of its loader were used."
-        for c in clients
-        if not c.complete
-    ]
     if not tests:
-        notes.append("training and test were compared on training examples: pass test_loaders for others.")
+        notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
     return Diagnosis(about, findings(m), measures, [*lacking, *unanswered(m)], notes)
 
 
@@ -122,8 +137,8 @@ def diagnose_state(
         local_keys: names of the entries that stay with the client in your own FedBN.
         training: see ``diagnose``.
     """
-    m, lacking = _of_state(model, state, training, local_keys)
-    lacking.append("all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels.")
+    m = _of_state(model, state, training, local_keys)
+    lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
     return Diagnosis(f"{m.num_layers} BatchNorm layers in a state of {len(state)} entries.", findings(m), {}, lacking)
@@ -131,7 +146,7 @@ def diagnose_state(
 
 def _of_state(
     model: nn.Module | None, state: Mapping[str, Tensor], training: Training, local_keys: Collection[str] | None
-) -> tuple[Measured, list[str]]:
+) -> Measured:
     parts = split_state(state if model is None else model)
     layers = layers_of(model) if model is not None else {}
     m = Measured(training, num_layers=len(parts.layers))
@@ -142,7 +157,7 @@ def _of_state(
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None:
         m.missed = missed_entries(parts, local_keys)
-    return m, []
+    return m
 
 
 def _measured(
