@@ -48,8 +48,8 @@ def doctor(
             found = diagnose_saved_state(state, target, settings, names)
         else:
             raise ConfigError(
-                f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved state "
-                "(--state FILE), or both."
+                f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved "
+                "state (--state FILE), or both."
             )
         if json_:
             print(json.dumps(found.to_json(), indent=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding
-from fedbn_flwr.doctor.heterogeneity import Shift
+from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.thresholds import (
     MIN_GAP,
@@ -16,7 +16,15 @@ from fedbn_flwr.doctor.thresholds import (
     Z_OF_A_GAP,
 )
 
-__all__ = ["clients_differ", "feature_shift", "label_skew", "small_batch", "train_test_mismatch", "unanswered"]
+__all__ = [
+    "clients_differ",
+    "feature_shift",
+    "label_skew",
+    "remarks",
+    "small_batch",
+    "train_test_mismatch",
+    "unanswered",
+]
 
 
 def small_batch(m: Measured) -> Finding | None:
@@ -44,7 +52,7 @@ def label_skew(m: Measured) -> Finding | None:
     skew, shift = m.skew, m.shift
     if skew is None or shift is None or m.training.frozen_or_shared:
         return None
-    if skew.mean - skew.by_chance < MIN_SKEW or not _certain(skew.p_value) or not _affects(shift):
+    if not _skewed(skew) or not _affects(shift):
         return None
     worst = shift.worst
     evidence = [
@@ -117,7 +125,7 @@ def clients_differ(m: Measured) -> Finding | None:
 def train_test_mismatch(m: Measured) -> Finding | None:
     """Running statistics do worse on the same examples than those of the test batch."""
     gap = m.gap
-    if gap is None or gap.z < Z_OF_A_GAP or m.untracked:
+    if gap is None or gap.z < Z_OF_A_GAP or m.untracked or m.training.keeps_bn:  # then each client has its own
         return None
     if gap.running_accuracy is not None:
         if gap.accuracy_lost < MIN_GAP:
@@ -156,6 +164,22 @@ def unanswered(m: Measured) -> list[str]:
     return found
 
 
+def remarks(m: Measured) -> list[str]:
+    """Return what a reader of an answer without a finding must know, one line each."""
+    skew, shift = m.skew, m.shift
+    if skew is None or shift is None or not _skewed(skew):
+        return []
+    classes = f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f})"
+    if m.training.frozen_or_shared:
+        return [f"{classes}; {m.training.method} is a remedy for what this does to BatchNorm."]
+    if not _affects(shift):
+        return [
+            f"{classes}, but BatchNorm's statistics hardly differ with them ({shift.excess:.2f} standard deviations "
+            "above chance): BatchNorm is not what this skew harms."
+        ]
+    return []
+
+
 def _of_gradients(m: Measured) -> list[str]:
     relative, chance = m.relative_deviation, m.deviation_by_chance
     if relative is None or chance is None:
@@ -167,7 +191,11 @@ def _of_gradients(m: Measured) -> list[str]:
 
 
 def _certain(p_value: float) -> bool:
-    return p_value <= 1.5 / (1 + REGROUPINGS)
+    return p_value <= 1.5 / (1 + REGROUPINGS[1])
+
+
+def _skewed(skew: ClassSkew) -> bool:
+    return _certain(skew.p_value) and skew.mean - skew.by_chance >= MIN_SKEW
 
 
 def _affects(shift: Shift) -> bool:

@@ -20,7 +20,7 @@ from fedbn_flwr.doctor.by_batch import (
 )
 from fedbn_flwr.doctor.by_example import features
 from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
-from fedbn_flwr.doctor.data_rules import unanswered
+from fedbn_flwr.doctor.data_rules import remarks, unanswered
 from fedbn_flwr.doctor.distances import Statistics
 from fedbn_flwr.doctor.findings import Diagnosis
 from fedbn_flwr.doctor.gradients import deviations, regrouped
@@ -119,7 +119,7 @@ def diagnose_clients(
     measures = _measured(plain, clients, tests or clients, loss, m, lacking, generator)
     if not tests:
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
-    return Diagnosis(about, findings(m), measures, [*lacking, *unanswered(m)], notes)
+    return Diagnosis(about, findings(m), measures, [*lacking, *unanswered(m)], [*notes, *remarks(m)])
 
 
 def diagnose_state(

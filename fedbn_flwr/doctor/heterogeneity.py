@@ -1,8 +1,8 @@
 """How the clients differ: in their classes, and in what BatchNorm sees of their examples.
 
-Every question is asked against chance. Examples are regrouped into clients of the same sizes at random, 199 times; a
-difference that no regrouping reaches has p = 1 / 200. So the noise of small clients, which shrinks as 1 / sqrt(n), is
-in the comparison, and no threshold depends on it.
+Every question is asked against chance. Examples are regrouped into clients of the same sizes at random, 199 times, and
+999 times if no regrouping reaches the difference that was found: then p = 1 / 1000. So the noise of small clients,
+which shrinks as 1 / sqrt(n), is in the comparison, and no threshold depends on it.
 
 Two ways to regroup tell two causes apart. Regrouping *all* examples breaks every tie between client and example.
 Regrouping *within each class* keeps each client's classes: what still differs is how the same class looks at different
@@ -11,7 +11,7 @@ clients, a feature shift. A class that one client alone has says nothing about t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,7 @@ def class_skew(classes: Tensor, owner: Tensor, generator: torch.Generator) -> Cl
         return total_variation(torch.bincount(order * width + known, minlength=clients * width).view(clients, width))
 
     found = measured(owner)
-    chance = torch.stack([measured(shuffled(owner, None, generator)).mean() for _ in range(REGROUPINGS)])
+    chance = _chance(found.mean(), lambda: measured(shuffled(owner, None, generator)).mean().reshape(1))
     return ClassSkew(found.tolist(), float(chance.mean()), _p_value(found.mean(), chance))
 
 
@@ -134,13 +134,13 @@ def shift(
         return torch.stack([part.square().mean() for part in torch.split(scaled, widths, 1)])
 
     found = squares(owner) * clients
-    chance = torch.stack([squares(shuffled(owner, classes, generator)) for _ in range(REGROUPINGS)]) * clients
+    chance = _chance(found.mean(), lambda: squares(shuffled(owner, classes, generator)) * clients)
     by_chance = chance.mean(0)
     return Shift(
         dict(zip(rows, found.sqrt().tolist(), strict=True)),
         dict(zip(rows, by_chance.sqrt().tolist(), strict=True)),
         float((found.mean() - by_chance.mean()).clamp(min=0).sqrt()),
-        _p_value(found.mean(), chance.mean(1)),
+        _p_value(found.mean(), chance),
         share,
     )
 
@@ -170,5 +170,17 @@ def _without_class_means(values: Tensor, classes: Tensor) -> Tensor:
     return values - members @ ((members.T @ values) / members.sum(0)[:, None])
 
 
+def _chance(found: Tensor, draw: Callable[[], Tensor]) -> Tensor:
+    """Return the regroupings' values (R, L), given that of the data, a mean over the L."""
+    rows = [draw() for _ in range(REGROUPINGS[0])]
+    if _reached(found, torch.stack(rows)) == 0:
+        rows += [draw() for _ in range(REGROUPINGS[1] - len(rows))]
+    return torch.stack(rows)
+
+
 def _p_value(found: Tensor, chance: Tensor) -> float:
-    return (1 + int((chance >= found * (1 - 1e-6)).sum())) / (1 + len(chance))
+    return (1 + _reached(found, chance)) / (1 + len(chance))
+
+
+def _reached(found: Tensor, chance: Tensor) -> int:
+    return int((chance.mean(1) >= found * (1 - 1e-6)).sum())

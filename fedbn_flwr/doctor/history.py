@@ -195,7 +195,7 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 
 def _rolling(rows: Sequence[Sequence[float] | None], window: int) -> list[float | None]:
-    """Return, for each row, the mean over the columns of the variance of the last ``window`` rows; None rows are none."""
+    """Return, for each row, the variance of the last ``window`` rows that are known, the mean over the columns."""
     found: list[float | None] = []
     for end in range(1, len(rows) + 1):
         last = [row for row in rows[:end] if row is not None][-window:]

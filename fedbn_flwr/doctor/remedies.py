@@ -26,9 +26,9 @@ _FEDTAN = Remedy(
     "a round has 3 L + 1 exchanges for L layers. With E = 1 a round is one centralised step",
 )
 _FIXBN = Remedy(
-    "strategy=fixbn",
-    "freezes the global statistics halfway (freeze-at=0.5) and trains on under them (arXiv:2303.06530); no further "
-    "messages. Lower the learning rate from there on (lr-decay-at=freeze)",
+    "strategy=fixbn lr-decay-at=freeze",
+    "freezes the global statistics halfway (freeze-at=0.5) and trains on under them, at a lower learning rate "
+    "(arXiv:2303.06530); no further messages",
 )
 _GROUP = Remedy("norm=group", "GroupNorm has no statistics of the batch; on its own it may reach less than BatchNorm")
 _FEDBN = Remedy(
@@ -61,7 +61,7 @@ FEATURE_SHIFT = [
 ]
 CLIENTS_DIFFER = [
     Remedy("strategy=fedbn", "if each client is tested with its own model: it keeps its BatchNorm layers"),
-    Remedy("strategy=fixbn", "if one model is for all: the global statistics are frozen halfway (freeze-at=0.5)"),
+    Remedy("strategy=fixbn lr-decay-at=freeze", "if one model is for all: the global statistics are frozen halfway"),
     _GROUP,
 ]
 SMALL_BATCH = [

@@ -1,0 +1,205 @@
+"""Planted faults of a model, a state or its loaders: the doctor names each, and its remedy first."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
+
+from fedbn_flwr import diagnose
+from fedbn_flwr.doctor import Diagnosis, Training, diagnose_state
+from fedbn_flwr.doctor.state_file import named, read_state_file
+from fedbn_flwr.errors import ConfigError, StateError
+
+NUM_CLIENTS = 4
+Loaders = Callable[..., list[torch.utils.data.DataLoader]]
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    inputs, targets = load_digits(return_X_y=True)
+    return torch.tensor(inputs, dtype=torch.float32) / 16, torch.tensor(targets)
+
+
+@pytest.fixture(scope="module")
+def loaders(digits) -> Loaders:
+    """``loaders(batch_size)``: equal clients, drawn at random."""
+
+    def make(batch_size: int = 32) -> list[torch.utils.data.DataLoader]:
+        order = torch.randperm(len(digits[0]), generator=torch.Generator().manual_seed(0))
+        sets = [torch.utils.data.TensorDataset(digits[0][own], digits[1][own]) for own in order.chunk(NUM_CLIENTS)]
+        return [torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True) for data in sets]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def trained(digits) -> nn.Module:
+    """A network of two BatchNorm layers that has learned the digits."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(8):
+        for batch in torch.randperm(len(digits[0])).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(digits[0][batch]), digits[1][batch]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def first(found: Diagnosis) -> tuple[str, str]:
+    """The first finding, and its first remedy."""
+    return found.findings[0].id, found.findings[0].remedies[0].setting
+
+
+def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(trained: nn.Module, loaders: Loaders) -> None:
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    draws = torch.get_rng_state()
+    found = diagnose(trained, loaders())
+    assert (found.findings, found.not_measured) == ([], [])
+    assert "Nothing found." in str(found)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert not trained.training
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+
+
+def test_train_mode(trained: nn.Module, loaders: Loaders) -> None:
+    trained.train()
+    found = diagnose(trained, loaders())
+    assert trained.training, "the mode stays"
+    trained.eval()
+    assert first(found) == ("tested-with-batch-statistics", "model.eval()")
+    numbers = found.findings[0].numbers
+    assert numbers["layers"] == ["1", "4"]
+    assert numbers["sorted"] < 0.5 < 0.95 < numbers["eval"], "the order of the examples decides"
+
+
+def test_a_layer_without_running_statistics(loaders: Loaders) -> None:
+    layer = nn.BatchNorm1d(64, track_running_stats=False)
+    found = diagnose(nn.Sequential(layer, nn.Linear(64, 10)).eval(), loaders())
+    assert first(found) == ("tested-with-batch-statistics", "track_running_stats=True")
+
+
+def test_batch_size_2(trained: nn.Module, loaders: Loaders) -> None:
+    found = diagnose(trained, loaders(batch_size=2))
+    assert first(found) == ("small-batch", "batch-size=16")
+    assert found.findings[0].numbers["noise"] > 0.5
+
+
+@pytest.mark.parametrize("fault", ["gamma", "beta"])
+def test_a_dead_layer(fault: str, trained: nn.Module, loaders: Loaders) -> None:
+    model = copy.deepcopy(trained)
+    with torch.no_grad():
+        model[4].weight.mul_(1e-9 if fault == "gamma" else 1)
+        model[4].bias.sub_(0 if fault == "gamma" else 100)
+    found = diagnose(model, loaders())
+    assert first(found) == ("dead-layer", "learning-rate ten times lower")
+    assert found.findings[0].numbers["layers"] == ["4"]
+
+
+def test_averaged_counters(trained: nn.Module, loaders: Loaders) -> None:
+    """A plain mean of the clients' states, as floats; loading it would hide the fault."""
+    clients = [dict(trained.state_dict()) for _ in range(3)]
+    clients[0]["1.num_batches_tracked"] = clients[0]["1.num_batches_tracked"] + 1
+    averaged = {name: torch.stack([c[name].double() for c in clients]).mean(0) for name in clients[0]}
+    for found in (diagnose_state(averaged), diagnose(trained, loaders(), state=averaged)):
+        assert first(found) == ("averaged-counters", "leave integer entries out of the average")
+        assert found.findings[0].numbers["entries"]["1.num_batches_tracked"].endswith("3333 (float64)")
+
+
+def test_a_filter_on_names_for_resnet18() -> None:
+    model = resnet18()
+    found = diagnose_state(model.state_dict(), model=model, local_keys=[n for n in model.state_dict() if "bn" in n])
+    assert first(found) == ("name-filter", "fedbn_flwr.split_state(model)")
+    assert found.findings[0].numbers["layers"] == [f"layer{n}.0.downsample.1" for n in (2, 3, 4)]
+    assert "`'bn' in name` keeps exactly the other layers" in " ".join(str(found).split())
+
+
+def test_statistics_that_a_server_optimizer_spoiled() -> None:
+    state = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).state_dict()
+    state["0.running_var"] -= 1.5
+    state["1.running_mean"][0] = float("nan")
+    found = diagnose_state(state)
+    assert [f.id for f in found.findings] == ["unusable-statistics"]
+    assert set(found.findings[0].numbers["entries"]) == {"0.running_var", "1.running_mean"}
+    state = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).state_dict()
+    state["0.running_var"] *= 1e9
+    state["1.running_var"] *= 1e-9
+    found = diagnose_state(state)
+    assert found.findings[0].numbers["layers"] == {
+        "0": {"near-zero": 0, "exploding": 2, "channels": 2},
+        "1": {"near-zero": 2, "exploding": 0, "channels": 2},
+    }
+
+
+def test_label_skew_and_the_number_of_local_steps(trained: nn.Module, digits) -> None:
+    """The same data: with one step a round FedTAN is centralised training, with more FixBN acts in every step."""
+    data = torch.utils.data.TensorDataset(*digits)
+    by_class = {
+        f"classes {k} and {k + 1}": torch.utils.data.DataLoader(
+            torch.utils.data.Subset(data, torch.nonzero((digits[1] == k) | (digits[1] == k + 1)).flatten().tolist()),
+            batch_size=32,
+            shuffle=True,
+        )
+        for k in range(0, 10, 2)
+    }
+    one = diagnose(trained, by_class, training=Training(local_steps=1))
+    assert first(one) == ("label-skew", "strategy=fedtan")
+    assert first(diagnose(trained, by_class)) == ("label-skew", "strategy=fixbn lr-decay-at=freeze")
+    assert any("feature shift apart from label skew" in line for line in one.not_measured)
+    handled = diagnose(trained, by_class, training=Training(method="fixbn", frozen_or_shared=True))
+    assert "label-skew" not in [f.id for f in handled.findings]
+    assert any("fixbn is a remedy" in note for note in handled.notes)
+
+
+def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders: Loaders, tmp_path: Path) -> None:
+    found = diagnose(trained.train(), loaders())
+    trained.eval()
+    files = found.save(tmp_path / "doctor")
+    assert sorted(path.name for path in files) == ["distances.png", "doctor.json", "doctor.md"]
+    read = json.loads((tmp_path / "doctor/doctor.json").read_text())
+    assert read.keys() == {"about", "findings", "measures", "not-measured", "notes"}
+    assert read["findings"][0].keys() == {"id", "what", "evidence", "numbers", "remedies"}
+    assert list(read["measures"]["layers"]) == ["1", "4"]
+    assert "1. `model.eval()`:" in (tmp_path / "doctor/doctor.md").read_text()
+
+
+def test_a_model_without_batchnorm_and_loaders_without_examples(loaders: Loaders) -> None:
+    found = diagnose(nn.Sequential(nn.Linear(64, 10)), loaders())
+    assert found.not_measured == ["everything: the model has no BatchNorm layer."]
+    with pytest.raises(ConfigError, match="client_loaders yield no examples"):
+        diagnose(nn.Linear(64, 10), [])
+
+
+# --- saved states ----------------------------------------------------------------------------------------------------
+
+
+def test_saved_states_of_every_format(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    state = model.state_dict()
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(
+        {"state_dict": {f"module.{name}": value for name, value in state.items()}, "epoch": 3}, tmp_path / "b.pt"
+    )
+    np.savez(tmp_path / "c.npz", **{name: value.numpy() for name, value in state.items()})
+    np.savez(tmp_path / "d.npz", *[value.numpy() for value in state.values()])
+    for file in ("a.safetensors", "b.pt", "c.npz", "d.npz"):
+        read = named(read_state_file(tmp_path / file), state)
+        assert all(torch.equal(read[name], value) for name, value in state.items())
+    with pytest.raises(StateError, match="a list of 7 arrays without names, and the model has 2 entries"):
+        named(read_state_file(tmp_path / "d.npz"), nn.Linear(3, 2).state_dict())
+    (tmp_path / "e.pt").write_bytes(b"no state")
+    with pytest.raises(StateError, match=r"e.pt cannot be read"):
+        read_state_file(tmp_path / "e.pt")
