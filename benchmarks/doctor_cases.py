@@ -4,8 +4,8 @@
     python benchmarks/doctor_cases.py --seeds 10   # the healthy runs alone
 
 The runs are on scikit-learn's digits. A planted case is a run whose settings have one known fault; the first remedy
-that the doctor names is then set in the same run. The exit code is 1 where the doctor names another fault first, or finds
-something in a healthy run.
+that the doctor names is then set in the same run. The exit code is 1 where the doctor names another fault first, or
+finds something in a healthy run.
 """
 
 from __future__ import annotations

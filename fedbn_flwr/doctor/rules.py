@@ -1,4 +1,4 @@
-"""All rules in the order of causes: a broken state first, consequences last."""
+"""All rules in the order of causes: a broken state or test first, then batches and layers, clients, consequences."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RULES: tuple[Callable[[Measured], Finding | None], ...] = (
     model_rules.averaged_counters,
     model_rules.name_filter,
     model_rules.tested_by_batch,
+    data_rules.small_batch,
     model_rules.dead_layers,
     model_rules.extreme_variance,
-    data_rules.small_batch,
     data_rules.label_skew,
     data_rules.feature_shift,
     data_rules.clients_differ,

@@ -27,7 +27,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     from sklearn.datasets import load_digits
 
     inputs, targets = load_digits(return_X_y=True)
-    return torch.tensor(inputs, dtype=torch.float32) / 16, torch.tensor(targets)
+    return torch.tensor(inputs[:800], dtype=torch.float32) / 16, torch.tensor(targets[:800])
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def trained(digits) -> nn.Module:
     layers = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(8):
-        for batch in torch.randperm(len(digits[0])).split(64):
+    for _ in range(12):
+        for batch in torch.randperm(len(digits[0])).split(40):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(digits[0][batch]), digits[1][batch]).backward()
             optimizer.step()

@@ -1,0 +1,154 @@
+"""``fedbn-flwr doctor``: runs with a planted fault, healthy runs, models with data, saved states."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torchvision.models import resnet18
+from typer.testing import CliRunner
+
+from fedbn_flwr.cli import app
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.doctor import diagnose_run
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.setup import make_model
+
+BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
+CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
+FEW = {
+    "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20, "watch-statistics": 2},
+    "feature-shifted domains": {"num-server-rounds": 2, "eval-every": 2},
+    "batch size 2": {"num-server-rounds": 1, "eval-every": 1},
+}
+"""Rounds that are enough to see the fault; the benchmark has more."""
+
+
+def call(*arguments: Any):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def start(out: Path, **settings: Any) -> Path:
+    run(Config.make(settings), out, workers=0)
+    return out
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory) -> Path:
+    settings = {**CASES["label skew, E = 1"].settings, **FEW["label skew, E = 1"]}
+    return start(tmp_path_factory.mktemp("doctor") / "skewed", **settings)
+
+
+def test_label_skew_with_one_local_step(skewed: Path, tmp_path: Path) -> None:
+    done = call(skewed, "--json", "--out", tmp_path / "out", "--max-examples", 100)
+    assert done.exit_code == 0
+    found = json.loads(done.output)
+    assert found["findings"][0]["id"] == "label-skew"
+    assert found["findings"][0]["remedies"][0]["setting"] == "strategy=fedtan"
+    assert found["findings"][0]["numbers"]["local-steps"] == 1
+    history = found["measures"]["history"]
+    assert history["rounds"] == list(range(2, 21, 2))
+    assert list(history["local-l1"]) == ["0", "1", "2", "3", "4"]
+    assert all(value > max(history["change-l1"]) for row in history["local-l1"].values() for value in row)
+    assert history["window-variance"]["0"][0] is None
+    assert history["window-variance"]["0"][-1] > 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("doctor.json", "doctor.md", "distances.png", "history.png")
+    }
+    assert json.loads((tmp_path / "out/doctor.json").read_text()) == found
+    assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["feature-shifted domains", "batch size 2"])
+def test_a_planted_fault_and_its_remedy(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = diagnose_run(start(tmp_path / "run", **{**case.settings, **FEW[name]}), 200)
+    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (case.finding, case.remedy)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
+    assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 10))
+def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None:
+    assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
+
+
+def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
+    run(quick_config(**{"eval-on": "global-batch-statistics"}), tmp_path / "run", workers=0)
+    found = diagnose_run(tmp_path / "run", 100)
+    assert found.findings[0].id == "tested-with-batch-statistics"
+    assert "The run's first test is global-batch-statistics" in found.findings[0].evidence[0]
+
+
+def test_an_unfinished_run_whose_clients_keep_batchnorm(tmp_path: Path, quick_config) -> None:
+    """The checkpoint and the clients' folders are read; the fault of one client is named with it."""
+
+    class Cut(Exception):
+        pass
+
+    def cut(line: Any) -> None:
+        raise Cut
+
+    settings = {"strategy": "fedbn", "partition": "iid", "checkpoint-every": 1}
+    with pytest.raises(Cut):
+        run(quick_config(**settings), tmp_path / "run", on_round=cut, workers=0)
+    found = diagnose_run(tmp_path / "run", 100)
+    assert "the run is not finished: its checkpoint of round 0 was used." in found.notes
+    assert any("average of 3 clients was used" in note for note in found.notes)
+
+    run(quick_config(**settings, resume=True), tmp_path / "run", workers=0)
+    file = tmp_path / "run/clients/client-1.safetensors"
+    save_file({**load_file(file), "norm.running_var": torch.full((30,), -1.0)}, file, {"format": "pt", "client": "1"})
+    found = diagnose_run(tmp_path / "run", 100)
+    assert any(f.what.startswith("Client 1: running statistics are no") for f in found.findings)
+
+
+def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
+    skew = [
+        *("--dataset", "digits", "--set", "num-clients=3", "--set", "mlp-hidden=16"),
+        *("--set", "partition=iid", "--max-examples", "60"),
+    ]
+    config = Config.make({"dataset": "digits", "model": "mlp", "mlp-hidden": "16"})
+    state = make_model(config).state_dict()
+    state["norm.num_batches_tracked"] = torch.tensor(2.5)
+    torch.save(state, tmp_path / "averaged.pt")
+    plain, given = (call("mlp", *skew, "--json", *more) for more in ([], ["--state", tmp_path / "averaged.pt"]))
+    assert (plain.exit_code, given.exit_code) == (0, 0)
+    assert "the model has its initial weights: --state gives it others." in json.loads(plain.output)["notes"]
+    assert json.loads(given.output)["findings"][0]["id"] == "averaged-counters"
+
+
+def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
+    state = resnet18().state_dict()
+    torch.save(state, tmp_path / "resnet18.pt")
+    (tmp_path / "local.txt").write_text("\n".join(name for name in state if "bn" in name))
+    done = call(tmp_path / "resnet18.pt", "--local-keys", tmp_path / "local.txt")
+    assert done.exit_code == 0
+    assert "3 of 20 BatchNorm layers are missed" in done.output
+    assert "1) fedbn_flwr.split_state(model):" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["nowhere"], 2, "nowhere is no folder of a run and no file. For a model give its data"),
+        (["mlp", "--state", "absent.pt"], 1, "absent.pt is no file of a saved state"),
+        (["nomodel", "--dataset", "digits"], 2, "unknown model 'nomodel'"),
+        ([".", "--dataset", "digits"], 2, "--dataset, --set and --state are for a model"),
+        (["mlp", "--dataset", "digits", "--local-keys", "absent.txt"], 2, "local-keys='absent.txt' cannot be read"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], code: int, text: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call(*arguments)
+    assert done.exit_code == code
+    assert text in done.stderr
