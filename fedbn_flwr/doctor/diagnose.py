@@ -112,7 +112,8 @@ def diagnose_clients(
     m, lacking = _of_state(plain, plain.state_dict() if state is None else state, training, local_keys), list[str]()
     m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training and not holds_eval(layer)]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
-    about = f"{m.num_layers} BatchNorm layers, {len(clients)} clients, {sum(map(len, clients)):,} examples."
+    sizes = [_number(m.num_layers, "BatchNorm layer"), _number(len(clients), "client")]
+    about = f"{', '.join(sizes)}, {sum(map(len, clients)):,} examples."
     if not m.num_layers:
         return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
     generator = torch.Generator().manual_seed(seed)
@@ -141,7 +142,13 @@ def diagnose_state(
     lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
-    return Diagnosis(f"{m.num_layers} BatchNorm layers in a state of {len(state)} entries.", findings(m), {}, lacking)
+    return Diagnosis(
+        f"{_number(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries.", findings(m), {}, lacking
+    )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _of_state(

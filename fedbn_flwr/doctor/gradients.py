@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
 from fedbn_flwr.doctor.by_batch import layers_of
+from fedbn_flwr.doctor.threads import one_thread
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Batch", "Deviation", "deviations", "regrouped"]
@@ -48,6 +49,11 @@ def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[D
     Raises:
         NormLayerError: a layer cannot be synchronised, or a batch is too small for it.
     """
+    with one_thread():
+        return _deviations(model, batches, loss)
+
+
+def _deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[Deviation]:
     own = [_gradient(_training_copy(model), batch, loss) for batch in batches]
     together = _synchronised_gradients(model, batches, loss)
     return [
