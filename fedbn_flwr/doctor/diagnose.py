@@ -142,9 +142,8 @@ def diagnose_state(
     lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
-    return Diagnosis(
-        f"{_number(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries.", findings(m), {}, lacking
-    )
+    about = f"{_number(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
+    return Diagnosis(about, findings(m), {}, lacking)
 
 
 def _number(count: int, what: str) -> str:

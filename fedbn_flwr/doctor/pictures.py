@@ -57,6 +57,8 @@ def _history(history: Mapping[str, Any]) -> bytes:
     for client, values in history["window-variance"].items():
         right.plot(rounds, _gaps(values), linewidth=1, label=client, marker=marker, markersize=3)
     right.set_title(f"(b) variance of local statistics over {history['window']} records", fontsize=9)
+    if 0 < len(history["window-variance"]) <= 10:
+        right.legend(fontsize=7, title="client", title_fontsize=7, ncols=2)
     for axes in (left, right):
         axes.set_xlabel("round")
         axes.set_yscale("symlog", linthresh=1e-6)

@@ -23,8 +23,8 @@ BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
 FEW = {
     "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20, "watch-statistics": 2},
-    "feature-shifted domains": {"num-server-rounds": 2, "eval-every": 2},
-    "batch size 2": {"num-server-rounds": 1, "eval-every": 1},
+    "feature-shifted domains": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 10},
+    "batch size 2": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60},
 }
 """Rounds that are enough to see the fault; the benchmark has more."""
 
@@ -71,13 +71,14 @@ def test_a_planted_fault_and_its_remedy(name: str, tmp_path: Path) -> None:
     assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (case.finding, case.remedy)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
-    assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
+    short = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
+    assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 10))
+@pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None:
     assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
 

@@ -23,11 +23,11 @@ def test_a_resumed_run_has_the_same_lines_and_the_run_the_same_bits(tmp_path: Pa
         if line["round"] == 5:
             raise Cut
 
-    whole = run(quick_config(**FIXBN), tmp_path / "whole")
-    plain = run(quick_config(**{**FIXBN, "watch-statistics": 0}), tmp_path / "plain")
+    whole = run(quick_config(**FIXBN), tmp_path / "whole", workers=0)
+    plain = run(quick_config(**{**FIXBN, "watch-statistics": 0}), tmp_path / "plain", workers=0)
     with pytest.raises(Cut):
-        run(quick_config(**FIXBN), tmp_path / "cut", on_round=cut)
-    run(quick_config(**FIXBN, resume=True), tmp_path / "cut")
+        run(quick_config(**FIXBN), tmp_path / "cut", on_round=cut, workers=0)
+    run(quick_config(**FIXBN, resume=True), tmp_path / "cut", workers=0)
     assert whole["sha256"] == plain["sha256"]
     assert not (tmp_path / "plain" / STATISTICS_FILE).exists()
     written = tmp_path / "whole" / STATISTICS_FILE
@@ -48,7 +48,7 @@ def test_a_resumed_run_has_the_same_lines_and_the_run_the_same_bits(tmp_path: Pa
 def test_synchronised_clients_see_the_same_statistics(tmp_path: Path, quick_config) -> None:
     """FedTAN with one step: every client's batch statistics are those of the union."""
     config = quick_config(strategy="fedtan", **{"local-steps": 1, "num-server-rounds": 3, "watch-statistics": 2})
-    run(config, tmp_path / "run")
+    run(config, tmp_path / "run", workers=0)
     lines = read_metrics(tmp_path / "run" / STATISTICS_FILE)
     assert [line["round"] for line in lines] == [2, 3], "every second round, and the last"
     for line in lines:
