@@ -8,6 +8,7 @@ from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.thresholds import (
     MIN_GAP,
+    MIN_NOISE,
     MIN_SHARE,
     MIN_SHIFT,
     MIN_SKEW,
@@ -33,6 +34,8 @@ def small_batch(m: Measured) -> Finding | None:
     small = [size for size in sizes if size <= SMALL_BATCH]
     if len(small) * 2 < max(1, len(sizes)):
         return None
+    if m.noise and max(m.noise.values()) < MIN_NOISE and min(small) > 2:  # large images: many values per channel
+        return None
     where = f" at {len(small)} of {len(sizes)} clients" if len(sizes) > 1 else ""
     evidence = [f"Batches have {min(small)} examples{where}."]
     numbers: dict[str, object] = {"batch-sizes": sizes}
@@ -50,9 +53,7 @@ def small_batch(m: Measured) -> Finding | None:
 def label_skew(m: Measured) -> Finding | None:
     """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or m.training.frozen_or_shared:
-        return None
-    if not _skewed(skew) or not _affects(shift):
+    if skew is None or shift is None or not _skewed(skew) or not _affects(shift):
         return None
     worst = shift.worst
     evidence = [
@@ -83,7 +84,7 @@ def label_skew(m: Measured) -> Finding | None:
 def feature_shift(m: Measured) -> Finding | None:
     """Examples of the same class look different at different clients."""
     within = m.within
-    if within is None or m.training.keeps_bn or within.share < MIN_SHARE or not _affects(within):
+    if within is None or within.share < MIN_SHARE or not _affects(within):
         return None
     worst = within.worst
     evidence = [
@@ -105,9 +106,7 @@ def feature_shift(m: Measured) -> Finding | None:
 def clients_differ(m: Measured) -> Finding | None:
     """The inputs of BatchNorm differ between clients, and the data do not say why."""
     told_apart = m.skew is not None and m.within is not None and m.within.share >= MIN_SHARE
-    if m.shift is None or told_apart or label_skew(m) or m.training.frozen_or_shared or m.training.keeps_bn:
-        return None
-    if not _affects(m.shift):
+    if m.shift is None or told_apart or label_skew(m) or not _affects(m.shift):
         return None
     worst = m.shift.worst
     return Finding(
@@ -125,7 +124,7 @@ def clients_differ(m: Measured) -> Finding | None:
 def train_test_mismatch(m: Measured) -> Finding | None:
     """Running statistics do worse on the same examples than those of the test batch."""
     gap = m.gap
-    if gap is None or gap.z < Z_OF_A_GAP or m.untracked or m.training.keeps_bn:  # then each client has its own
+    if gap is None or not gap.z >= Z_OF_A_GAP or m.untracked:
         return None
     if gap.running_accuracy is not None:
         if gap.accuracy_lost < MIN_GAP:
@@ -167,17 +166,13 @@ def unanswered(m: Measured) -> list[str]:
 def remarks(m: Measured) -> list[str]:
     """Return what a reader of an answer without a finding must know, one line each."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not _skewed(skew):
+    if skew is None or shift is None or not _skewed(skew) or _affects(shift):
         return []
-    classes = f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f})"
-    if m.training.frozen_or_shared:
-        return [f"{classes}; {m.training.method} is a remedy for what this does to BatchNorm."]
-    if not _affects(shift):
-        return [
-            f"{classes}, but BatchNorm's statistics hardly differ with them ({shift.excess:.2f} standard deviations "
-            "above chance): BatchNorm is not what this skew harms."
-        ]
-    return []
+    return [
+        f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f}), but "
+        f"BatchNorm's statistics hardly differ with them ({shift.excess:.2f} standard deviations above chance). It is "
+        "not BatchNorm that this skew harms."
+    ]
 
 
 def _of_gradients(m: Measured) -> list[str]:

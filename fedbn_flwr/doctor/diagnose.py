@@ -120,7 +120,8 @@ def diagnose_clients(
     measures = _measured(plain, clients, tests or clients, loss, m, lacking, generator)
     if not tests:
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
-    return Diagnosis(about, findings(m), measures, [*lacking, *unanswered(m)], [*notes, *remarks(m)])
+    found, handled = findings(m)
+    return Diagnosis(about, found, measures, [*lacking, *unanswered(m)], [*notes, *handled, *remarks(m)])
 
 
 def diagnose_state(
@@ -143,7 +144,7 @@ def diagnose_state(
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
     about = f"{_number(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
-    return Diagnosis(about, findings(m), {}, lacking)
+    return Diagnosis(about, findings(m)[0], {}, lacking)
 
 
 def _number(count: int, what: str) -> str:

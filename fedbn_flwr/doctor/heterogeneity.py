@@ -185,4 +185,4 @@ def _p_value(found: Tensor, chance: Tensor) -> float:
 
 
 def _reached(found: Tensor, chance: Tensor) -> int:
-    return int((chance.mean(1) >= found * (1 - 1e-6)).sum())
+    return int((~(chance.mean(1) < found * (1 - 1e-6))).sum())  # NaN counts as reached

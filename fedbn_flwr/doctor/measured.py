@@ -21,17 +21,14 @@ class Training:
         local_steps: E, steps of a round; 0 = not known.
         batch_size: examples of a step; 0 = that of the loaders.
         method: name of the method, for texts.
-        frozen_or_shared: whether the method freezes or synchronises the statistics (FixBN, FedTAN): it is a remedy for
-            label skew.
-        keeps_bn: whether clients keep BatchNorm (FedBN): a remedy for feature shift.
+        handled: ids of the findings for which the method is a remedy already: they become notes.
         tested_by_batch: whether the headline test uses batch statistics.
     """
 
     local_steps: int = 0
     batch_size: int = 0
     method: str = ""
-    frozen_or_shared: bool = False
-    keeps_bn: bool = False
+    handled: frozenset[str] = frozenset()
     tested_by_batch: bool = False
 
 

@@ -26,7 +26,12 @@ RULES: tuple[Callable[[Measured], Finding | None], ...] = (
 """Each rule returns a finding, or None."""
 
 
-def findings(m: Measured) -> list[Finding]:
-    """Return the findings, the cause first."""
-    found = [rule(m) for rule in RULES]
-    return [finding for finding in found if finding is not None]
+def findings(m: Measured) -> tuple[list[Finding], list[str]]:
+    """Return the findings, the cause first; and a note for each that the method is a remedy for already."""
+    found = [finding for rule in RULES if (finding := rule(m)) is not None]
+    handled = [finding for finding in found if finding.id in m.training.handled]
+    notes = [
+        f"no finding, since {m.training.method or 'the method'} is a remedy: {finding.what} {finding.evidence[0]}"
+        for finding in handled
+    ]
+    return [finding for finding in found if finding not in handled], notes

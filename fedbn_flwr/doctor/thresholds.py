@@ -8,6 +8,7 @@ __all__ = [
     "MAX_CHANNELS",
     "MAX_CLIENTS_B",
     "MIN_GAP",
+    "MIN_NOISE",
     "MIN_SHARE",
     "MIN_SHIFT",
     "MIN_SKEW",
@@ -42,6 +43,12 @@ MIN_SHARE = 0.2
 
 SMALL_BATCH = 4
 """Largest batch that counts as small: BatchNorm's error rises below 16, sharply at 4 and 2 (Wu & He 2018, Fig. 1)."""
+
+MIN_NOISE = 0.1
+"""Noise of a batch's mean, in standard deviations, from which 3 or 4 examples are too few; 1 and 2 always are.
+
+Large images have many values per channel: with a lower noise their small batches pass.
+"""
 
 TINY_GAMMA = 1e-4
 """Largest abs(gamma) that counts as 0: the channel's output is beta, whatever the input; gamma starts at 1."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.saved_model import run_config
 from fedbn_flwr.experiment.setup import make_model, on_device
 from fedbn_flwr.messages.protocol import KEPT
@@ -54,18 +53,19 @@ def diagnose_run(run: Path, max_examples: int = 1024, local_keys: Sequence[str] 
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
     model.load_state_dict(state)
-    training = _training(config)
-    data: PartitionedData | None = None
     try:
-        data = partitioned_data(config, count_clients(config))
+        clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
         notes.append(f"the data of the run are not here, so its state alone was looked at: {error}")
-    found = _with_data(model, config, data, training, max_examples, local_keys, notes)
+        found = diagnose_state(state, model=model, local_keys=local_keys, training=_training(config))
+        found = replace(found, notes=notes)
+    else:
+        found = _with_data(model, config, clients, tests, state=state, local_keys=local_keys, notes=notes)
     for client, entries in kept.items():
-        own = diagnose_state({**state, **entries}, model=model, training=training)
-        of_client = [replace(f, what=f"Client {client}: {f.what[0].lower()}{f.what[1:]}") for f in own.findings]
+        own = diagnose_state({**state, **entries}, model=model).findings
+        own = [replace(f, what=f"Client {client}: {f.what[0].lower()}{f.what[1:]}") for f in own]
         known = {(f.id, *f.evidence) for f in found.findings}
-        found = replace(found, findings=[*found.findings, *(f for f in of_client if (f.id, *f.evidence) not in known)])
+        found = replace(found, findings=[*(f for f in own if (f.id, *f.evidence) not in known), *found.findings])
     lines = read_metrics(run / STATISTICS_FILE)
     if lines:
         return replace(found, measures={**found.measures, "history": history(lines)})
@@ -97,8 +97,8 @@ def diagnose_model(
     if state is not None:
         saved = named(read_state_file(state), built.state_dict())
         built.load_state_dict(saved)
-    data = partitioned_data(config, count_clients(config))
-    return _with_data(built, config, data, _training(config), max_examples, local_keys, notes, saved)
+    clients, tests = _examples_of(config, max_examples, notes)
+    return _with_data(built, config, clients, tests, state=saved, local_keys=local_keys, notes=notes)
 
 
 def diagnose_saved_state(
@@ -140,69 +140,66 @@ def read_names(path: Path) -> list[str]:
 
 
 def _with_data(
-    model: nn.Module,
-    config: Config,
-    data: PartitionedData | None,
-    training: Training,
-    max_examples: int,
-    local_keys: Sequence[str] | None,
-    notes: Sequence[str],
-    state: State | None = None,
+    model: nn.Module, config: Config, clients: list[ClientData], tests: list[ClientData], **options: Any
 ) -> Diagnosis:
-    if data is None:
-        found = diagnose_state(state or model.state_dict(), model=model, local_keys=local_keys, training=training)
-        return replace(found, notes=[*notes, *found.notes])
-    count, size = len(data.train), config.batch_size
-    plain = replace(data, augment=None)
-    clients = [_examples(plain.train_view(k), str(k), size, max_examples, config.seed) for k in range(count)]
-    if config.augment:
-        notes = [*notes, f"examples were taken as they are, without augment={config.augment}."]
-    own = [data.test_view(k) for k in range(count)]
-    tests = [_examples(view, str(k), size, max_examples, config.seed) for k, view in enumerate(own) if len(view)]
-    if not tests and len(whole := data.test_view()):
-        tests = [_examples(whole, "test", size, max_examples * count, config.seed)]
-    if not training.local_steps and config.strategy != CENTRALIZED:
-        typical = statistics.median(len(part) for part in data.train)
-        steps = config.local_epochs * (-(-typical // size) if size else 1)
-        training = replace(training, local_steps=int(steps))
     task = config.learning_task()
     return diagnose_clients(
         on_device(model, config),
-        [c for c in clients if c is not None],
-        [c for c in tests if c is not None],
+        clients,
+        tests,
         loss=task.loss,
-        training=training,
-        state=state,
-        local_keys=local_keys,
+        training=_training(config),
         seed=config.seed,
-        notes=notes,
+        **options,
     )
 
 
-def _examples(view: Subset, name: str, batch_size: int, max_examples: int, seed: int) -> ClientData | None:
-    """Return up to ``max_examples`` random examples of a client, on the CPU; None if it has none."""
-    if not len(view):
-        return None
-    order = torch.randperm(len(view), generator=torch_generator(seed, "doctor", name))[:max_examples]
-    inputs, targets = view.batch(order.sort().values)
-    size = min(batch_size or len(view), len(view))
-    mixed = torch.randperm(len(order), generator=torch_generator(seed, "doctor-order", name))
-    return ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size)
+def _examples_of(config: Config, max_examples: int, notes: list[str]) -> tuple[list[ClientData], list[ClientData]]:
+    """Return training and test examples of each client; add to ``notes`` how they differ from those of training.
+
+    Raises:
+        DataError: the data are not here.
+    """
+    data = partitioned_data(config, count_clients(config))
+    if config.augment:
+        notes.append(f"examples were taken as they are, without augment={config.augment}.")
+    data, names = replace(data, augment=None), [str(k) for k in range(len(data.train))]
+    train = {name: data.train_view(k) for k, name in enumerate(names)}
+    test = {name: data.test_view(k) for k, name in enumerate(names)}
+    if config.strategy == CENTRALIZED:
+        train, test = {"all": data.train_view()}, {"all": data.test_view()}
+    elif not any(map(len, test.values())):
+        test = {"all": data.test_view()}
+    return _drawn(config, train, max_examples), _drawn(config, test, max_examples)
+
+
+def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> list[ClientData]:
+    """Return up to ``max_examples`` random examples of each client that has some, on the CPU."""
+    found = []
+    for name, view in views.items():
+        if not len(view):
+            continue
+        order = torch.randperm(len(view), generator=torch_generator(config.seed, "doctor", name))[:max_examples]
+        inputs, targets = view.batch(order.sort().values)
+        mixed = torch.randperm(len(order), generator=torch_generator(config.seed, "doctor-order", name))
+        size = min(config.batch_size or len(view), len(view))
+        found.append(ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size))
+    return found
 
 
 def _training(config: Config) -> Training:
     tested = config.evaluations()[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
-    method = config.method()
-    return Training(
-        config.local_steps,
-        config.batch_size,
-        config.title,
-        method.freezes_bn or method.synchronises,
-        bool(method.local & {Part.AFFINE, Part.STATISTICS}),
-        tested,
-    )
+    method, handled = config.method(), set[str]()
+    if method.freezes_bn or method.synchronises:
+        handled |= {"label-skew", "clients-differ"}
+    if Part.STATISTICS in method.local:
+        handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
+    if Part.REST in method.local:
+        handled |= {"label-skew"}
+    steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
+    return Training(steps, config.batch_size, config.title, frozenset(handled), tested)
 
 
 def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[str]]:

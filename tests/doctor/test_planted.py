@@ -157,9 +157,9 @@ def test_label_skew_and_the_number_of_local_steps(trained: nn.Module, digits) ->
     assert first(one) == ("label-skew", "strategy=fedtan")
     assert first(diagnose(trained, by_class)) == ("label-skew", "strategy=fixbn lr-decay-at=freeze")
     assert any("feature shift apart from label skew" in line for line in one.not_measured)
-    handled = diagnose(trained, by_class, training=Training(method="fixbn", frozen_or_shared=True))
+    handled = diagnose(trained, by_class, training=Training(method="fixbn", handled=frozenset({"label-skew"})))
     assert "label-skew" not in [f.id for f in handled.findings]
-    assert any("fixbn is a remedy" in note for note in handled.notes)
+    assert any("since fixbn is a remedy" in note for note in handled.notes)
 
 
 def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders: Loaders, tmp_path: Path) -> None:
