@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
 from fedbn_flwr.doctor.by_batch import layers_of
-from fedbn_flwr.doctor.threads import one_thread
+from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Batch", "Deviation", "deviations", "regrouped"]
@@ -49,7 +49,7 @@ def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[D
     Raises:
         NormLayerError: a layer cannot be synchronised, or a batch is too small for it.
     """
-    with one_thread():
+    with threads(1):
         return _deviations(model, batches, loss)
 
 
@@ -111,8 +111,8 @@ def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Lo
             meeting.abort()  # the others must not wait
             raise
 
-    with ThreadPoolExecutor(len(batches)) as threads:
-        waiting = [threads.submit(run, client) for client in range(len(batches))]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        waiting = [pool.submit(run, client) for client in range(len(batches))]
     errors = [error for job in waiting if (error := job.exception()) is not None]
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.doctor.by_example import LayerFeatures
-from fedbn_flwr.doctor.threads import one_thread
+from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.doctor.thresholds import MAX_CHANNELS, REGROUPINGS
 
 __all__ = ["ClassSkew", "Shift", "class_skew", "comparable", "shift", "shuffled", "total_variation", "units"]
@@ -173,7 +173,7 @@ def _without_class_means(values: Tensor, classes: Tensor) -> Tensor:
 
 def _chance(found: Tensor, draw: Callable[[], Tensor]) -> Tensor:
     """Return the regroupings' values (R, L), given that of the data, a mean over the L."""
-    with one_thread():
+    with threads(1):
         rows = [draw() for _ in range(REGROUPINGS[0])]
         if _reached(found, torch.stack(rows)) == 0:
             rows += [draw() for _ in range(REGROUPINGS[1] - len(rows))]

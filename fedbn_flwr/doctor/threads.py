@@ -1,4 +1,4 @@
-"""Torch's threads, set to one where there are many small operations, or threads of our own."""
+"""The number of torch's threads, for a block."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["one_thread"]
+__all__ = ["threads"]
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread in the block: with more, small operations take several times as long."""
+def threads(count: int = 1) -> Iterator[None]:
+    """Let torch use so many threads in the block.
+
+    One is faster where operations are small and many, or where the caller has threads of its own.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

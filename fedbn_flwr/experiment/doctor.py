@@ -22,6 +22,7 @@ from fedbn_flwr.doctor.findings import Diagnosis
 from fedbn_flwr.doctor.history import history
 from fedbn_flwr.doctor.measured import Training
 from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
+from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
@@ -142,16 +143,11 @@ def read_names(path: Path) -> list[str]:
 def _with_data(
     model: nn.Module, config: Config, clients: list[ClientData], tests: list[ClientData], **options: Any
 ) -> Diagnosis:
-    task = config.learning_task()
-    return diagnose_clients(
-        on_device(model, config),
-        clients,
-        tests,
-        loss=task.loss,
-        training=_training(config),
-        seed=config.seed,
-        **options,
-    )
+    loss, training = config.learning_task().loss, _training(config)
+    with threads(config.torch_threads):  # as in training: the last digits depend on it
+        return diagnose_clients(
+            on_device(model, config), clients, tests, loss=loss, training=training, seed=config.seed, **options
+        )
 
 
 def _examples_of(config: Config, max_examples: int, notes: list[str]) -> tuple[list[ClientData], list[ClientData]]:
