@@ -21,6 +21,7 @@ def doctor(
     local_keys: Annotated[
         Path | None, typer.Option(help="Names that your own FedBN keeps local: a line each, JSON, or a saved state.")
     ] = None,
+    shared_keys: Annotated[Path | None, typer.Option(help="In its place, the names that it sends.")] = None,
     max_examples: Annotated[int, typer.Option(min=2, help="Examples of each client to use.")] = 1024,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for doctor.json, doctor.md and pictures.")] = None,
@@ -32,20 +33,21 @@ def doctor(
 
     with exit_codes():
         settings = read_overrides(set_ or [])
-        names = read_names(local_keys) if local_keys else None
+        given = {"local_keys": local_keys, "shared_keys": shared_keys}
+        split = {name: read_names(file) for name, file in given.items() if file}
         path = Path(target)
         if path.is_dir():
-            if dataset or set_ or state:
-                raise ConfigError("--dataset, --set and --state are for a model; a run has its own. Leave them out.")
-            found = diagnose_run(path, max_examples, names)
+            if dataset or set_ or state or split:
+                raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
+            found = diagnose_run(path, max_examples)
         elif path.is_file():
             if dataset or state:
                 raise ConfigError(f"{target} is a saved state: with data name the model, and give it with --state.")
-            found = diagnose_saved_state(path, local_keys=names)
+            found = diagnose_saved_state(path, split=split)
         elif dataset:
-            found = diagnose_model(target, dataset, settings, state, max_examples, names)
+            found = diagnose_model(target, dataset, settings, state, max_examples, split)
         elif state:
-            found = diagnose_saved_state(state, target, settings, names)
+            found = diagnose_saved_state(state, target, settings, split)
         else:
             raise ConfigError(
                 f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved "

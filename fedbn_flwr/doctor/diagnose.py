@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.doctor.by_batch import (
     BatchMoments,
     batch_moments,
@@ -38,7 +38,7 @@ from fedbn_flwr.doctor.state import (
 from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.training.freezing import holds_eval
-from fedbn_flwr.training.wrappers import unwrap
+from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
 
 __all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
 
@@ -54,6 +54,7 @@ def diagnose(
     training: Training = Training(),  # noqa: B008  it is frozen
     state: Mapping[str, Tensor] | None = None,
     local_keys: Collection[str] | None = None,
+    shared_keys: Collection[str] | None = None,
     max_examples: int = 1024,
     seed: int = 0,
 ) -> Diagnosis:
@@ -77,6 +78,7 @@ def diagnose(
         training: E, the batch size, the method, as far as you know them: the remedies depend on it.
         state: a state dict as saved, which may hold what loading hides, float counters say; None = the model's.
         local_keys: names of the entries that stay with the client in your own FedBN.
+        shared_keys: in place of ``local_keys``, the names of those that are sent.
         max_examples: examples of each client to use, the first of its loader.
         seed: of the regroupings.
 
@@ -91,7 +93,16 @@ def diagnose(
         f"client {c.name}: the first {len(c):,} examples of its loader were used." for c in clients if not c.complete
     ]
     return diagnose_clients(
-        model, clients, tests, loss=loss, training=training, state=state, local_keys=local_keys, seed=seed, notes=notes
+        model,
+        clients,
+        tests,
+        loss=loss,
+        training=training,
+        state=state,
+        local_keys=local_keys,
+        shared_keys=shared_keys,
+        seed=seed,
+        notes=notes,
     )
 
 
@@ -104,12 +115,14 @@ def diagnose_clients(
     training: Training = Training(),  # noqa: B008  it is frozen
     state: Mapping[str, Tensor] | None = None,
     local_keys: Collection[str] | None = None,
+    shared_keys: Collection[str] | None = None,
     seed: int = 0,
     notes: Sequence[str] = (),
 ) -> Diagnosis:
     """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own."""
     plain = unwrap(model)
-    m, lacking = _of_state(plain, plain.state_dict() if state is None else state, training, local_keys), list[str]()
+    m = _of_state(plain, plain.state_dict() if state is None else state, training, local_keys, shared_keys)
+    lacking: list[str] = []
     m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training and not holds_eval(layer)]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = [_number(m.num_layers, "BatchNorm layer"), _number(len(clients), "client")]
@@ -129,6 +142,7 @@ def diagnose_state(
     *,
     model: nn.Module | None = None,
     local_keys: Collection[str] | None = None,
+    shared_keys: Collection[str] | None = None,
     training: Training = Training(),  # noqa: B008  it is frozen
 ) -> Diagnosis:
     """Return what a state dict alone shows: counters, running variances, gammas, and a split by names.
@@ -137,9 +151,10 @@ def diagnose_state(
         state: the state dict.
         model: the model, for the types of its layers; without it layers are found by ``running_mean`` in the names.
         local_keys: names of the entries that stay with the client in your own FedBN.
+        shared_keys: in place of ``local_keys``, the names of those that are sent.
         training: see ``diagnose``.
     """
-    m = _of_state(model, state, training, local_keys)
+    m = _of_state(model, state, training, local_keys, shared_keys)
     lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
@@ -152,7 +167,11 @@ def _number(count: int, what: str) -> str:
 
 
 def _of_state(
-    model: nn.Module | None, state: Mapping[str, Tensor], training: Training, local_keys: Collection[str] | None
+    model: nn.Module | None,
+    state: Mapping[str, Tensor],
+    training: Training,
+    local_keys: Collection[str] | None,
+    shared_keys: Collection[str] | None,
 ) -> Measured:
     parts = split_state(state if model is None else model)
     layers = layers_of(model) if model is not None else {}
@@ -162,9 +181,28 @@ def _of_state(
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
-    if local_keys is not None:
-        m.missed = missed_entries(parts, local_keys)
+    if local_keys is not None or shared_keys is not None:
+        m.missed = missed_entries(parts, _local(parts, local_keys, shared_keys))
     return m
+
+
+def _local(parts: Parts, local: Collection[str] | None, shared: Collection[str] | None) -> list[str]:
+    """Return the names that stay with the client, without a wrapper's prefix.
+
+    Raises:
+        ConfigError: both are given, or a name is no entry of the model.
+    """
+    if local is not None and shared is not None:
+        raise ConfigError("local_keys and shared_keys say the same in two ways: give one of them.")
+    given = [*(local or ()), *(shared or ())]
+    prefix = wrapper_prefix(given, parts.names)
+    names = {name.removeprefix(prefix) for name in given}
+    if unknown := sorted(names - {*parts.names}):
+        raise ConfigError(
+            f"{'local_keys' if shared is None else 'shared_keys'}: {len(unknown)} of {len(names)} names are no entries "
+            f"of the model ({unknown[0]!r}, ...). Its first entries are {', '.join(parts.names[:3])}."
+        )
+    return [name for name in parts.names if (name in names) == (shared is None)]
 
 
 def _measured(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,15 @@ from fedbn_flwr.seeds import torch_generator
 __all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "read_names"]
 
 State = Mapping[str, Tensor]
+Split = Mapping[str, Any]
 
 
-def diagnose_run(run: Path, max_examples: int = 1024, local_keys: Sequence[str] | None = None) -> Diagnosis:
+def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     """Return the diagnosis of a run's folder, finished or not.
 
     Args:
         run: the folder.
         max_examples: examples of each client to use, drawn at random.
-        local_keys: names of entries that stay with the client; None = what the run's method keeps.
 
     Raises:
         ConfigError: the folder has no run, or its data are not here and nothing else can be said.
@@ -58,10 +58,10 @@ def diagnose_run(run: Path, max_examples: int = 1024, local_keys: Sequence[str] 
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
         notes.append(f"the data of the run are not here, so its state alone was looked at: {error}")
-        found = diagnose_state(state, model=model, local_keys=local_keys, training=_training(config))
+        found = diagnose_state(state, model=model, training=_training(config))
         found = replace(found, notes=notes)
     else:
-        found = _with_data(model, config, clients, tests, state=state, local_keys=local_keys, notes=notes)
+        found = _with_data(model, config, clients, tests, state=state, notes=notes)
     for client, entries in kept.items():
         own = diagnose_state({**state, **entries}, model=model).findings
         own = [replace(f, what=f"Client {client}: {f.what[0].lower()}{f.what[1:]}") for f in own]
@@ -80,7 +80,7 @@ def diagnose_model(
     settings: Mapping[str, Any],
     state: Path | None = None,
     max_examples: int = 1024,
-    local_keys: Sequence[str] | None = None,
+    split: Split | None = None,
 ) -> Diagnosis:
     """Return the diagnosis of a model by name on a data set, split as in a run with these settings.
 
@@ -90,7 +90,7 @@ def diagnose_model(
         settings: further config keys: the split, E, the batch size, the method.
         state: a saved state of the model; None = its initial weights.
         max_examples: examples of each client to use, drawn at random.
-        local_keys: names of entries that stay with the client in your own FedBN.
+        split: ``local_keys`` or ``shared_keys`` of ``diagnose``.
     """
     config = Config.make({**settings, "model": model, "dataset": dataset})
     built, saved = make_model(config).eval(), None
@@ -99,11 +99,11 @@ def diagnose_model(
         saved = named(read_state_file(state), built.state_dict())
         built.load_state_dict(saved)
     clients, tests = _examples_of(config, max_examples, notes)
-    return _with_data(built, config, clients, tests, state=saved, local_keys=local_keys, notes=notes)
+    return _with_data(built, config, clients, tests, state=saved, notes=notes, **(split or {}))
 
 
 def diagnose_saved_state(
-    state: Path, model: str = "", settings: Mapping[str, Any] | None = None, local_keys: Sequence[str] | None = None
+    state: Path, model: str = "", settings: Mapping[str, Any] | None = None, split: Split | None = None
 ) -> Diagnosis:
     """Return the diagnosis of a saved state without data; with a model's name by the types of its layers.
 
@@ -113,13 +113,13 @@ def diagnose_saved_state(
     entries = read_state_file(state)
     if model:
         built = make_model(Config.make({**(settings or {}), "model": model}))
-        return diagnose_state(named(entries, built.state_dict()), model=built, local_keys=local_keys)
+        return diagnose_state(named(entries, built.state_dict()), model=built, **(split or {}))
     if all(name.isdecimal() for name in entries):
         raise StateError(
             f"{state} is a list of {len(entries)} arrays without names: nothing tells which are BatchNorm's. Name the "
             "model, `fedbn-flwr doctor MODEL --state FILE`, or save with names: torch.save(model.state_dict(), path)."
         )
-    return diagnose_state(entries, local_keys=local_keys)
+    return diagnose_state(entries, **(split or {}))
 
 
 def read_names(path: Path) -> list[str]:
@@ -134,9 +134,9 @@ def read_names(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         names = json.loads(text) if text.lstrip().startswith("[") else text.split()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"local-keys={str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"the names in {str(path)!r} cannot be read: {error}") from error
     if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"local-keys={str(path)!r} holds no names. Write one a line, or a JSON list of names.")
+        raise ConfigError(f"{str(path)!r} holds no names. Write one a line, or a JSON list of names.")
     return list(names)
 
 

@@ -125,6 +125,21 @@ def test_a_filter_on_names_for_resnet18() -> None:
     assert "`'bn' in name` keeps exactly the other layers" in " ".join(str(found).split())
 
 
+def test_a_split_given_by_what_is_sent_or_with_a_wrappers_prefix() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    names = list(model.state_dict())
+    sent = [f"module.{name}" for name in names if not name.startswith("1.")]
+    found = diagnose_state(model.state_dict(), model=model, shared_keys=sent)
+    assert found.findings[0].numbers["layers"] == ["2"]
+    assert diagnose_state(model.state_dict(), model=model, shared_keys=["0.weight", "0.bias"]).findings == []
+    nothing = diagnose_state(model.state_dict(), model=model, local_keys=[])
+    assert nothing.findings[0].what == "The split keeps no BatchNorm layer at all."
+    with pytest.raises(ConfigError, match="local_keys: 1 of 1 names are no entries of the model"):
+        diagnose_state(model.state_dict(), model=model, local_keys=["bn.weight"])
+    with pytest.raises(ConfigError, match="give one of them"):
+        diagnose_state(model.state_dict(), local_keys=names, shared_keys=names)
+
+
 def test_statistics_that_a_server_optimizer_spoiled() -> None:
     state = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).state_dict()
     state["0.running_var"] -= 1.5

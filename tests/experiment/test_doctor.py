@@ -144,8 +144,8 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
         (["nowhere"], 2, "nowhere is no folder of a run and no file. For a model give its data"),
         (["mlp", "--state", "absent.pt"], 1, "absent.pt is no file of a saved state"),
         (["nomodel", "--dataset", "digits"], 2, "unknown model 'nomodel'"),
-        ([".", "--dataset", "digits"], 2, "--dataset, --set and --state are for a model"),
-        (["mlp", "--dataset", "digits", "--local-keys", "absent.txt"], 2, "local-keys='absent.txt' cannot be read"),
+        ([".", "--dataset", "digits"], 2, "a run has its data, settings, state and split"),
+        (["mlp", "--dataset", "digits", "--local-keys", "absent.txt"], 2, "the names in 'absent.txt' cannot be read"),
     ],
 )
 def test_bad_arguments(arguments: list[str], code: int, text: str, tmp_path: Path, monkeypatch) -> None:
