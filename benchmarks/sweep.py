@@ -1,9 +1,9 @@
 """Measure sweeps: several runs at a time against one after another, and a sweep that is killed again and again.
 
     python benchmarks/sweep.py --write docs/performance.md      # both, some ten minutes on two quiet cores
-    python benchmarks/sweep.py --no-kills                       # the times alone
-    python benchmarks/sweep.py --no-times --kills 10            # the kills alone
-    python benchmarks/sweep.py --no-times --no-kills --cluster  # on two Ray nodes that are started here
+    python benchmarks/sweep.py --no-kills --no-cluster          # the times alone
+    python benchmarks/sweep.py --no-times --no-cluster          # the kills alone
+    python benchmarks/sweep.py --no-times --no-kills            # on two Ray nodes that are started here
 
 The timed study has eight equal runs: LeNet on scikit-learn's digits, 5 clients with two classes each. Each time is
 that of the whole command. A kill is SIGKILL to all processes of the sweep, at a moment drawn from the seed; then the
@@ -160,7 +160,7 @@ def main(
     times_: Annotated[bool, typer.Option("--times/--no-times", help="Measure the times.")] = True,
     kills_: Annotated[int, typer.Option("--kills", min=0, help="Kills; 0 = none.")] = 10,
     no_kills: Annotated[bool, typer.Option("--no-kills", help="No kills.")] = False,
-    cluster: Annotated[bool, typer.Option(help="Two Ray nodes.")] = True,
+    cluster: Annotated[bool, typer.Option("--cluster/--no-cluster", help="Two Ray nodes.")] = True,
     rounds: Annotated[int, typer.Option(help="Rounds of the timed runs.")] = 250,
     turns: Annotated[int, typer.Option(help="Turns of the timed sweeps.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the moments of the kills.")] = 0,

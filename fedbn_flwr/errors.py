@@ -37,6 +37,10 @@ class ConfigError(FedBNError, ValueError):
     """A setting is unknown, out of range or contradicts another one."""
 
 
+class NotResumableError(ConfigError):
+    """The folder of a run has no checkpoint with which the run could continue; it can only begin anew."""
+
+
 class NormLayerError(ConfigError):
     """A model's normalisation layers do not fit the requested operation."""
 

@@ -325,9 +325,12 @@ def test_sweep(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (out / "table.md").read_text().strip() in result.stdout
     assert "1/2 A/all/seed-0: loss " in result.stderr
-    for wrong in (["--ray-address", "auto", "--parallel", "2"], ["--engine", "simulation", "--parallel", "2"]):
-        assert "leave" in (refused := call("sweep", str(study), "--out", str(out), *wrong)).stderr
-        assert refused.exit_code == 2
+    several = ["--parallel", "2"]
+    for wrong in (["--ray-address", "127.0.0.1:6379", *several], ["--engine", "simulation", *several]):
+        refused = call("sweep", str(study), "--out", str(out), *wrong)
+        assert (refused.exit_code, "leave" in refused.stderr) == (2, True)
+    refused = call("sweep", str(study), "--out", str(out), "--parallel", "1", "--memory-gib", "2")
+    assert (refused.exit_code, "--memory-gib is for several runs" in refused.stderr) == (2, True)
     assert json.loads((out / "A/all/seed-0/summary.json").read_text())["rounds"] == 1
     study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
     refused = call("sweep", str(study), "--out", str(tmp_path / "other"))

@@ -37,7 +37,7 @@ def sweep(
         float | None, typer.Option(min=0.1, help="Memory for all runs together. Default: what is free.")
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a running Ray cluster that does the runs, or auto.")
+        str | None, typer.Option(help="HOST:PORT of a running Ray cluster that does the runs.")
     ] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
@@ -58,6 +58,8 @@ def sweep(
         if parallel is None:
             parallel = default_parallel(left) if engine is Engine.in_process and not ray_address else 1
         several = ray_address or parallel > 1
+        if memory_gib and not several:
+            raise ConfigError("--memory-gib is for several runs at a time: state --parallel, too.")
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
 
         def saved() -> str:

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
-from fedbn_flwr.errors import ConfigError, EngineError, StateError
+from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, StateError
 from fedbn_flwr.experiment.config import Config, from_older
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output import PLACES, RunFolder, changed_settings, read_metrics, versions
@@ -122,7 +122,7 @@ class Checkpoints:
                 continue
             return found
         if reasons:
-            raise ConfigError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
+            raise NotResumableError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
         return None
 
     def read(self, server_round: int) -> Checkpoint:
@@ -210,7 +210,7 @@ class CheckpointManager:
         self._warned = False
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
         if saved and (volatile := saved.strategy["volatile"]):
-            raise ConfigError(
+            raise NotResumableError(
                 f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "
                 "runs of this strategy a state folder (state-dir) from the start."
             )

@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.training.tasks import in_percent
+
 __all__ = ["FIELDS", "LEVEL", "comparisons", "comparisons_markdown", "difference"]
 
 LEVEL = 0.95
@@ -22,16 +24,17 @@ FIELDS = ("split", "metric", "method", "other", "seeds", "difference", "low", "h
 def difference(values: Sequence[float]) -> dict[str, float | None]:
     """Return mean, confidence interval and two-sided p of paired differences (t test against 0).
 
-    Equal differences have an interval of width 0, and p = 1 if they are 0, else 0; a single one has no interval.
+    Equal differences, and a single one, have neither: their spread is not known. On a small test set a few seeds often
+    differ by the same number of examples.
     """
     mean = statistics.fmean(values)
-    if len(values) < 2:
+    if len(set(values)) < 2:
         return {"difference": mean, "low": None, "high": None, "p": None}
     from scipy.stats import t
 
     error = statistics.stdev(values) / math.sqrt(len(values))
     half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * error
-    p = 2 * float(t.sf(abs(mean) / error, len(values) - 1)) if error else float(mean == 0)
+    p = 2 * float(t.sf(abs(mean) / error, len(values) - 1))
     return {"difference": mean, "low": mean - half, "high": mean + half, "p": p}
 
 
@@ -80,11 +83,12 @@ def comparisons_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        interval = "-" if row["low"] is None else f"{row['low']:+.2f} to {row['high']:+.2f}"
+        places = 2 if in_percent(row["metric"]) else 4
+        interval = "-" if row["low"] is None else f"{row['low']:+.{places}f} to {row['high']:+.{places}f}"
         sure = row["low"] is not None and (row["low"] > 0 or row["high"] < 0)
         mark = "" if not sure else " **" if row["p-holm"] < 1 - LEVEL else " *"
         mark = mark.replace("*", "\\*")
-        shown = f"{row['difference']:+.2f}{mark}"
+        shown = f"{row['difference']:+.{places}f}{mark}"
         cells = (row["split"], row["metric"], row["method"], row["other"], shown, interval, row["seeds"])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_atomically
 from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.data import Scale
-from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.trackers import deliveries, numbers_of
 from fedbn_flwr.experiment.yaml_file import read_yaml
@@ -187,7 +187,7 @@ class RunFolder:
         """Remove the rounds after ``after`` from ``metrics.jsonl`` and ``statistics.jsonl``: they are repeated."""
         lines = read_metrics(self.path / "metrics.jsonl")
         if [line["round"] for line in lines[:after]] != list(range(1, after + 1)):
-            raise ConfigError(
+            raise NotResumableError(
                 f"{self.path / 'metrics.jsonl'} lacks some of the rounds 1 to {after}. Restore it, or start a new run."
             )
         if (self.path / "metrics.jsonl").exists():  # also if its only line is incomplete

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fedbn_flwr.data import Samples
 from fedbn_flwr.errors import ConfigError
@@ -21,7 +23,7 @@ from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import work_of
-from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.experiment.setup import make_model, pick_device
 from fedbn_flwr.experiment.study import Cell, finished
 from fedbn_flwr.experiment.sweep import Follower, Outcome, Runner, do_cell, note_failure
 from fedbn_flwr.training.settings import share_of
@@ -36,11 +38,18 @@ _WORTH_RAY = 1e10  # examples times parameters; below, the runs are done before 
 
 
 def default_parallel(cells: Sequence[Cell]) -> int:
-    """Return how many runs at a time pay on this machine: one for each core, or 1 for a small study."""
-    if sum(work_of(cell.config) for cell in cells) < _WORTH_RAY:
+    """Return how many runs at a time pay on this machine: one for each core, or GPU, as far as memory allows.
+
+    A small study is done one run after another.
+    """
+    if not cells or sum(work_of(cell.config) for cell in cells) < _WORTH_RAY:
         return 1
     threads = max(cell.config.torch_threads for cell in cells)
-    return max(1, min(len(cells), (os.cpu_count() or 1) // threads))
+    places = (os.cpu_count() or 1) // threads
+    if any(pick_device(cell.config.device).type == "cuda" for cell in cells):
+        places = torch.cuda.device_count()
+    memory = 0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(cells), places, int(memory / max(memory_need(cell.config) for cell in cells))))
 
 
 def memory_need(config: Config) -> float:
@@ -58,7 +67,7 @@ def memory_need(config: Config) -> float:
     return float(_PROCESS + 2 * held + models * model)
 
 
-def in_parallel(parallel: int = 0, memory_gib: float = 0.0, ray_address: str | None = None) -> Runner:
+def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | None = None) -> Runner:
     """Return a runner that does several runs at a time.
 
     Args:
@@ -72,16 +81,18 @@ def in_parallel(parallel: int = 0, memory_gib: float = 0.0, ray_address: str | N
         EngineError: (by the runner) the cluster does not answer.
     """
 
-    def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Iterator[Outcome]:
+    def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
         threads = max(cell.config.torch_threads for cell in cells)
         here: dict[str, Any] = {"num_cpus": parallel * threads, "memory_gib": memory_gib / _FOR_TASKS or None}
+        if named := [cell.name for cell in cells if cell.config.device.startswith("cuda:")]:
+            raise ConfigError(f"{named[0]}: device=cuda:N names a GPU, and Ray chooses it. Set device=cuda or auto.")
         configs = [cell.config for cell in cells]
         with cluster(configs, ray_address, **({} if ray_address else here)) as session:
             if ray_address:
                 session.check_shared("out", out)
                 for config in configs:
                     session.check_files(config)
-            needs = _needs(cells)
+            needs = _needs(cells, ray_address)
             yield from _on_ray(cells, needs, session.share(configs), out, follower)
 
     return runner
@@ -90,7 +101,7 @@ def in_parallel(parallel: int = 0, memory_gib: float = 0.0, ray_address: str | N
 _FOR_TASKS = 0.7  # of the memory of a private Ray; the rest is for objects
 
 
-def _needs(cells: Sequence[Cell]) -> dict[str, float]:
+def _needs(cells: Sequence[Cell], ray_address: str | None) -> dict[str, float]:
     """Return the memory that each run reserves.
 
     Raises:
@@ -99,28 +110,37 @@ def _needs(cells: Sequence[Cell]) -> dict[str, float]:
     import ray
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    largest = max(node["Resources"].get("memory", 0.0) for node in nodes if node["Alive"])
+    has = [node["Resources"] for node in nodes if node["Alive"]]
+    largest, cores = max(one.get("memory", 0.0) for one in has), max(one.get("CPU", 0.0) for one in has)
+    if wide := [cell.name for cell in cells if cell.config.torch_threads > cores]:
+        raise ConfigError(
+            f"{wide[0]}: torch-threads is above {cores:g}, the CPUs of the largest machine. Set it lower."
+        )
     needs = {cell.name: memory_need(cell.config) for cell in cells}
     if large := [name for name, need in needs.items() if need > largest]:
+        remedy = "State more (--memory-gib), or do one run at a time: --parallel 1."
+        if ray_address:
+            remedy = "Start Ray there with more (`ray start --memory=BYTES`)."
         raise ConfigError(
             f"the memory for runs is {largest / 2**30:.1f} GiB, and {len(large)} run(s) need more, {large[0]} first: "
-            f"{max(needs.values()) / 2**30:.1f} GiB. State more (--memory-gib), or do one run at a time: --parallel 1."
+            f"{max(needs.values()) / 2**30:.1f} GiB. {remedy}"
         )
     return needs
 
 
 def _on_ray(
     cells: Sequence[Cell], needs: Mapping[str, float], shared: SharedData, out: Path, follower: Follower
-) -> Iterator[Outcome]:
+) -> Generator[Outcome]:
     """Give all runs to Ray; yield those that ended, and tell the follower the new lines of the others."""
     import ray
 
     out = out.absolute()
-    gpus = _gpu_share(cells)
+    share = _gpu_share(cells)
     work = ray.remote(max_retries=0)(_work)
     running: dict[Any, _Watched] = {}
     warned: set[str] = set()
     for cell in cells:
+        gpus = 0.0 if cell.config.device == "cpu" else share
         options = {"num_cpus": cell.config.torch_threads, "memory": needs[cell.name], "num_gpus": gpus}
         plain = replace(cell)  # without the config that it has computed
         running[work.options(**options).remote(plain, shared, out, Path.cwd())] = _Watched(
@@ -198,8 +218,11 @@ class _Watched:
             self.seen = len(lines)
 
     def _stamp(self, name: str) -> tuple[int, int] | None:
-        path = self.folder / name
-        return (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None
+        try:
+            found = (self.folder / name).stat()
+        except OSError:  # absent, or renamed at this moment
+            return None
+        return found.st_mtime_ns, found.st_size
 
 
 def _gpu_share(cells: Sequence[Cell]) -> float:

@@ -17,7 +17,15 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import is_own
-from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError, NothingTrainedError, StateError
+from fedbn_flwr.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    EngineError,
+    NothingTrainedError,
+    NotResumableError,
+    StateError,
+)
 from fedbn_flwr.experiment.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
@@ -109,7 +117,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
             logger.warning("%s", line)
     saved = checkpoints.latest() if begun else None
     if begun and saved is None and read_metrics(out / "metrics.jsonl"):
-        raise ConfigError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
+        raise NotResumableError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
     if saved is None:
         _log_initial(initialise(model, config))
     initial = to_record(saved.state if saved else model.state_dict())

@@ -32,7 +32,8 @@ may be given by split, ``{iid: 90, non-iid: 60}``.
       seeds: [0]
 
 Every combination of the grid is run with the settings of ``tune.base``; the one with the highest mean score of the last
-round over ``tune.seeds`` is used. The test set is not used to choose. Trials are in ``OUT/tune/METHOD/SPLIT/``.
+round (of the best, with ``early-stopping``) over ``tune.seeds`` is used. The test set is not used to choose. Trials are
+in ``OUT/tune/METHOD/SPLIT/``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.yaml_file import read_yaml
 
-__all__ = ["FAILED", "Cell", "Settings", "Study", "Tuning", "failure_of", "finished", "summary_of"]
+__all__ = ["FAILED", "Cell", "Settings", "Study", "Tuning", "failure_of", "finished", "summary_of", "trial_name"]
 
 FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
@@ -80,9 +81,9 @@ class Study(BaseModel):
 
     name: str
     base: Settings = Field(default_factory=dict)
-    methods: dict[str, Settings]
+    methods: dict[str, Settings] = Field(min_length=1)
     splits: dict[str, Settings] = {"all": {}}
-    seeds: list[int] = Field(default_factory=lambda: [0])
+    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     skip: list[str] = Field(default_factory=list)
     metrics: list[str] = Field(default_factory=list)
     paper: dict[str, float | dict[str, float]] = Field(default_factory=dict)
@@ -115,6 +116,9 @@ class Study(BaseModel):
 
     def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
+        for what, values in self._lists():
+            if repeated := {str(value) for value in values if values.count(value) > 1}:
+                yield f"{what}: {', '.join(sorted(repeated))} stands there twice"
         for name in (*self.skip, *self.paper, *self.overrides):
             if name not in self.names():
                 yield f"'{name}' names no METHOD/SPLIT"
@@ -137,6 +141,12 @@ class Study(BaseModel):
             if all(key in cell.settings for cell in self.cells()):
                 where = "seeds" if key == "seed" else "methods or splits"
                 yield f"--set {key} has no effect: every run has its own, in {where}"
+
+    def _lists(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        yield from (("seeds", self.seeds), ("metrics", self.metrics))
+        if self.tune:
+            yield "tune.seeds", self.tune.seeds
+            yield from ((f"tune.grid: {key}", values) for key, values in self.tune.grid.items())
 
     def target_of(self, split: str) -> float | None:
         """Return the target of a split, in the unit of the table; None without one."""
@@ -164,7 +174,7 @@ class Study(BaseModel):
 
     def _cells(self, seed: int, point: Settings) -> Iterator[Cell]:
         more = {**self.tune.base, **point} if self.tune and point else {}
-        trial = ",".join(f"{key}={value}" for key, value in point.items())
+        trial = trial_name(point)
         for split, of_split in self.splits.items():
             for method, of_method in self.methods.items():
                 if (name := f"{method}/{split}") not in self.skip:
@@ -211,6 +221,11 @@ class Cell:
     def folder(self, out: Path) -> Path:
         """Return the run's folder under ``out``."""
         return out.joinpath(*(re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")))
+
+
+def trial_name(point: Settings) -> str:
+    """Return the name of a point of ``tune``, such as "learning-rate=0.1"."""
+    return ",".join(f"{key}={value}" for key, value in point.items())
 
 
 def finished(folder: Path) -> bool:

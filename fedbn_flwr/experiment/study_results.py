@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbn_flwr.experiment.output import DIVERGED_AT, read_metrics
 from fedbn_flwr.experiment.study import Cell, Study, failure_of, finished, summary_of
-from fedbn_flwr.training.tasks import in_percent
+from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 __all__ = ["FIELDS", "StudyResults"]
 
@@ -80,10 +80,13 @@ class StudyResults:
             "bytes": ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0),
             "sha256": summary["sha256"],
         }
-        up = cell.config.learning_task().higher_is_better
         shown = [name for name in metrics if name in summary["final"]] or [summary["headline"]]
+        wanted = self.study.target_of(cell.split) is not None or f"{cell.method}/{cell.split}" in self.study.paper
+        if wanted and summary["headline"] not in shown:
+            shown = [summary["headline"], *shown]  # which target and paper are about
         for metric in shown:
             lines = [line for line in self.history(cell) if line.get(metric) is not None]
+            up = higher_is_better(metric)
             best = (max if up else min)(lines, key=lambda line: line[metric], default={})
             main = metric == summary["headline"]
             target = self.study.target_of(cell.split) if main else None

@@ -41,6 +41,9 @@ def write_tables(results: StudyResults) -> str:
     write_atomically(out / "results.csv", _csv(FIELDS, rows))
     write_atomically(out / "table.md", text)
     write_atomically(out / "table.csv", _csv(_COLUMNS, table))
+    for name in ("domains", "comparisons"):  # of a study that has changed
+        for end in ("md", "csv"):
+            (out / f"{name}.{end}").unlink(missing_ok=True)
     if domains := domain_rows(_by_pair(results), study.paper, study.metrics):
         by_domain = domain_markdown(study.name, domains)
         write_atomically(out / "domains.md", by_domain)
@@ -68,8 +71,9 @@ _COLUMNS = (
 def table_rows(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a row for each method, split and metric, from the tidy rows.
 
-    Means and sample standard deviations are those of the runs that finished. ``reached`` counts the runs that
-    reached the target, and the means up to the target are those of these runs. ``difference`` is mean minus paper.
+    Means and sample standard deviations are those of the runs that finished; rounds and traffic are means, too.
+    ``reached`` counts the runs that reached the target, and the means up to the target are those of these runs.
+    ``difference`` is mean minus paper.
     """
     groups: dict[tuple[str, str, str | None], list[Row]] = {}
     for split in study.splits:
@@ -88,8 +92,11 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
     mean, std = _mean_std([row["final"] for row in counted])
     best, best_std = _mean_std([row["best"] for row in counted])
     reached = [row for row in counted if row["rounds-to-target"] is not None]
-    one: Row = shown[0] if shown else {**dict.fromkeys(FIELDS), "rounds": 0, "bytes": 0, "exchanges": 0}
+    one: Row = shown[0] if shown else dict.fromkeys(FIELDS)
     paper = one["paper"]
+    rounds, exchanges, moved = (
+        _mean_std([row[key] for row in shown])[0] or 0 for key in ("rounds", "exchanges", "bytes")
+    )
     return {
         "method": method,
         "split": split,
@@ -101,9 +108,9 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "std": std,
         "best-mean": best,
         "best-std": best_std,
-        "rounds": one["rounds"],
-        "megabytes": one["bytes"] / 2**20,
-        "exchanges": one["exchanges"],
+        "rounds": rounds,
+        "megabytes": moved / 2**20,
+        "exchanges": exchanges,
         "target": one["target"],
         "reached": None if one["target"] is None else len(reached),
         **{key: _mean_std([row[key] for row in reached])[0] for key in _TARGETS},
@@ -149,7 +156,7 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
         final += "" if row["std"] is None else f" ± {row['std']:.{places}f}"
         lost = [f"{row[what]} {what}" for what in ("diverged", "failed") if row[what]]
         cells = [row["method"], row["split"], row["metric"] or "-", final, _number(row["best-mean"], places)]
-        cells += [str(row["rounds"]), str(row["exchanges"]), f"{row['megabytes']:.2f}"]
+        cells += [f"{row['rounds']:.10g}", f"{row['exchanges']:.10g}", f"{row['megabytes']:.2f}"]
         cells += [", ".join([str(row["runs"]), *lost])]
         if aims:
             rounds, exchanges, moved = (row[key] for key in _TARGETS)
@@ -158,13 +165,10 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
             cells += [_number(exchanges, 1), _number(megabytes, 2)]
             cells += ["" if row["reached"] is None else f"{row['reached']} of {row['runs']}"]
         if paper:
-            stated = ["" if row[key] is None else f"{row[key]:{form}}" for key, form in _STATED]
-            cells += stated
+            stated = (("paper", f".{places}f"), ("difference", f"+.{places}f"))
+            cells += ["" if row[key] is None else f"{row[key]:{form}}" for key, form in stated]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-_STATED = (("paper", ".2f"), ("difference", "+.2f"))
 
 
 def _number(value: float | None, places: int) -> str:

@@ -11,7 +11,8 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ import torch
 import yaml
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
+from fedbn_flwr.errors import ConfigError, FedBNError, NotResumableError, RunFailedError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
 from fedbn_flwr.experiment.output import DIVERGED_AT, PLACES, RunFolder, changed_settings, lock_folder
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
@@ -69,7 +70,7 @@ class LogFollower:
 
 
 Outcome = tuple[Cell, str]
-Runner = Callable[[Sequence[Cell], Path, Follower], Iterator[Outcome]]
+Runner = Callable[[Sequence[Cell], Path, Follower], Generator[Outcome]]
 """Does runs and yields each that ended, with its error or ""."""
 
 
@@ -84,9 +85,10 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         follower: is told what happens; by default a ``LogFollower``.
 
     Raises:
-        ConfigError: another process writes to the folder.
-        RunFailedError: runs failed, trained nothing, or diverged and their ``on-divergence`` is "stop". All other runs
-            are finished, and the error holds the tables. The same call tries the failed ones again.
+        ConfigError: another process writes to the folder, or data cannot be used; nothing was done.
+        RunFailedError: trials failed; or runs failed, trained nothing, or diverged and their ``on-divergence`` is
+            "stop". All other runs are finished, and the error holds the tables. The same call tries the failed ones
+            again.
     """
     runner, follower = runner or in_series(), follower or LogFollower()
     for cell in (cell for cell in study.cells() if cell.seed == study.seeds[0]):
@@ -96,6 +98,7 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         trials = list(study.trials())
         if trials:
             _do_all(trials, out, runner, follower, lambda: None)
+            _refuse_lost(trials, out)
             found, chosen = tuned(study, out)
             write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
             study = study.with_chosen(chosen)
@@ -105,8 +108,8 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         table = write_tables(results)
     if absent := results.absent_metrics():
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
-    if failed := [cell.name for cell in (*trials, *cells) if _failed(cell, out)]:
-        message = f"{len(failed)} of {len(trials) + len(cells)} runs failed or diverged: {', '.join(failed)}"
+    if failed := [cell.name for cell in cells if _failed(cell, out)]:
+        message = f"{len(failed)} of {len(cells)} runs failed or diverged: {', '.join(failed)}"
         raise RunFailedError(message, table)
     return table
 
@@ -114,7 +117,7 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
 def in_series(engine: Engine = "in-process") -> Runner:
     """Return a runner that does one run after another, in this process."""
 
-    def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Iterator[Outcome]:
+    def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
         for cell in cells:
             yield cell, do_cell(cell, out, engine, follower.begin(cell))
 
@@ -142,9 +145,12 @@ def do_cell(cell: Cell, out: Path, engine: Engine, on_round: OnRound | None = No
 
 def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
     """Write the error with which a run ended."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {"error": error, "type": kind, "traceback": trace}
-    write_atomically(folder / FAILED, json.dumps(content, indent=2) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / FAILED, json.dumps(content, indent=2) + "\n")
+    except OSError as problem:  # a full disk, say
+        logger.warning("%s cannot be written: %s", folder / FAILED, problem)
 
 
 def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower, after: Callable[[], object]) -> None:
@@ -153,16 +159,27 @@ def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
     changed = {cell.name: keys for cell in done if (keys := _changed(cell.config, cell.folder(out)))}
     left = [cell for cell in cells if cell not in done or cell.name in changed]
     _check_data(left)
-    for cell in (cell for cell in left if cell.name in changed):
-        logger.warning("%s is repeated, the study has changed: %s", cell.name, changed[cell.name])
-        _set_aside(cell.folder(out), "earlier")
+    for name, keys in changed.items():
+        logger.warning("%s is repeated, the study has changed: %s", name, keys)
     follower.plan(cells, left)
+    if not left:
+        return
     last = time.monotonic()
-    for cell, error in runner(left, out, follower) if left else ():
-        follower.end(cell, error)
-        if time.monotonic() - last > _BETWEEN_TABLES:
-            after()
-            last = time.monotonic()
+    with closing(runner(left, out, follower)) as outcomes:  # ends the other runs if something fails here
+        for cell, error in outcomes:
+            follower.end(cell, error)
+            if time.monotonic() - last > _BETWEEN_TABLES:
+                after()
+                last = time.monotonic()
+
+
+def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
+    """Raise RunFailedError if trials have no result: without them another setting could be chosen."""
+    if lost := [cell.name for cell in trials if not finished(cell.folder(out))]:
+        raise RunFailedError(
+            f"{len(lost)} of {len(trials)} trials of tune failed: {', '.join(lost)}. Nothing was chosen; the same "
+            "command tries them again. (A trial that diverges is a result: its setting is not chosen.)"
+        )
 
 
 def _check_data(cells: Sequence[Cell]) -> None:
@@ -194,13 +211,17 @@ def _failed(cell: Cell, out: Path) -> bool:
 
 def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, workers: int | None) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
+    if folder.is_dir():
+        with lock_folder(folder):  # an error if another process still writes there: nothing is renamed under it
+            if finished(folder):  # with other settings, see ``_do_all``
+                _set_aside(folder, "earlier")
     if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
         try:
             if changed := _changed(config, folder):
-                raise ConfigError(f"it belongs to a run with other settings: {changed}")
+                raise NotResumableError(f"it belongs to a run with other settings: {changed}")
             run(config.model_copy(update={"resume": True}), folder, engine, on_round, workers)
             return
-        except ConfigError as error:
+        except NotResumableError as error:
             logger.warning("%s starts from the beginning: %s", folder, error)
     _set_aside(folder, "unfinished")
     run(config, folder, engine, on_round, workers)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbn_flwr.experiment.early_stopping import validation_metric
 from fedbn_flwr.experiment.output import DIVERGED_AT
-from fedbn_flwr.experiment.study import Cell, Settings, Study, finished, summary_of
+from fedbn_flwr.experiment.study import Cell, Settings, Study, finished, summary_of, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["Tuned", "tuned", "tuning_markdown"]
@@ -44,7 +44,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, Settings]]:
     one that is best at the end of a grid: a larger grid may have a better one.
     """
     cells = list(study.trials())
-    points = study.tune.points() if study.tune else []
+    points = {trial_name(point): point for point in study.tune.points()} if study.tune else {}
     chosen: dict[str, Settings] = {}
     found = []
     for name in dict.fromkeys(f"{cell.method}/{cell.split}" for cell in cells):
@@ -59,7 +59,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, Settings]]:
         if best is None:
             logger.warning("%s: no trial of tune has a score; the study's own settings are used", name)
             continue
-        chosen[name] = points[list(trials).index(best)]
+        chosen[name] = points[best]
         for key, value in chosen[name].items():
             grid = [v for v in (study.tune.grid[key] if study.tune else ()) if isinstance(v, (int, float))]
             if len(grid) > 2 and value in (min(grid), max(grid)):

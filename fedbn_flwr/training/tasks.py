@@ -27,6 +27,7 @@ __all__ = [
     "RegressionTask",
     "Task",
     "confusion",
+    "higher_is_better",
     "in_percent",
     "label_cross_entropy",
     "mean_iou",
@@ -334,8 +335,13 @@ METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.a
 
 
 def in_percent(metric: str) -> bool:
-    """Return whether a metric, with any prefix such as ``test-``, is a share, which tables show in percent."""
-    return metric.rpartition("-")[2] not in _NO_SHARES
+    """Return whether a metric, such as ``test-accuracy``, is a share, which tables show in percent."""
+    return not {*metric.split("-")}.intersection(_NO_SHARES)
+
+
+def higher_is_better(metric: str) -> bool:
+    """Return whether more of a metric, such as ``test-accuracy``, is better; not so for losses and errors."""
+    return not {*metric.split("-")}.intersection(("loss", "mae"))
 
 
 def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown
 from fedbn_flwr.experiment.study import Study
 from fedbn_flwr.experiment.study_results import StudyResults
@@ -48,8 +48,10 @@ def test_differences_are_paired_by_seed_as_scipy_does() -> None:
     assert largest["p-holm"] == pytest.approx(max(largest["p"], middle["p-holm"]))
     text = comparisons_markdown("s", found)
     assert [line.count("\\*\\*") for line in text.splitlines()[-3:]] == [0, 1, 1]
-    (single,) = comparisons(rows[:1] + rows[5:6])
-    assert (single["low"], single["p"], single["p-holm"]) == (None, None, None)
+    equal = [row("A", seed, 50.0 + seed) for seed in (0, 1)] + [row("B", seed, 50.25 + seed) for seed in (0, 1)]
+    for unknown in (rows[:1] + rows[5:6], equal):
+        (pair,) = comparisons(unknown)
+        assert (pair["low"], pair["p"], pair["p-holm"]) == (None, None, None)
 
 
 TARGETS = """
@@ -88,6 +90,17 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
     first, second = table_rows(study, rows)
     assert (first["reached"], first["rounds-to-target"], first["difference"]) == (2, 2.5, pytest.approx(0.0))
     assert (second["reached"], second["rounds-to-target"], second["paper"]) == (0, None, None)
+    losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
+    for folder, values in ((tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1)) for seed in (0, 1)):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {"test-loss": value} for line, value in zip(lines, values, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["final"]["test-loss"] = 1.1
+        (folder / "summary.json").write_text(json.dumps(summary))
+    rows = StudyResults(losses, tmp_path / "out").rows()
+    found = [(r["metric"], r["best"], r["best-round"], r["paper"]) for r in rows if r["method"] == "A"]
+    assert found[:2] == [("test-accuracy", 61.0, 3, 70.0), ("test-loss", 0.9, 2, None)]
     with pytest.raises(ConfigError, match="target: 'none' is not one of splits"):
         load(tmp_path, TARGETS.replace("target: 60", "target: {none: 60}"))
 
@@ -127,5 +140,9 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
     found, chosen = tuned(study, out)
     assert found[1].scores["learning-rate=0.1"] is None
     assert chosen["BN/all"] == {"learning-rate": 0.1} != chosen["FedBN/all"]
+    with pytest.raises(RunFailedError, match=r"1 of 6 trials of tune failed: tune/FedBN/all/learning-rate=0.1/seed-0"):
+        sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
+    with pytest.raises(ConfigError, match=r"tune\.grid: learning-rate: 0\.1 stands there twice"):
+        load(tmp_path, TUNE.replace("1.0e-6", "0.1"))
     with pytest.raises(ConfigError, match=r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"):
         load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))

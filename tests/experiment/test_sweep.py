@@ -14,7 +14,7 @@ from fedbn_flwr.experiment import sweep as module
 from fedbn_flwr.experiment.output import lock_folder
 from fedbn_flwr.experiment.parallel_sweep import in_parallel, memory_need
 from fedbn_flwr.experiment.study import Cell, Study
-from fedbn_flwr.experiment.sweep import LogFollower, sweep
+from fedbn_flwr.experiment.sweep import LogFollower, do_cell, sweep
 
 TEXT = """
 name: small
@@ -113,6 +113,8 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
         (("skip: [FedBN/own/iid]", "skip: [FedBN/idd]"), "'FedBN/idd' names no METHOD/SPLIT"),
         (("FedAvg/iid: 91", "FedAvg: 91"), "'FedAvg' names no METHOD/SPLIT"),
         (("strategy: fedbn", "strategy: silobm"), "FedBN/own/two classes/seed-0: unknown strategy 'silobm'"),
+        (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: 0 stands there twice"),
+        (("seeds: [0, 1]", "seeds: []"), "seeds: list should have at least 1 item"),
         (("name: small", "nome: small"), "nome: extra inputs are not permitted"),
         (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
         ((TEXT, "- a"), "study .*study.yaml"),
@@ -216,7 +218,7 @@ def check_tables(study: Study, out: Path) -> None:
         final = [100 * summary["final"][summary["headline"]] for summary in summaries]
         assert float(row["mean"]) == statistics.fmean(final)
         assert float(row["std"]) == pytest.approx(abs(final[0] - final[1]) / 2**0.5)
-        assert (row["runs"], row["rounds"]) == ("2", "1")
+        assert (row["runs"], float(row["rounds"])) == ("2", 1)
         traffic = summaries[0]["ledger"]
         assert float(row["megabytes"]) == (traffic["bytes-down"] + traffic["bytes-up"]) / 2**20
         assert row["metric"] == ("personal-own-accuracy" if method == "FedBN/own" else "test-accuracy")
@@ -251,6 +253,24 @@ def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, 
     sweep(study, out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-1"]
     assert sorted(path.name for path in (out / "FedAvg/iid").iterdir()) == ["seed-0", "seed-1"]
+
+
+def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study, tmp_path: Path, monkeypatch) -> None:
+    """A full disk and a lock are no reason to begin a run anew: its checkpoints are good."""
+    out, cell = tmp_path / "out", next(study.cells())
+    folder = cell.folder(out)
+    (folder / "checkpoint").mkdir(parents=True)
+    with lock_folder(folder):
+        assert "another process is still writing this run" in do_cell(cell, out, "in-process")
+    assert [path.name for path in folder.parent.iterdir()] == ["seed-0"], "nothing was renamed"
+
+    def full(*arguments):
+        raise ConfigError("no space left on device")
+
+    monkeypatch.setattr(module, "_changed", lambda config, folder: "")
+    monkeypatch.setattr(module, "run", full)
+    assert do_cell(cell, out, "in-process") == "no space left on device"
+    assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
 
 
 def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_path: Path) -> None:
