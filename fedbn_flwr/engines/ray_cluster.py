@@ -61,8 +61,7 @@ def connect(
     Args:
         address: ``host:port`` of a running cluster, of which this machine is one; None = a private Ray on this machine.
         num_cpus: CPUs of a private Ray; None = the cores.
-        memory_gib: memory of a private Ray, in GiB: what tasks may ask for (70 %) and the objects they share (30 %);
-            None = Ray's choice.
+        memory_gib: what the tasks of a private Ray may ask for together, in GiB; None = Ray's choice.
         modules: files and folders of Python modules that go to the other machines beside this package.
         env_vars: environment variables of the tasks.
         log_to_driver: print what the tasks print.
@@ -84,8 +83,7 @@ def connect(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
             options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": folder}
             if memory_gib is not None:
-                store = int(0.3 * memory_gib * _GIB)
-                options |= {"_memory": int(memory_gib * _GIB) - store, "object_store_memory": store}
+                options["_memory"] = int(memory_gib * _GIB)
             # The tasks run on this machine and find the modules where this process does.
             options["runtime_env"] = {"env_vars": environment}
         else:

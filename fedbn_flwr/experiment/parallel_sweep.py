@@ -83,7 +83,7 @@ def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | N
 
     def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
         threads = max(cell.config.torch_threads for cell in cells)
-        here: dict[str, Any] = {"num_cpus": parallel * threads, "memory_gib": memory_gib / _FOR_TASKS or None}
+        here: dict[str, Any] = {"num_cpus": parallel * threads, "memory_gib": memory_gib or None}
         if named := [cell.name for cell in cells if cell.config.device.startswith("cuda:")]:
             raise ConfigError(f"{named[0]}: device=cuda:N names a GPU, and Ray chooses it. Set device=cuda or auto.")
         configs = [cell.config for cell in cells]
@@ -96,9 +96,6 @@ def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | N
             yield from _on_ray(cells, needs, session.share(configs), out, follower)
 
     return runner
-
-
-_FOR_TASKS = 0.7  # of the memory of a private Ray; the rest is for objects
 
 
 def _needs(cells: Sequence[Cell], ray_address: str | None) -> dict[str, float]:

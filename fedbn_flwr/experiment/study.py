@@ -53,8 +53,20 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.yaml_file import read_yaml
 
-__all__ = ["FAILED", "Cell", "Settings", "Study", "Tuning", "failure_of", "finished", "summary_of", "trial_name"]
+__all__ = [
+    "FAILED",
+    "STUDY_FILE",
+    "Cell",
+    "Settings",
+    "Study",
+    "Tuning",
+    "failure_of",
+    "finished",
+    "summary_of",
+    "trial_name",
+]
 
+STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
 FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
 Settings = dict[str, Scalar]

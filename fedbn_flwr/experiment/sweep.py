@@ -28,7 +28,7 @@ from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.serve import reference_config
 from fedbn_flwr.experiment.setup import check
-from fedbn_flwr.experiment.study import FAILED, Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.study import FAILED, STUDY_FILE, Cell, Study, failure_of, finished, summary_of
 from fedbn_flwr.experiment.study_results import StudyResults
 from fedbn_flwr.experiment.study_tables import write_tables
 from fedbn_flwr.experiment.tuning import tuned, tuning_markdown
@@ -96,13 +96,14 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
             logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
     with lock_folder(out, "study"):
         trials = list(study.trials())
+        _write(study, out)
         if trials:
             _do_all(trials, out, runner, follower, lambda: None)
             _refuse_lost(trials, out)
             found, chosen = tuned(study, out)
             write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
             study = study.with_chosen(chosen)
-        write_atomically(out / "study.yaml", yaml.safe_dump(study.to_mapping(), sort_keys=False))
+            _write(study, out)
         cells, results = list(study.cells()), StudyResults(study, out)
         _do_all(cells, out, runner, follower, lambda: write_tables(results))
         table = write_tables(results)
@@ -171,6 +172,10 @@ def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
             if time.monotonic() - last > _BETWEEN_TABLES:
                 after()
                 last = time.monotonic()
+
+
+def _write(study: Study, out: Path) -> None:
+    write_atomically(out / STUDY_FILE, yaml.safe_dump(study.to_mapping(), sort_keys=False))
 
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:

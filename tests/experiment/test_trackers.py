@@ -150,12 +150,13 @@ def test_a_relative_folder_of_mlflow_is_refused(monkeypatch: pytest.MonkeyPatch)
         check(Config.make({"mlflow": "mlruns"}))
 
 
-def test_names_of_runs_alone_and_in_a_study() -> None:
-    config, folder = Config.make({"seed": 3, "series": "ties"}), Path("/a/runs/digits/FedBN/iid/seed-3")
-    assert (name_of(config, folder), group_of(config, folder)) == ("FedBN/iid/seed-3", "digits")
-    trial = Path("/a/runs/digits/tune/FedBN/iid/learning-rate=0.1/seed-3")
-    assert (name_of(config, trial), group_of(config, trial)) == ("/".join(trial.parts[-5:]), "digits")
-    assert (name_of(config, Path("/a/runs/one")), group_of(config, Path("/a/runs/one"))) == ("one", "ties")
+def test_names_of_runs_alone_and_in_a_study(tmp_path: Path) -> None:
+    config, out = Config.make({"seed": 3, "series": "ties"}), tmp_path / "digits"
+    out.mkdir()
+    (out / "study.yaml").touch()
+    for name in ("FedBN/own/iid/seed-3", "tune/FedBN/iid/learning-rate=0.1/seed-3"):
+        assert (name_of(config, out / name), group_of(config, out / name)) == (name, "digits")
+    assert (name_of(config, tmp_path / "one"), group_of(config, tmp_path / "one")) == ("one", "ties")
 
 
 def test_tensorboard_shows_the_values_of_metrics_jsonl(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.study import STUDY_FILE
 
 __all__ = ["Memory", "Tracker", "group_of", "name_of", "numbers_of", "summary_of_run", "tags_of"]
 
@@ -96,10 +97,14 @@ def tags_of(config: Config) -> dict[str, str]:
 
 
 def _depth(config: Config, folder: Path) -> int:
-    """Return how many parts at the end of the folder's path are the run's own; those of a study are in its folder."""
-    if folder.name != f"seed-{config.seed}" or len(folder.parts) < 5:
+    """Return how many parts at the end of the folder's path are the run's own; a study's folder has its file."""
+    if folder.name != f"seed-{config.seed}":
         return 1
-    return 5 if folder.parts[-5] == "tune" and len(folder.parts) > 6 else 3
+    above = folder.absolute().parents[:_DEEPEST]
+    return next((depth for depth, parent in enumerate(above, 1) if (parent / STUDY_FILE).is_file()), 1)
+
+
+_DEEPEST = 8  # folders between a study's and a run's; names of methods and splits may have "/"
 
 
 def _is_number(value: Any) -> bool:

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,8 +54,7 @@ class MLflow:
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         if not self._memory.id:
             experiment = group_of(self._config, self._folder) or os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedbn-flwr")
-            found = self._client.get_experiment_by_name(experiment)
-            number = found.experiment_id if found else self._client.create_experiment(experiment, files)
+            number = self._experiment(experiment, files)
             name = name_of(self._config, self._folder)
             run = self._client.create_run(number, run_name=name, tags=tags_of(self._config))
             self._memory.id = run.info.run_id
@@ -66,6 +66,13 @@ class MLflow:
         self._client.update_run(self._memory.id, status="RUNNING")
         self._memory.round = int(data.metrics.get(_ROUND, 0))
         return self._memory.round
+
+    def _experiment(self, name: str, files: str | None) -> str:
+        """Return the id of the experiment; it is made if it is absent, by one of several runs at a time."""
+        if not self._client.get_experiment_by_name(name):
+            with suppress(self._mlflow.exceptions.MlflowException):  # another run was quicker
+                self._client.create_experiment(name, files)
+        return str(self._client.get_experiment_by_name(name).experiment_id)
 
     def add_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers, and the round last."""
