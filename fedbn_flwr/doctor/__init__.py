@@ -1,8 +1,8 @@
 """What is wrong with the BatchNorm of a federation: measurements, and the findings drawn from them. Torch only.
 
 Measurements are pure functions: ``distances``, ``by_batch``, ``by_example``, ``heterogeneity``, ``gradients``,
-``mismatch``, ``state``, ``history``. ``model_rules`` and ``data_rules`` turn them into findings, with the numbers in
-``thresholds`` and the texts in ``remedies``. ``diagnose`` puts all together.
+``mismatch``, ``state``, ``history``, ``trends``; ``measuring`` calls them in order. ``model_rules`` and ``data_rules``
+turn them into findings, with the numbers in ``thresholds`` and the texts in ``remedies``. ``diagnose`` is the whole.
 """
 
 from fedbn_flwr.doctor.diagnose import diagnose, diagnose_state

@@ -70,14 +70,12 @@ class Features:
         layers: by path; a layer that is not called with one row an example is left out.
         owner: index of each example's client, (N,).
         classes: class of each example, (N,); None if targets are not classes.
-        outputs: the model's outputs, (N, ...).
         left_out: paths of the layers that are left out.
     """
 
     layers: dict[str, LayerFeatures]
     owner: Tensor
     classes: Tensor | None
-    outputs: Tensor
     left_out: list[str] = field(default_factory=list)
 
 
@@ -97,17 +95,16 @@ def features(model: nn.Module, clients: Sequence[ClientData]) -> Features:
         )
     ]
     inputs = torch.cat([client.inputs for client in clients])
-    outputs = []
     with torch.no_grad(), watch:
         for batch in torch.split(inputs, _BATCH):
             watch.begin(len(batch))
-            outputs.append(working(prepared(batch)).float().cpu())
+            working(prepared(batch))
     for handle in handles:
         handle.remove()
     owner = torch.cat([torch.full((len(client),), index) for index, client in enumerate(clients)])
     classes = [client.classes for client in clients]
     known = torch.cat([c for c in classes if c is not None]) if all(c is not None for c in classes) else None
-    return Features(watch.layers(len(inputs)), owner, known, torch.cat(outputs), sorted(watch.refused))
+    return Features(watch.layers(len(inputs)), owner, known, sorted(watch.refused))
 
 
 class _Watch(TorchFunctionMode):

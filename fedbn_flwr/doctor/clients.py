@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["ClientData", "Loaders", "read_clients", "read_loader"]
+__all__ = ["ClientData", "Loaders", "outputs_of", "read_clients", "read_loader"]
 
 Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 """A loader for each client, by name or in order; it yields batches (inputs, targets), as a ``DataLoader`` does."""
@@ -85,6 +85,21 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
     if not count:
         return None
     return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, complete)
+
+
+def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the model's outputs.
+
+    Raises:
+        DataError: they are no tensor.
+    """
+    outputs = model(inputs)
+    if not isinstance(outputs, Tensor):
+        raise DataError(
+            f"the model returns {_shape_of(outputs)}, not one tensor. Wrap it in a module that returns the one for the "
+            "loss."
+        )
+    return outputs
 
 
 def _shape_of(batch: Any) -> str:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.doctor.by_batch import (
-    BatchMoments,
-    batch_moments,
-    deviation,
     layers_of,
-    noise,
-    pooled,
-    window_variance,
 )
-from fedbn_flwr.doctor.by_example import features
 from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import remarks, unanswered
-from fedbn_flwr.doctor.distances import Statistics
 from fedbn_flwr.doctor.findings import Diagnosis
-from fedbn_flwr.doctor.gradients import deviations, regrouped
-from fedbn_flwr.doctor.heterogeneity import class_skew, shift
 from fedbn_flwr.doctor.measured import Measured, Training
-from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, default_loss, mismatch, running_distances
+from fedbn_flwr.doctor.measuring import Measuring
+from fedbn_flwr.doctor.mismatch import Loss, default_loss
 from fedbn_flwr.doctor.rules import findings
 from fedbn_flwr.doctor.state import (
     averaged_counters,
@@ -35,14 +24,11 @@ from fedbn_flwr.doctor.state import (
     unusable_statistics,
     variance_extremes,
 )
-from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B
-from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
 
 __all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
-
-_REGROUPED = 3  # regroupings of B_i: each is a forward and a backward pass of every client
 
 
 def diagnose(
@@ -122,19 +108,18 @@ def diagnose_clients(
     """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own."""
     plain = unwrap(model)
     m = _of_state(plain, plain.state_dict() if state is None else state, training, local_keys, shared_keys)
-    lacking: list[str] = []
     m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training and not holds_eval(layer)]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = [_number(m.num_layers, "BatchNorm layer"), _number(len(clients), "client")]
     about = f"{', '.join(sizes)}, {sum(map(len, clients)):,} examples."
     if not m.num_layers:
         return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
-    generator = torch.Generator().manual_seed(seed)
-    measures = _measured(plain, clients, tests or clients, loss, m, lacking, generator)
+    measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
+    measures = measuring.everything()
     if not tests:
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
     found, handled = findings(m)
-    return Diagnosis(about, found, measures, [*lacking, *unanswered(m)], [*notes, *handled, *remarks(m)])
+    return Diagnosis(about, found, measures, [*measuring.lacking, *unanswered(m)], [*notes, *handled, *remarks(m)])
 
 
 def diagnose_state(
@@ -203,119 +188,3 @@ def _local(parts: Parts, local: Collection[str] | None, shared: Collection[str] 
             f"of the model ({unknown[0]!r}, ...). Its first entries are {', '.join(parts.names[:3])}."
         )
     return [name for name in parts.names if (name in names) == (shared is None)]
-
-
-def _measured(
-    model: nn.Module,
-    clients: Sequence[ClientData],
-    tests: Sequence[ClientData],
-    loss: Loss,
-    m: Measured,
-    lacking: list[str],
-    generator: torch.Generator,
-) -> dict[str, Any]:
-    """Fill ``m`` and ``lacking`` with what the data show; return the figures."""
-    layers = layers_of(model)
-    eps = {path: layer.eps for path, layer in layers.items()}
-    moments = [batch_moments(model, client) for client in clients]
-    rows = {path: _batches(layer, path, moments) for path, layer in layers.items()}
-    m.noise = {path: row["batch-noise-mean"] for path, row in rows.items() if row.get("batch-noise-mean") is not None}
-    running = running_distances(model, moments)
-    m.running = {path: found.mean for path, found in running.items()}
-    for path, found in running.items():
-        rows[path]["running"] = found._asdict()
-    seen = features(model, clients)
-    if seen.left_out:
-        lacking.append(f"differences of the clients in {', '.join(seen.left_out)}: no row an example.")
-    m.constant = {path: (int(f.constant().sum()), len(f.low)) for path, f in seen.layers.items()}
-    for path, (dead, channels) in m.constant.items():
-        rows[path] |= {"constant-channels": dead, "channels": channels}
-    figures: dict[str, Any] = {
-        "clients": [*m.names],
-        "examples": [len(client) for client in clients],
-        "batch-sizes": [*m.batch_sizes],
-        "layers": rows,
-    }
-    if len(clients) > 1 and seen.layers and not m.untracked:
-        m.shift = shift(seen.layers, seen.owner, eps, generator)
-        figures["shift"] = _shift_figures(m.shift, rows, "shift")
-        if seen.classes is not None:
-            m.skew = class_skew(seen.classes, seen.owner, generator)
-            figures["class-skew"] = {"mean": m.skew.mean, **vars(m.skew)}
-            m.within = shift(seen.layers, seen.owner, eps, generator, seen.classes)
-            figures["shift-within-classes"] = _shift_figures(m.within, rows, "shift-within-classes")
-    elif len(clients) < 2:
-        lacking.append("differences between clients: there is one.")
-    _try(lacking, "gradient deviation B_i", lambda: figures.update(_gradients(model, clients, loss, m, generator)))
-    _try(lacking, "mismatch of training and test", lambda: figures.update(_gap(model, tests, loss, m, generator)))
-    return figures
-
-
-def _batches(layer: Any, path: str, moments: Sequence[BatchMoments]) -> dict[str, Any]:
-    """Return the figures of a layer's batches, by client."""
-    own = [list(client.get(path, ())) for client in moments]
-    if not all(own):
-        return {}
-    everything = [m for batches in own for m in batches]
-    if layer.running_mean is None:
-        reference = pooled(everything)
-    else:
-        reference = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
-    distances = [deviation(batches, reference, layer.eps) for batches in own]
-    noises = [noise(batches, layer.eps) for batches in own]
-    known = [value for value in noises if value is not None]
-    return {
-        "batch-deviation": {name: [getattr(d, name) for d in distances] for name in ("l1", "mean", "variance")},
-        "window-variance": [window_variance(batches) for batches in own],
-        "batch-noise": noises,
-        "batch-noise-mean": sum(known) / len(known) if known else None,
-    }
-
-
-def _shift_figures(found: Any, rows: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    for path, value in found.layers.items():
-        rows[path] |= {name: value, f"{name}-by-chance": found.by_chance[path]}
-    return {"excess": found.excess, "p-value": found.p_value, "share": found.share}
-
-
-def _gradients(
-    model: nn.Module, clients: Sequence[ClientData], loss: Loss, m: Measured, generator: torch.Generator
-) -> dict[str, Any]:
-    chosen = [client for client in clients if len(client) > 1][:MAX_CLIENTS_B]
-    if len(chosen) < 2:
-        raise ConfigError("it needs two clients with two examples each")
-    batches = [_batch(client, m.training.batch_size, generator) for client in chosen]
-    m.deviations = deviations(model, batches, loss)
-    chance = [deviations(model, regrouped(batches, generator), loss) for _ in range(_REGROUPED)]
-    m.deviation_by_chance = sum(d.relative for row in chance for d in row) / sum(map(len, chance))
-    return {
-        "gradient-deviation": {
-            "clients": [client.name for client in chosen],
-            "absolute": [d.absolute for d in m.deviations],
-            "relative": [d.relative for d in m.deviations],
-            "relative-by-chance": m.deviation_by_chance,
-        }
-    }
-
-
-def _batch(client: ClientData, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return a random batch of the client, of the given size (0 = the loader's), at least 2 examples."""
-    count = min(len(client), max(2, size or client.batch_size))
-    return client.batch(torch.randperm(len(client), generator=generator)[:count])
-
-
-def _gap(
-    model: nn.Module, tests: Sequence[ClientData], loss: Loss, m: Measured, generator: torch.Generator
-) -> dict[str, Any]:
-    m.gap = mismatch(model, tests, loss, generator)
-    if m.training_layers or m.untracked or m.training.tested_by_batch:
-        m.sorted_accuracy = accuracy_by_class(model, tests, 32)
-    return {"train-test-mismatch": {**vars(m.gap), "accuracy-lost": m.gap.accuracy_lost}}
-
-
-def _try(lacking: list[str], what: str, measure: Callable[[], None]) -> None:
-    """Measure; what cannot be measured is noted."""
-    try:
-        measure()
-    except (ConfigError, NormLayerError, DataError) as error:
-        lacking.append(f"{what}: {error}")

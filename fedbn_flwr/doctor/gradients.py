@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
 from fedbn_flwr.doctor.by_batch import layers_of
+from fedbn_flwr.doctor.clients import outputs_of
 from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.training.memory_format import inputs_for
 
@@ -79,7 +80,7 @@ def _training_copy(model: nn.Module) -> nn.Module:
 def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
     """Return the gradient of the batch's loss with respect to all trainable parameters, float64 (P,)."""
     inputs, targets = batch
-    outputs = model(inputs_for(model)(inputs))
+    outputs = outputs_of(model, inputs_for(model)(inputs))
     trained = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(loss(outputs, targets.to(outputs.device)), trained, allow_unused=True)
     flat = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]

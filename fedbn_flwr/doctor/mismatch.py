@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.doctor.by_batch import BatchMoments, layers_of, normalising_by_batch
-from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.clients import ClientData, outputs_of
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.memory_format import inputs_for
@@ -106,7 +106,7 @@ def _run(
     losses, right, prepared = [], [], inputs_for(model)
     with torch.no_grad():
         for positions in batches:
-            outputs, wanted = model(prepared(inputs[positions])).float().cpu(), targets[positions]
+            outputs, wanted = outputs_of(model, prepared(inputs[positions])).float().cpu(), targets[positions]
             losses += [loss(outputs[n : n + 1], wanted[n : n + 1]).double() for n in range(len(positions))]
             if not wanted.is_floating_point() and outputs.dim() == 2 and outputs.shape[1] > 1:
                 right.append((outputs.argmax(1) == wanted.reshape(-1)).double())

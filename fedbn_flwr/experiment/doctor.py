@@ -19,10 +19,10 @@ from fedbn_flwr.data import Subset
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
 from fedbn_flwr.doctor.findings import Diagnosis
-from fedbn_flwr.doctor.history import history
 from fedbn_flwr.doctor.measured import Training
 from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
 from fedbn_flwr.doctor.threads import threads
+from fedbn_flwr.doctor.trends import trends
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
@@ -69,7 +69,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         found = replace(found, findings=[*(f for f in own if (f.id, *f.evidence) not in known), *found.findings])
     lines = read_metrics(run / STATISTICS_FILE)
     if lines:
-        return replace(found, measures={**found.measures, "history": history(lines)})
+        return replace(found, measures={**found.measures, "history": trends(lines)})
     missing = "changes from round to round: the run has no statistics.jsonl (watch-statistics=0)."
     return replace(found, not_measured=[*found.not_measured, missing])
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedbn_flwr.doctor.distances import Statistics, distance
 from fedbn_flwr.doctor.history import MAX_CLIENTS, sample, statistics_line, tracked_layers, weight
+from fedbn_flwr.doctor.trends import trends
 
 
 def test_distances_against_plain_python() -> None:
@@ -76,3 +79,36 @@ def test_many_clients_are_quantiles_and_unsent_layers_are_left_out() -> None:
     assert layer.keys() == {"change", "quantiles"}
     assert layer["quantiles"]["l1"] == pytest.approx([0, 320, 640, 960, 1280])  # 2 channels, w = 0.1
     json.dumps(line, allow_nan=False)
+
+
+def test_trends_over_recorded_lines_against_numpy() -> None:
+    """Two layers, two clients; client b is absent from the second line, and nothing is tracked in the last."""
+    rng = np.random.default_rng(0)
+
+    def line(server_round: int, clients: list[str], tracked: bool = True) -> dict[str, Any]:
+        def layer(channels: list[int]) -> dict[str, Any]:
+            count = len(clients)
+            sampled = [[rng.random(len(channels)).tolist() if tracked else None for _ in clients] for _ in range(2)]
+            return {
+                "change": {"l1": server_round / 10, "mean": 0.0, "variance": 0.0},
+                "clients": {"l1": [float(rng.random()) if tracked else None for _ in range(count)]},
+                "sample": {"channels": channels, "mean": sampled[0], "variance": sampled[1]},
+            }
+
+        return {"round": server_round, "clients": clients, "layers": {"0": layer([0, 1]), "1": layer([0])}}
+
+    lines = [line(1, ["a", "b"]), line(2, ["a"]), line(3, ["a", "b"]), line(4, ["a", "b"], tracked=False)]
+    found = trends(lines, window=2)
+    assert found["rounds"] == [1, 2, 3, 4]
+    assert found["change-l1"] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    sums = [sum(layer["clients"]["l1"][0] for layer in one["layers"].values()) for one in lines[:3]]
+    assert found["local-l1"]["a"] == pytest.approx([*sums, None])
+    assert [value is None for value in found["local-l1"]["b"]] == [False, True, False, True]
+    rows = [
+        [v for layer in one["layers"].values() for name in ("mean", "variance") for v in layer["sample"][name][0]]
+        for one in lines[:3]
+    ]
+    expected = [None, *(float(np.var(rows[k : k + 2], axis=0, ddof=1).mean()) for k in range(2)), None]
+    assert found["window-variance"]["a"] == pytest.approx(expected)
+    assert [value is None for value in found["window-variance"]["b"]] == [True, True, False, True]
+    assert found["delta-variance"]["a"][1] == pytest.approx(float(np.var(sums[:2], ddof=1)))

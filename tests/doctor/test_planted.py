@@ -196,6 +196,23 @@ def test_a_model_without_batchnorm_and_loaders_without_examples(loaders: Loaders
         diagnose(nn.Linear(64, 10), [])
 
 
+def test_a_model_that_returns_no_tensor_is_measured_in_part(loaders: Loaders) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"out": self.head(self.norm(x))}
+
+    found = diagnose(Named().eval(), loaders())
+    assert found.measures["shift"]["p-value"] > 0.001
+    assert [line.split(":")[0] for line in found.not_measured] == [
+        *("gradient deviation B_i", "mismatch of training and test")
+    ]
+    assert "the model returns dict, not one tensor" in found.not_measured[0]
+
+
 # --- saved states ----------------------------------------------------------------------------------------------------
 
 

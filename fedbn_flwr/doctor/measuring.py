@@ -1,0 +1,168 @@
+"""All measurements of a model on the clients' data, in order: batches, examples, clients, gradients, tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.doctor.by_batch import batch_moments, deviation, layers_of, noise, pooled, window_variance
+from fedbn_flwr.doctor.by_example import Features, features
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.distances import Distance, Statistics
+from fedbn_flwr.doctor.gradients import Batch, deviations, regrouped
+from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, shift
+from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
+from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B
+from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
+
+__all__ = ["Measuring"]
+
+_REGROUPED = 3  # regroupings of B_i: each is two forward and backward passes of every client
+_SORTED = 32  # examples in a batch of sorted test examples
+
+Figures = dict[str, Any]
+
+
+class Measuring:
+    """Measures a model on data; the model does not change.
+
+    Args:
+        model: the model.
+        clients: training examples.
+        tests: test examples.
+        loss: returns the mean loss of a batch.
+        seed: of the regroupings.
+        found: takes the measurements that the rules need.
+
+    Attributes:
+        lacking: what could not be measured, and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clients: Sequence[ClientData],
+        tests: Sequence[ClientData],
+        loss: Loss,
+        seed: int,
+        found: Measured,
+    ) -> None:
+        self.lacking: list[str] = []
+        self._model, self._clients, self._tests, self._loss = model, clients, tests, loss
+        self._generator = torch.Generator().manual_seed(seed)
+        self._layers = layers_of(model)
+        self._rows: dict[str, Figures] = {path: {} for path in self._layers}  # figures by layer
+        self._m = found
+
+    def everything(self) -> Figures:
+        """Do all measurements; return the figures, ``measures`` of the JSON."""
+        figures: Figures = {
+            "clients": [client.name for client in self._clients],
+            "examples": [len(client) for client in self._clients],
+            "batch-sizes": [client.batch_size for client in self._clients],
+            "layers": self._rows,
+        }
+        self._batches()
+        seen = self._examples()
+        if len(self._clients) < 2:
+            self.lacking.append("differences between clients: there is one.")
+        elif seen.layers and not self._m.untracked:
+            figures |= self._differences(seen)
+        figures |= self._tried("gradient deviation B_i", self._gradients)
+        figures |= self._tried("mismatch of training and test", self._mismatch)
+        return figures
+
+    def _batches(self) -> None:
+        moments = [batch_moments(self._model, client) for client in self._clients]
+        for path, layer in self._layers.items():
+            own = [list(client.get(path, ())) for client in moments]
+            if all(own):
+                self._rows[path] |= _of_batches(layer, own)
+        known = {path: [n for n in row.get("batch-noise", ()) if n is not None] for path, row in self._rows.items()}
+        self._m.noise = {path: sum(values) / len(values) for path, values in known.items() if values}
+        running = running_distances(self._model, moments)
+        self._m.running = {path: found.mean for path, found in running.items()}
+        for path, found in running.items():
+            self._rows[path]["running"] = found._asdict()
+
+    def _examples(self) -> Features:
+        seen = features(self._model, self._clients)
+        if seen.left_out:
+            self.lacking.append(f"differences of the clients in {', '.join(seen.left_out)}: no row an example.")
+        self._m.constant = {path: (int(f.constant().sum()), len(f.low)) for path, f in seen.layers.items()}
+        for path, (dead, channels) in self._m.constant.items():
+            self._rows[path] |= {"constant-channels": dead, "channels": channels}
+        return seen
+
+    def _differences(self, seen: Features) -> Figures:
+        eps = {path: layer.eps for path, layer in self._layers.items()}
+        self._m.shift = shift(seen.layers, seen.owner, eps, self._generator)
+        figures = {"shift": self._of_shift("shift", self._m.shift)}
+        if seen.classes is not None:
+            self._m.skew = class_skew(seen.classes, seen.owner, self._generator)
+            figures["class-skew"] = {"mean": self._m.skew.mean, **vars(self._m.skew)}
+            self._m.within = shift(seen.layers, seen.owner, eps, self._generator, seen.classes)
+            figures["shift-within-classes"] = self._of_shift("shift-within-classes", self._m.within)
+        return figures
+
+    def _of_shift(self, name: str, found: Shift) -> Figures:
+        for path, value in found.layers.items():
+            self._rows[path] |= {name: value, f"{name}-by-chance": found.by_chance[path]}
+        return {"excess": found.excess, "p-value": found.p_value, "share": found.share}
+
+    def _gradients(self) -> Figures:
+        chosen = [client for client in self._clients if len(client) > 1][:MAX_CLIENTS_B]
+        if len(chosen) < 2:
+            raise ConfigError("it needs two clients with two examples each.")
+        batches = [self._batch(client) for client in chosen]
+        own = deviations(self._model, batches, self._loss)
+        mixed = [regrouped(batches, self._generator) for _ in range(_REGROUPED)]
+        chance = [one.relative for some in mixed for one in deviations(self._model, some, self._loss)]
+        self._m.deviations, self._m.deviation_by_chance = own, sum(chance) / len(chance)
+        return {
+            "gradient-deviation": {
+                "clients": [client.name for client in chosen],
+                "absolute": [one.absolute for one in own],
+                "relative": [one.relative for one in own],
+                "relative-by-chance": self._m.deviation_by_chance,
+            }
+        }
+
+    def _batch(self, client: ClientData) -> Batch:
+        """Return a random batch of a client, of training's size (0 = the loader's), at least 2 examples."""
+        count = min(len(client), max(2, self._m.training.batch_size or client.batch_size))
+        return client.batch(torch.randperm(len(client), generator=self._generator)[:count])
+
+    def _mismatch(self) -> Figures:
+        gap = self._m.gap = mismatch(self._model, self._tests, self._loss, self._generator)
+        if self._m.training_layers or self._m.untracked or self._m.training.tested_by_batch:
+            self._m.sorted_accuracy = accuracy_by_class(self._model, self._tests, _SORTED)
+        return {"train-test-mismatch": {**vars(gap), "accuracy-lost": gap.accuracy_lost}}
+
+    def _tried(self, what: str, measure: Callable[[], Figures]) -> Figures:
+        """Return the figures of a measurement; if it cannot be done, note why."""
+        try:
+            return measure()
+        except (ConfigError, NormLayerError, DataError) as error:
+            self.lacking.append(f"{what}: {error}")
+            return {}
+
+
+def _of_batches(layer: _BatchNorm, own: Sequence[Sequence[Moments]]) -> Figures:
+    """Return the figures of a layer, given the moments of each client's batches."""
+    if layer.running_mean is None or layer.running_var is None:
+        reference = pooled([moments for batches in own for moments in batches])
+    else:
+        reference = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
+    distances = [deviation(batches, reference, layer.eps) for batches in own]
+    return {
+        "batch-deviation": {name: [getattr(one, name) for one in distances] for name in Distance._fields},
+        "window-variance": [window_variance(batches) for batches in own],
+        "batch-noise": [noise(batches, layer.eps) for batches in own],
+    }

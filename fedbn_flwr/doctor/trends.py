@@ -1,0 +1,71 @@
+"""How BatchNorm's statistics move over the rounds of a run: FixBN's Fig. 3 from the lines of ``statistics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fedbn_flwr.doctor.distances import Statistics
+
+__all__ = ["trends"]
+
+
+def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, Any]:
+    """Return FixBN's Fig. 3 (a) and (b) of recorded lines, over all layers.
+
+    Args:
+        lines: of ``statistics.jsonl``.
+        window: recorded lines of a variance; the paper has 200 rounds.
+
+    Returns:
+        ``rounds``; ``change-l1``: norm of the global change, by round; ``local-l1``: by client, norm of the deviation
+        of its batch statistics; ``window-variance``: by client, the variance of its recorded statistics over the last
+        ``window`` lines in which it took part, the mean over layers and channels; ``delta-variance``: the same of its
+        ``local-l1`` (section B.6). A value is None where the client has none, or not two in the window. Variances are
+        unbiased; the paper's B.6 divides by W.
+    """
+    clients = list(dict.fromkeys(client for line in lines for client in line["clients"] or ()))
+    found: dict[str, Any] = {"rounds": [line["round"] for line in lines], "window": window}
+    found["change-l1"] = [_total([layer["change"]["l1"] for layer in line["layers"].values()]) for line in lines]
+    found["local-l1"] = {client: [_local(line, client, _l1) for line in lines] for client in clients}
+    samples = {client: [_local(line, client, _sampled) for line in lines] for client in clients}
+    found["window-variance"] = {client: _rolling(rows, window) for client, rows in samples.items()}
+    deltas = {
+        client: [value if value is None else [value] for value in row] for client, row in found["local-l1"].items()
+    }
+    found["delta-variance"] = {client: _rolling(rows, window) for client, rows in deltas.items()}
+    return found
+
+
+def _local(line: Mapping[str, Any], client: str, read: Any) -> Any:
+    """Return what ``read`` finds of a client in a line; None if it took no part, or tracked nothing."""
+    if client not in (line["clients"] or ()):
+        return None
+    return read(line["layers"].values(), line["clients"].index(client))
+
+
+def _l1(layers: Any, at: int) -> float | None:
+    return _total([layer["clients"]["l1"][at] for layer in layers])
+
+
+def _sampled(layers: Any, at: int) -> list[float] | None:
+    rows = [layer["sample"][name][at] for layer in layers for name in Statistics._fields]
+    values = [value for row in rows if row for value in row]
+    return values if values and None not in values else None
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _rolling(rows: Sequence[Sequence[float] | None], window: int) -> list[float | None]:
+    """Return, for each row, the variance of the last ``window`` rows that are known, the mean over the columns."""
+    found: list[float | None] = []
+    for end in range(1, len(rows) + 1):
+        last = [row for row in rows[:end] if row is not None][-window:]
+        known = rows[end - 1] is not None and len(last) > 1
+        found.append(float(torch.tensor(last, dtype=torch.float64).var(0).mean()) if known else None)
+    return found
