@@ -30,6 +30,12 @@ _FIXBN = Remedy(
     "freezes the global statistics halfway (freeze-at=0.5) and trains on under them, at a lower learning rate "
     "(arXiv:2303.06530); no further messages",
 )
+_FEDTAN2 = Remedy(
+    "strategy=fedtan2", "FedTAN at first, then frozen statistics: most of its gain, with few rounds of many exchanges"
+)
+_FEDWON = Remedy(
+    "strategy=fedwon norm=wsconv", "convolutions with standardised weights, and no BatchNorm at all (arXiv:2306.11879)"
+)
 _GROUP = Remedy("norm=group", "GroupNorm has no statistics of the batch; on its own it may reach less than BatchNorm")
 _FEDBN = Remedy(
     "strategy=fedbn",
@@ -47,13 +53,14 @@ def label_skew(local_steps: int) -> list[Remedy]:
     With E = 1 FedTAN is centralised training, step by step. With more steps it synchronises the first step of a round
     only, and FixBN acts in all of them.
     """
-    first = [_FEDTAN, _FIXBN] if local_steps == 1 else [_FIXBN, _FEDTAN]
+    first = [_FEDTAN, _FEDTAN2, _FIXBN] if local_steps == 1 else [_FIXBN, _FEDTAN2]
     return [*first, _GROUP]
 
 
 FEATURE_SHIFT = [
     _FEDBN,
     _SILOBN,
+    _FEDWON,
     Remedy(
         "fedbn-flwr evaluate RUN --dataset NEW --bn adapt",
         "for one model on data of a new site: statistics re-estimated from its inputs, without targets",
@@ -67,6 +74,7 @@ CLIENTS_DIFFER = [
 SMALL_BATCH = [
     Remedy("batch-size=16", "or more: the noise of a batch's statistics falls as 1 / sqrt(batch size)"),
     _GROUP,
+    _FEDWON,
     Remedy("norm=batch-renorm", "normalises by running statistics, corrected within limits (arXiv:1702.03275)"),
     _FIXBN,
 ]

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
+from fedbn_flwr.doctor import remedies
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.doctor import diagnose_run
 from fedbn_flwr.experiment.run import run
@@ -81,6 +83,20 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None:
     assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
+
+
+def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
+    """A remedy that reads ``key=value ...`` is a config that can run; the others are calls or sentences."""
+    lists = [value for value in vars(remedies).values() if isinstance(value, list) and value != remedies.__all__]
+    lists += [remedies.label_skew(steps) for steps in (1, 2)]
+    keys = {field.alias or name for name, field in Config.model_fields.items()}
+    tried = set()
+    for setting in {remedy.setting for found in lists for remedy in found}:
+        pairs = [word.partition("=") for word in setting.split()]
+        if all(key in keys and value for key, _, value in pairs):
+            Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
+            tried.add(pairs[0][0])
+    assert tried >= {"strategy", "norm", "batch-size", "recalibrate", "bn-momentum", "gradient-clip-norm"}
 
 
 def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
