@@ -14,7 +14,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fedbn_flwr import diagnose
-from fedbn_flwr.doctor import Diagnosis, Training, diagnose_state
+from fedbn_flwr.doctor import Diagnosis, Finding, Training, diagnose_state
 from fedbn_flwr.doctor.state_file import named, read_state_file
 from fedbn_flwr.errors import ConfigError, StateError
 
@@ -187,6 +187,13 @@ def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders
     assert read["findings"][0].keys() == {"id", "what", "evidence", "numbers", "remedies"}
     assert list(read["measures"]["layers"]) == ["1", "4"]
     assert "1. `model.eval()`:" in (tmp_path / "doctor/doctor.md").read_text()
+
+
+def test_a_heading_of_the_page_is_one_line_and_text_is_not() -> None:
+    long = Finding("id", "word " * 30 + "end.", ["evidence"], {}, [])
+    found = Diagnosis("about", [long])
+    assert f"\n## 1. {long.what}\n" in found.markdown()
+    assert max(map(len, str(found).splitlines())) <= 100
 
 
 def test_a_model_without_batchnorm_and_loaders_without_examples(loaders: Loaders) -> None:
