@@ -45,7 +45,7 @@ def call(*arguments: str):
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["run", "sweep", "doctor", "list", "inspect", "partition", "evaluate", "export"]
+    assert COMMANDS == ["run", "sweep", "report", "doctor", "list", "inspect", "partition", "evaluate", "export"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

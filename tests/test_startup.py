@@ -10,7 +10,7 @@ from pathlib import Path
 
 HEAVY = (
     *("PIL", "datasets", "fastapi", "flwr_datasets", "matplotlib", "onnx", "pandas", "ray", "scipy", "sklearn"),
-    *("sqlalchemy", "sympy", "mlflow", "tensorboard", "wandb", "torch._dynamo", "torchmetrics", "torchvision"),
+    *("sqlalchemy", "sympy", "mlflow", "plotly", "tensorboard", "torch._dynamo", "torchmetrics", "torchvision", "wandb"),
 )
 _STEPS = """
 import contextlib, io, json, sys

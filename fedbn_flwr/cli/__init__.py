@@ -1,4 +1,4 @@
-"""The command line: ``fedbn-flwr run | sweep | doctor | list | inspect | partition | evaluate | export``."""
+"""The command line: ``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | evaluate | export``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 # isort: off
 # Each module adds its command to the app; --help shows them in this order.
-from fedbn_flwr.cli import run, sweep, doctor, listing, inspect, partition, evaluate, export  # noqa: F401
+from fedbn_flwr.cli import run, sweep, report, doctor, listing, inspect, partition, evaluate, export  # noqa: F401
 from fedbn_flwr.cli.console import app
 # isort: on
 

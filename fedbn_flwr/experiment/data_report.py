@@ -15,7 +15,7 @@ from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 
-__all__ = ["DataReport", "data_report"]
+__all__ = ["DataReport", "client_names", "data_report"]
 
 _SAMPLED = 64  # images on the disk whose values are looked at
 _MOST = 20  # clients, classes and features that the text shows
@@ -63,7 +63,7 @@ class DataReport:
 def data_report(split: PartitionedData, config: Config) -> DataReport:
     """Return the report of a run's data, or of those of one node (a split with one client)."""
     data, info, own = split.dataset, config.data_info(), is_own(config.dataset)
-    names, inputs = _client_names(split), data.train if split.raw is None else split.raw
+    names, inputs = client_names(split), data.train if split.raw is None else split.raw
     values = _values(inputs, split)
     figures: dict[str, Any] = {
         "dataset": config.dataset,
@@ -101,7 +101,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     return DataReport(figures, info.notes, tuple(warnings))
 
 
-def _client_names(split: PartitionedData) -> list[str]:
+def client_names(split: PartitionedData) -> list[str]:
     """Return the name of each client: its group, if it has one group of its own, else its number."""
     groups, known = split.dataset.train.groups, split.dataset.group_names
     names = []

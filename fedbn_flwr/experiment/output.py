@@ -240,6 +240,11 @@ class RunFolder:
         with self._writing():
             write_atomically(self.path / "data.json", json.dumps(content, indent=2) + "\n")
 
+    def save_split(self, content: Mapping[str, Any]) -> None:
+        """Write the numbers of examples by client and class: ``split.json``."""
+        with self._writing():
+            write_atomically(self.path / "split.json", json.dumps(content) + "\n")
+
     def agreed(self, ask: Callable[[], Scale]) -> Scale:
         """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
         path = self.path / "scale.json"

@@ -46,7 +46,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["GLOBAL_TESTS", "OnRound", "Recorder"]
+__all__ = ["GLOBAL_TESTS", "OnRound", "Recorder", "headlines"]
 
 logger = logging.getLogger("flwr")
 
@@ -156,7 +156,7 @@ class Recorder:
         if self.stopping:
             self.stopping.add(line)
             self._stop()
-        names = (*_headlines(self._config), TRAIN_LOSS)
+        names = (*headlines(self._config), TRAIN_LOSS)
         shown = " ".join(f"{k} {line[k]:.4f}{_WHAT_MEAN * k.startswith('personal')}" for k in names if k in line)
         logger.info("round %d/%d: %s", report.server_round, self._config.num_server_rounds, shown)
         if self._on_round:
@@ -210,7 +210,7 @@ class Recorder:
         With early stopping, ``state`` and the strategy are those of the best round.
         """
         lines = read_metrics(self._folder.path / "metrics.jsonl")
-        headline = _headlines(self._config)[0]
+        headline = headlines(self._config)[0]
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
@@ -278,7 +278,8 @@ def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return totals
 
 
-def _headlines(config: Config) -> list[str]:
+def headlines(config: Config) -> list[str]:
+    """Return the key of the main score of each test in ``eval-on``; the first one is the run's main metric."""
     score = config.learning_task().score
     return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in config.evaluations()]
 

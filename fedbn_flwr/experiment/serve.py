@@ -43,6 +43,7 @@ from fedbn_flwr.experiment.setup import (
     on_device,
     training_model,
 )
+from fedbn_flwr.experiment.splitting import split_to_json
 from fedbn_flwr.experiment.statistics_log import StatisticsLog
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
@@ -265,8 +266,12 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: E
 
 
 def _report_data(folder: RunFolder, config: Config, data: PartitionedData | None) -> None:
-    """Log and write what was read of own data."""
-    if data is None or not is_own(config.dataset):
+    """Write the split of the data; log and write what was read of own data."""
+    if data is None:
+        return
+    if split := split_to_json(data):
+        folder.save_split(split)
+    if not is_own(config.dataset):
         return
     report = data_report(data, config)
     logger.info("%s", report.text())

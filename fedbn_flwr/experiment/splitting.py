@@ -1,18 +1,30 @@
-"""The split of a config: numbers of training examples by client and class, and by client and group."""
+"""The split of a config: numbers of training examples by client and class, and by client and group.
+
+A run writes them to ``split.json``: ``clients`` has the clients' names, ``tables`` each table with ``what``, ``of``,
+``names`` and ``counts``, as in ``Counts``. With more than ``MAX_CLIENTS`` clients there is no file.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.data import partition_counts, partition_picture
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data_report import client_names
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 
-__all__ = ["Counts", "count_split", "draw_split"]
+__all__ = ["MAX_CLIENTS", "Counts", "count_split", "draw_split", "read_split", "split_counts", "split_to_json"]
+
+MAX_CLIENTS = 1000
+"""With more clients the tables are larger than the rest of a run's folder, and no picture shows them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,11 @@ def count_split(config: Config) -> tuple[Counts, ...]:
         ConfigError: the split does not fit the data, or the number of clients.
         DataError: the data is missing, or it cannot be split in this way.
     """
-    split = partitioned_data(config, count_clients(config))
+    return split_counts(partitioned_data(config, count_clients(config)))
+
+
+def split_counts(split: PartitionedData) -> tuple[Counts, ...]:
+    """Return the tables of a split, as ``count_split``."""
     samples, groups = split.dataset.train, split.dataset.group_names
     columns = []
     if samples.by_class:
@@ -47,6 +63,23 @@ def count_split(config: Config) -> tuple[Counts, ...]:
         if part
         for what, labels, names in columns or [("example", samples.labels, ("examples",))]
     )
+
+
+def split_to_json(split: PartitionedData) -> dict[str, Any] | None:
+    """Return the content of ``split.json``; None with more than ``MAX_CLIENTS`` clients."""
+    if len(split.train) > MAX_CLIENTS:
+        return None
+    tables = [
+        {"what": table.what, "of": table.of, "names": list(table.names), "counts": table.counts.tolist()}
+        for table in split_counts(split)
+    ]
+    return {"clients": client_names(split), "tables": tables}
+
+
+def read_split(content: Mapping[str, Any]) -> tuple[list[str], tuple[Counts, ...]]:
+    """Return the clients' names and the tables of a ``split.json``."""
+    tables = (Counts(t["what"], np.asarray(t["counts"]), tuple(t["names"]), t["of"]) for t in content["tables"])
+    return list(content["clients"]), tuple(tables)
 
 
 def draw_split(config: Config, table: Counts, path: Path) -> None:

@@ -37,7 +37,8 @@ from tests.support.versioned import Versioned
 
 METHODS = [*STRATEGIES, CENTRALIZED]
 REESTIMATED = "re-estimated from the clients' data under these weights"
-FILES = {"config.yaml", "metrics.jsonl", "metrics.csv", "summary.json", "model.safetensors", "curves.png"}
+FILES = {"config.yaml", "split.json", "metrics.jsonl", "metrics.csv", "summary.json"}
+FILES |= {"model.safetensors", "curves.png"}
 TRAFFIC = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 

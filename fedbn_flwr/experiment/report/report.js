@@ -1,0 +1,110 @@
+// Draws the figures of a report. Each is a script of JSON beside its place: plotly's data and layout, with the names of
+// CSS variables as colours, and in "units" what changes when the curves are drawn over exchanges or bytes.
+(() => {
+  "use strict";
+  const root = document.documentElement;
+  const PAPER = 650; // pixels: the width of a figure on paper
+  const figures = [...document.querySelectorAll("figure")].map((figure) => ({
+    place: figure.querySelector(".plot"),
+    drawing: JSON.parse(figure.querySelector('script[type="application/json"]').textContent),
+  }));
+
+  const chosen = () => document.querySelector('input[name="unit"]:checked')?.value ?? "rounds";
+
+  // A copy of a value with colours in place of the names of variables.
+  const coloured = (value, style) => {
+    if (typeof value === "string" && value.startsWith("--")) {
+      const [name, opacity] = value.split("/");
+      return style.getPropertyValue(name).trim() + (opacity ?? "");
+    }
+    if (Array.isArray(value)) return value.map((item) => coloured(item, style));
+    if (value === null || typeof value !== "object") return value;
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, coloured(item, style)]));
+  };
+
+  const axis = (own, narrow) => ({
+    gridcolor: "--line",
+    zerolinecolor: "--line",
+    linecolor: "--line",
+    automargin: true,
+    fixedrange: narrow, // a finger scrolls the page
+    ...own,
+    title: { standoff: 8, font: { size: 12 }, ...own?.title },
+  });
+
+  const draw = ({ place, drawing }) => {
+    const unit = drawing.units?.[chosen()];
+    const width = root.dataset.print ? PAPER : place.clientWidth;
+    const narrow = width < 560;
+    const own = structuredClone(drawing.layout);
+    const data = structuredClone(drawing.data);
+    if (unit) {
+      unit.x.forEach((x, at) => { data[at].x = x; });
+      Object.assign(own, structuredClone(unit.layout));
+    }
+    const layout = {
+      paper_bgcolor: "--paper/00",
+      plot_bgcolor: "--paper/00",
+      margin: { l: 8, r: 12, t: own.annotations?.length ? 28 : 12, b: 8 },
+      ...own,
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: "--ink" },
+      hoverlabel: { bgcolor: "--paper", bordercolor: "--line", font: { color: "--ink" } },
+      legend: { orientation: "h", x: 0, y: 0, xref: "paper", yref: "container", yanchor: "bottom", itemwidth: 40 },
+      xaxis: axis(own.xaxis, narrow),
+      yaxis: axis(own.yaxis, narrow),
+      width,
+      height: drawing.height,
+    };
+    const style = getComputedStyle(root);
+    const config = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"], displayModeBar: narrow ? false : "hover" };
+    const paint = () => Plotly.react(place, coloured(data, style), coloured(layout, style), config);
+    return paint().then(() => {
+      const legend = place.querySelector(".legend")?.getBoundingClientRect().height ?? 0;
+      if (!legend) return undefined;
+      layout.height = drawing.height + Math.ceil(legend); // the plot keeps its own height
+      return paint();
+    });
+  };
+
+  const redraw = () => figures.forEach(draw);
+  let waiting = 0;
+  const later = () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(redraw, 100);
+  };
+
+  // What the reader chose survives the reloads of a live report.
+  const memory = {
+    read: () => { try { return JSON.parse(sessionStorage.getItem(location.pathname)) ?? {}; } catch { return {}; } },
+    write: (state) => { try { sessionStorage.setItem(location.pathname, JSON.stringify(state)); } catch { /* not kept */ } },
+  };
+  const details = [...document.querySelectorAll("details")];
+  const remember = () => memory.write({ unit: chosen(), open: details.flatMap((one, at) => (one.open ? [at] : [])) });
+  const live = Number(document.body.dataset.live);
+  if (live) {
+    const before = memory.read();
+    const button = document.querySelector(`input[name="unit"][value="${before.unit}"]`);
+    if (button) button.checked = true;
+    before.open?.forEach((at) => { if (details[at]) details[at].open = true; });
+    details.forEach((one) => one.addEventListener("toggle", remember));
+    const again = () => (document.hidden ? setTimeout(again, 1000) : location.reload());
+    setTimeout(again, 1000 * live);
+  }
+
+  document.querySelectorAll('input[name="unit"]').forEach((input) => input.addEventListener("change", () => {
+    remember();
+    redraw();
+  }));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  const print = (on) => {
+    if (on) root.dataset.print = "yes";
+    else delete root.dataset.print;
+    redraw();
+  };
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
+  matchMedia("print").addEventListener("change", (event) => print(event.matches));
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; later(); } });
+  redraw();
+})();

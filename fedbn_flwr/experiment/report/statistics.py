@@ -1,0 +1,141 @@
+"""The BatchNorm pictures of a run: how far the clients' statistics are from the global ones, and how these change."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.report.figures import ROUNDS, UNITS, Series, curves, heatmap
+from fedbn_flwr.experiment.report.page import Block, Figure, Section, Table, Text
+from fedbn_flwr.experiment.report.run_figures import marks
+from fedbn_flwr.experiment.report.run_files import RunFiles
+from fedbn_flwr.experiment.report.shown import thinned
+
+__all__ = ["batchnorm_section"]
+
+STATISTICS_FILE = "statistics.jsonl"
+
+Line = Mapping[str, Any]
+Layer = Mapping[str, Any]
+
+
+def batchnorm_section(run: RunFiles) -> Section:
+    """Return the pictures of ``statistics.jsonl``; without the file a line that says how to get it."""
+    lines = read_metrics(run.folder / STATISTICS_FILE)
+    if not lines:
+        text = "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1 to see them here."
+        return Section("batchnorm", "BatchNorm", [Text(text, "note")])
+    return Section("batchnorm", "BatchNorm", list(_blocks(run, lines)))
+
+
+def _blocks(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
+    yield Text(
+        "Batch statistics of each client, taken from the running statistics that it sent back, beside the global ones "
+        "that it got. Far apart, BatchNorm normalises with other numbers in training than in tests."
+    )
+    yield _norms(run, lines)
+    layers = list(dict.fromkeys(path for line in lines for path in line["layers"]))
+    names = [path or "the model" for path in layers]
+    rounds = thinned(lines)
+    across = [str(line["round"]) for line in rounds]
+    for key, what in (("mean", "standard deviations"), ("variance", "log of the factor")):
+        values = [[_mean(_of_clients(line["layers"].get(path), key)) for line in rounds] for path in layers]
+        title = f"Distance of the clients' {key}s from the global ones, by layer ({what})"
+        yield _by_layer(values, across, names, title, key)
+    values = [[_change(line["layers"].get(path), "mean") for line in rounds] for path in layers]
+    yield _by_layer(
+        values, across, names, "Change of the global means in a round, by layer (standard deviations)", "change"
+    )
+    last = lines[-1]
+    if last["clients"]:
+        found = [_of_clients(last["layers"].get(path), "mean") for path in layers]
+        title = f"Distance of the means by layer and client, round {last['round']} (standard deviations)"
+        drawing = heatmap(found, last["clients"], names, titles=("client", "layer", "distance"), text=".2f")
+        rows = [[name, *map(_shown, row)] for name, row in zip(names, found, strict=True)]
+        label = f"{title}: {_largest(found, names)}"
+        yield Figure(drawing, label, title, Table(["layer", *last["clients"]], rows))
+
+
+def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
+    """Return FixBN's Fig. 3 (a): L1 distances, summed over the layers."""
+    local = [_l1_of_clients(line) for line in lines]
+    known = [[value for value in row if value is not None] for row in local]
+    change = [_sum(_change(layer, "l1") for layer in line["layers"].values()) for line in lines]
+    rounds = [line["round"] for line in lines]
+    over = dict.fromkeys(UNITS, rounds)
+    band = any(len(row) > 1 for row in known)
+    series = [
+        Series(
+            "local: batch statistics of the clients from the global ones",
+            over,
+            [_mean(row) for row in known],
+            0,
+            [min(row, default=None) for row in known] if band else (),
+            [max(row, default=None) for row in known] if band else (),
+        ),
+        Series("global: change of the global statistics in the round", over, change, 1),
+    ]
+    drawing = curves(series, "L1 norm", marks(run), log=True)
+    drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])  # recorded by round only
+    rows = [
+        [
+            str(line["round"]),
+            _shown(_mean(row)),
+            _shown(min(row, default=None)),
+            _shown(max(row, default=None)),
+            _shown(c),
+        ]
+        for line, row, c in thinned(list(zip(lines, known, change, strict=True)))
+    ]
+    title = "L1 distances of the statistics, summed over the layers (FixBN, Fig. 3 a)"
+    label = f"{title}: the last local one is {rows[-1][1]}, the last global one {rows[-1][4]}."
+    head = ["round", "local, mean over clients", "local, lowest", "local, highest", "global"]
+    return Figure(drawing, label, title, Table(head, rows))
+
+
+def _by_layer(
+    values: Sequence[Sequence[float | None]], across: Sequence[str], names: Sequence[str], title: str, what: str
+) -> Figure:
+    drawing = heatmap(values, across, names, titles=("round", "layer", what), text=".2f")
+    rows = [[name, *map(_shown, row)] for name, row in zip(names, values, strict=True)]
+    return Figure(drawing, f"{title}: {_largest(values, names)}", title, Table(["layer", *across], rows))
+
+
+def _largest(values: Sequence[Sequence[float | None]], names: Sequence[str]) -> str:
+    found = [(value, name) for name, row in zip(names, values, strict=True) for value in row if value is not None]
+    return "no values." if not found else f"the largest is {_shown(max(found)[0])}, in {max(found)[1]}."
+
+
+def _of_clients(layer: Layer | None, key: str) -> list[float | None]:
+    """Return a distance for each client; with many clients the three quartiles."""
+    if layer is None:
+        return []
+    found: list[float | None] = layer["clients"][key] if "clients" in layer else layer["quantiles"][key][1:4]
+    return found
+
+
+def _l1_of_clients(line: Line) -> list[float | None]:
+    """Return the L1 distance of each client, summed over the layers that tracked."""
+    columns = [_of_clients(layer, "l1") for layer in line["layers"].values()]
+    return [_sum(values) for values in zip(*columns, strict=True)]
+
+
+def _change(layer: Layer | None, key: str) -> float | None:
+    found: float | None = layer["change"][key] if layer else None
+    return found
+
+
+def _sum(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
