@@ -210,12 +210,13 @@ def heatmap(
         **{"type": "heatmap", "z": [list(row) for row in values], "xgap": 1, "ygap": 1},
         **{"x": [_text(name) for name in across], "y": [_text(name) for name in down], "zmin": 0},
         "zmax": max((value for row in values for value in row if value is not None), default=0) or 1,
-        "colorscale": [[0, "--soft"], [1, "--c0"]],
+        "colorscale": [[0, "--soft"], [1, "--light" if small else "--c0"]],  # numbers are read on a light colour
         "colorbar": {"title": {"text": _text(titles[2]), "side": "right"}, "thickness": 10, "outlinewidth": 0},
+        "showscale": not small,
         "hovertemplate": f"{_text(titles[0])} %{{x}}, {_text(titles[1])} %{{y}}: %{{z:{text}}}<extra></extra>",
     }
     if small:
-        trace |= {"texttemplate": f"%{{z:{text}}}"}
+        trace |= {"texttemplate": f"%{{z:{text}}}", "textfont": {"color": "--ink"}}
     layout = {
         "xaxis": {"type": "category", "title": {"text": _text(titles[0])}, "showgrid": False},
         "yaxis": {"type": "category", "title": {"text": _text(titles[1])}, "autorange": "reversed", "showgrid": False},

@@ -1,0 +1,343 @@
+"""The report: what the page says of a run, finished or not, and that it loads nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedbn_flwr.cli import app
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config, read_overrides
+from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.report import follow_report, write_report
+from fedbn_flwr.experiment.report import figures as drawings
+from fedbn_flwr.experiment.run import run
+
+EVIL = "</script><script>alert(1)</script><b>&amp;"
+SETTINGS = {
+    **{"strategy": "fixbn", "freeze-at": 2, "num-clients": 3, "num-server-rounds": 4, "local-steps": 2},
+    **{"batch-size": 8, "learning-rate": 0.2, "eval-on": "global,personal-own",},
+}
+
+
+class Html(HTMLParser):
+    """What a browser would make of a page: its texts, its tags with their attributes, and its figures."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.figures: list[dict[str, Any]] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        tag, attributes = self.tags[-1] if self.tags else ("", {})
+        if tag == "script" and attributes.get("type") == "application/json":
+            self.figures.append(json.loads(data))
+        elif tag not in ("script", "style"):
+            self.words.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a phase change, tests of the global model and of clients."""
+    out = tmp_path_factory.mktemp("report") / "run"
+    run(Config.make(SETTINGS), out)
+    return out
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def page(finished: Path) -> Html:
+    """The page as it is; in other tests a few characters stand for plotly's 5 MB."""
+    return Html(write_report(finished))
+
+
+@pytest.fixture(autouse=True)
+def _short(page: Html, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "Plotly")
+
+
+def change(path: Path, **values: Any) -> None:
+    """Change entries of a JSON or YAML file."""
+    loads, dumps = (json.loads, json.dumps) if path.suffix == ".json" else (yaml.safe_load, yaml.safe_dump)
+    path.write_text(dumps(loads(path.read_text()) | {key.replace("_", "-"): value for key, value in values.items()}))
+
+
+def unfinish(folder: Path, rounds: int) -> None:
+    """Make the folder that of a run that has done so many rounds, and writes the next line."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:rounds]) + lines[rounds][:40])
+    (folder / "summary.json").unlink()
+
+
+# --- a finished run --------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_was_run_and_reached(finished: Path, page: Html) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    final, best = (100 * summary[which]["test-accuracy"] for which in ("final", "best"))
+    assert "FixBN on digits, mlp" in page.text
+    assert f"The test-accuracy is {final:.2f} % after round 4" in page.text
+    assert f"best, in round {summary['best']['round']} {best:.2f} %" in page.text
+    assert "4 rounds of 2 local steps on batches of 8" in page.text
+    assert "BN frozen after round 2" in page.text
+    for word in (summary["sha256"], summary["versions"]["torch"], "pooled over the whole test set, 359 examples"):
+        assert word in page.text
+    assert "Warning" not in page.text
+
+
+def test_its_sections_have_their_figures(page: Html) -> None:
+    sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
+    assert sections == ["settings", "curves", "result", "clients", "split", "batchnorm", "traffic", "reproduce"]
+    links = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
+    assert links == {f"#{name}" for name in sections}
+    titles = [figure["layout"].get("yaxis", {}).get("title", {}).get("text") for figure in page.figures]
+    assert titles == ["accuracy (%)", "loss", None, "class"]
+    labels = [attributes["aria-label"] for _, attributes in page.tags if attributes.get("role") == "img"]
+    assert len(labels) == len(page.figures) == page.count("figcaption")
+    assert all(labels)
+
+
+def test_curves_are_drawn_over_rounds_exchanges_and_bytes(finished: Path, page: Html) -> None:
+    lines = read_metrics(finished / "metrics.jsonl")
+    figure = page.figures[0]
+    assert [trace["name"] for trace in figure["data"]] == ["test", "personal-own", "train"]
+    assert figure["data"][0]["y"] == [100 * line["test-accuracy"] for line in lines]
+    moved = [sum(line["bytes-down"] + line["bytes-up"] for line in lines[: at + 1]) / 2**20 for at in range(4)]
+    over = {unit: found["x"][0] for unit, found in figure["units"].items()}
+    assert over == {"rounds": [1, 2, 3, 4], "exchanges": [1, 2, 3, 4], "bytes": pytest.approx(moved, abs=1e-6)}
+    for unit, found in figure["units"].items():
+        assert [note["text"] for note in found["layout"]["annotations"]] == ["T* = 2"]
+        assert found["layout"]["shapes"][0]["x0"] == over[unit][1]
+    styles = {(trace["line"]["color"], trace["line"]["dash"]) for trace in figure["data"]}
+    assert len({colour for colour, _ in styles}) == len({dash for _, dash in styles}) == 3, "colour is never alone"
+
+
+def test_its_command_gives_the_settings_of_the_run(finished: Path, page: Html) -> None:
+    command = re.search(r"fedbn-flwr run (.*?) --out runs/again", page.text)
+    assert command is not None
+    words = shlex.split(command[1].replace("\\ ", " "))
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    made, saved = Config.make(read_overrides(words[1::2])), Config.load(finished / "config.yaml")
+    folder = {"out": saved.out, "state_dir": saved.state_dir}
+    assert made.model_copy(update=folder) == saved
+    assert {word.partition("=")[0] for word in words[1::2]} == set(SETTINGS), "no more than needed"
+
+
+def test_it_loads_nothing(page: Html) -> None:
+    """No attribute that fetches, no style that does; plotly's code, the only other place of addresses, stands once."""
+    fetching = ("src", "srcset", "poster", "action", "formaction", "background", "cite", "ping", "xlink:href")
+    assert [a for _, attributes in page.tags for a in attributes if a in fetching] == []
+    assert {a["href"] for tag, a in page.tags if tag == "link"} == {"data:,"}
+    assert page.count("iframe") + page.count("object") + page.count("img") + page.count("base") == 0
+    scripts = [attributes for tag, attributes in page.tags if tag == "script" and not attributes]
+    assert len(scripts) == 2, "plotly.js and report.js"
+    here = Path(drawings.__file__).parent
+    assert re.search(r"url\(|@import", (here / "report.css").read_text()) is None
+    assert re.search(r"fetch\(|XMLHttp|import\(|https?:", (here / "report.js").read_text()) is None
+
+
+def test_every_figure_is_one_of_plotly_with_colours_of_the_style(page: Html) -> None:
+    css = (Path(drawings.__file__).parent / "report.css").read_text()
+    colours = set(re.findall(r"(--[a-z0-9]+):", css))
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("--"):
+            assert value.partition("/")[0] in colours
+            return "#123456"
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    check_figures([plain(figure) for figure in page.figures])
+
+
+def check_figures(figures: list[dict[str, Any]]) -> None:
+    """Let plotly check names and values of all entries."""
+    import plotly.graph_objects as go
+
+    for figure in figures:
+        layouts = [unit["layout"] for unit in figure.get("units", {}).values()] or [{}]
+        for layout in layouts:
+            go.Figure({"data": figure["data"], "layout": {**figure["layout"], **layout}})
+
+
+# --- what may be missing, strange or unfinished ----------------------------------------------------------------------
+
+
+def test_every_name_is_escaped(folder: Path) -> None:
+    split = json.loads((folder / "split.json").read_text())
+    split["clients"][0] = split["tables"][0]["names"][0] = EVIL
+    (folder / "split.json").write_text(json.dumps(split))
+    change(folder / "summary.json", model_note=EVIL)
+    page = Html(write_report(folder))
+    assert page.text.count(EVIL) > 3
+    assert page.count("b") == 0
+    assert len([1 for tag, attributes in page.tags if tag == "script" and not attributes]) == 2
+    assert json.dumps(page.figures).count("&lt;script&gt;") > 1, "plotly reads tags in texts"
+
+
+def test_an_unfinished_run(folder: Path) -> None:
+    unfinish(folder, 2)
+    page = Html(write_report(folder))
+    assert "Warning. The run is not finished: 2 of 4 rounds, the last one at 20" in page.text
+    assert page.figures[0]["units"]["rounds"]["x"][0] == [1, 2]
+    (folder / "metrics.jsonl").unlink()
+    page = Html(write_report(folder))
+    assert "0 of 4 rounds. " in page.text
+    assert "No round is finished yet" in page.text
+
+
+def test_a_run_that_diverged_and_lost_replies(folder: Path) -> None:
+    lines = read_metrics(folder / "metrics.jsonl")
+    lines[2] |= {"test-loss": None, "diverged-at": 3, "diverged": ["test-loss is nan"], "rejected": ["no model"]}
+    lines[3] |= {"test-loss": None, "test-accuracy": None, "kept-previous": True, "dropped-batches": 2}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change(folder / "summary.json", diverged_at=3, resumed_after=[1])
+    page = Html(write_report(folder))
+    warnings = [word for word in page.text.split("Warning. ")][1:]
+    assert warnings[0].startswith("The run diverged in round 3: test-loss is nan.")
+    assert warnings[1].startswith("1 replies of clients were refused (1 times: no model).")
+    assert warnings[2].startswith("Too few replies were usable in 1 rounds (the first is 4)")
+    assert warnings[3].startswith("2 batches of one example were left out")
+    assert warnings[4].startswith("The run was interrupted and resumed after round 1")
+    assert "diverged" in [note["text"] for note in page.figures[0]["units"]["rounds"]["layout"]["annotations"]]
+    assert page.figures[1]["data"][0]["y"][2:] == [None, None]
+
+
+def test_a_folder_without_its_split(folder: Path) -> None:
+    (folder / "split.json").unlink()
+    assert len(Html(write_report(folder)).figures) == 4, "from the data, which are here"
+    change(folder / "config.yaml", dataset="mnist", data_dir="/nowhere")
+    page = Html(write_report(folder))
+    assert len(page.figures) == 3
+    assert "The folder has no split.json, and the data cannot be read here: " in page.text
+
+
+def test_domains_and_many_clients(folder: Path) -> None:
+    lines = read_metrics(folder / "metrics.jsonl")
+    lines[-1]["domains"] = {"test-accuracy": {"amazon": 0.5, "dslr": None}, "test-macro-f1": {"amazon": 0.25}}
+    lines[-1]["clients"] = {str(at): {"own-accuracy": at / 100, "own-loss": 1.0} for at in range(100)}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Html(write_report(folder))
+    assert page.figures[2]["data"][0]["y"] == ["amazon", "dslr"]
+    assert page.figures[2]["data"][0]["x"] == [50.0, None]
+    assert page.figures[3]["data"][0]["type"] == "histogram"
+    check_figures([{**f, "data": [{**t, "marker": {}} for t in f["data"]]} for f in page.figures[2:4]])
+
+
+def recorded(server_round: int, many: bool = False) -> dict[str, Any]:
+    """A line of ``statistics.jsonl``; after T* nothing is tracked."""
+    frozen = server_round > 2
+    change = dict.fromkeys(("l1", "mean", "variance"), 0.0 if frozen else 0.5)
+    values = [None, None] if frozen else [1.5, 2.5]
+    clients = {"clients": {name: values for name in ("l1", "mean", "variance", "weight")}}
+    quantiles = {"quantiles": {name: [0.0, 1.0, 2.0, 3.0, 4.0] for name in change}}
+    layers = {path: {"change": change, **(quantiles if many else clients)} for path in ("norm", "")}
+    return {"round": server_round, "phase": "train", "clients": None if many else ["0", "1"], "layers": layers}
+
+
+def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
+    assert "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1" in page.text
+    path = folder / "statistics.jsonl"
+    path.write_text("".join(json.dumps(recorded(at)) + "\n" for at in (1, 2, 3)))
+    found = Html(write_report(folder)).figures[4:]
+    assert [figure["data"][-1]["type"] for figure in found] == ["scatter", *["heatmap"] * 4]
+    band, local, change = found[0]["data"]
+    assert (local["y"], change["y"]) == ([4.0, 4.0, None], [1.0, 1.0, 0.0]), "summed over the layers"
+    assert band["y"] == [5.0, 5.0, None, None, 3.0, 3.0]
+    assert found[1]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
+    assert found[1]["data"][0]["y"] == ["norm", "the model"]
+    path.write_text(json.dumps(recorded(1, many=True)) + "\n")
+    assert len(Html(write_report(folder)).figures[4:]) == 4, "no picture by client"
+
+
+# --- the command and the live report ---------------------------------------------------------------------------------
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["report", *arguments])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    code, text = call(str(folder), "--out", str(tmp_path / "new/a.html"))
+    assert (code, text) == (0, f"report: {tmp_path / 'new/a.html'}")
+    assert call(str(folder))[0] == call(str(folder))[0] == 0, "an older report is replaced"
+    assert (folder / "report.html").is_file()
+    code, text = call(str(tmp_path))
+    assert code == 2
+    assert "is not the folder of a run or a study: it has neither config.yaml nor study.yaml" in text
+    code, text = call(str(folder), "--out", str(folder / "config.yaml"))
+    assert (code, text.endswith("is there and is not a report. Choose another file.")) == (2, True)
+    assert Config.load(folder / "config.yaml").strategy == "fixbn"
+    assert call(str(folder), "--out", str(tmp_path))[0] == 2
+
+
+@pytest.fixture
+def growing(folder: Path) -> Iterator[Callable[[float], None]]:
+    """A run of which each wait of the report makes a round more; it checks that the page on the disk is live."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    summary = (folder / "summary.json").read_text()
+    unfinish(folder, 1)
+    waits: list[int] = []
+
+    def wait(seconds: float) -> None:
+        page = Html(folder / "report.html")
+        assert ("body", {"data-live": "5"}) in page.tags
+        assert f"{min(1 + len(waits), 4)} of 4 rounds" in page.text
+        waits.append(len(lines))
+        assert len(waits) < 6, "it has not ended"
+        (folder / "metrics.jsonl").write_text("".join(lines[: 1 + len(waits)]))
+        if len(waits) == 3:
+            (folder / "summary.json").write_text(summary)
+
+    yield wait
+    assert len(waits) == 3
+
+
+def test_a_live_report_follows_the_run_and_ends_with_it(folder: Path, growing: Callable[[float], None]) -> None:
+    page = Html(follow_report(folder, wait=growing))
+    assert ("body", {"data-live": "0"}) in page.tags
+    assert "not finished" not in page.text
+    assert "meta http-equiv" not in (folder / "report.html").read_text()
+
+
+def test_a_live_report_that_is_interrupted_leaves_a_page_that_is_not_live(folder: Path) -> None:
+    unfinish(folder, 1)
+    writes = []
+
+    def wait(seconds: float) -> None:
+        writes.append((folder / "report.html").stat().st_mtime_ns)
+        if len(writes) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        follow_report(folder, wait=wait)
+    assert writes[0] == writes[2], "nothing has changed: no new page"
+    assert ("body", {"data-live": "0"}) in Html(folder / "report.html").tags
+    with pytest.raises(ConfigError, match="neither"):
+        follow_report(folder.parent)
