@@ -19,14 +19,18 @@ from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, read_overrides
 from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.report import follow_report, write_report
 from fedbn_flwr.experiment.report import figures as drawings
+from fedbn_flwr.experiment.report import follow_report, write_report
 from fedbn_flwr.experiment.run import run
 
 EVIL = "</script><script>alert(1)</script><b>&amp;"
 SETTINGS = {
     **{"strategy": "fixbn", "freeze-at": 2, "num-clients": 3, "num-server-rounds": 4, "local-steps": 2},
-    **{"batch-size": 8, "learning-rate": 0.2, "eval-on": "global,personal-own",},
+    **{
+        "batch-size": 8,
+        "learning-rate": 0.2,
+        "eval-on": "global,personal-own",
+    },
 }
 
 
@@ -218,7 +222,7 @@ def test_a_run_that_diverged_and_lost_replies(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     change(folder / "summary.json", diverged_at=3, resumed_after=[1])
     page = Html(write_report(folder))
-    warnings = [word for word in page.text.split("Warning. ")][1:]
+    warnings = page.text.split("Warning. ")[1:]
     assert warnings[0].startswith("The run diverged in round 3: test-loss is nan.")
     assert warnings[1].startswith("1 replies of clients were refused (1 times: no model).")
     assert warnings[2].startswith("Too few replies were usable in 1 rounds (the first is 4)")
@@ -254,7 +258,7 @@ def recorded(server_round: int, many: bool = False) -> dict[str, Any]:
     frozen = server_round > 2
     change = dict.fromkeys(("l1", "mean", "variance"), 0.0 if frozen else 0.5)
     values = [None, None] if frozen else [1.5, 2.5]
-    clients = {"clients": {name: values for name in ("l1", "mean", "variance", "weight")}}
+    clients = {"clients": dict.fromkeys(("l1", "mean", "variance", "weight"), values)}
     quantiles = {"quantiles": {name: [0.0, 1.0, 2.0, 3.0, 4.0] for name in change}}
     layers = {path: {"change": change, **(quantiles if many else clients)} for path in ("norm", "")}
     return {"round": server_round, "phase": "train", "clients": None if many else ["0", "1"], "layers": layers}
