@@ -13,6 +13,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.report.page import GENERATOR, Page
 from fedbn_flwr.experiment.report.run import run_page
 from fedbn_flwr.experiment.report.run_files import RunFiles
+from fedbn_flwr.experiment.report.study import study_page
+from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
 
 __all__ = ["REPORT_FILE", "follow_report", "write_report"]
 
@@ -78,6 +80,9 @@ def _write(folder: Path, target: Path, live: int) -> tuple[Path, bool]:
 
 
 def _page(folder: Path, foot: str, live: int) -> tuple[Page, bool]:
+    if (folder / STUDY_FILE).is_file():
+        study = StudyFiles.read(folder)
+        return study_page(study, foot, live), study.ended
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"{str(folder)!r} is not the folder of a run or a study: it has neither config.yaml nor study.yaml. Give "

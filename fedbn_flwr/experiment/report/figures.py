@@ -166,7 +166,7 @@ def bars(groups: Mapping[str, Mapping[str, float | None]], title: str, text: str
         text: format of the numbers at the bars.
     """
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
-    patterns = ("", "/", ".", "x", "-", "+", "|")
+    patterns = ("", "/", ".", "x", "-")  # without a common divisor with the colours
     data = [
         {
             **{"type": "bar", "orientation": "h", "name": _text(group), "y": [_text(name) for name in names]},
@@ -175,7 +175,12 @@ def bars(groups: Mapping[str, Mapping[str, float | None]], title: str, text: str
             "hovertemplate": f"%{{y}}: %{{x:{text}}}<extra>{_text(group)}</extra>",
             "marker": {
                 "color": _style(at)[0],
-                "pattern": {"shape": patterns[at % len(patterns)], "fgcolor": "--paper", "size": 6, "solidity": 0.25},
+                "pattern": {
+                    "shape": patterns[at % len(patterns)],
+                    "fillmode": "overlay",
+                    "fgcolor": "--paper",
+                    "size": 7,
+                },
             },
         }
         for at, (group, values) in enumerate(groups.items())

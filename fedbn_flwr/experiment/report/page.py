@@ -52,7 +52,7 @@ class Table:
         """Return the table in a box of its own, in which a wide table scrolls."""
         numeric = [_is_number(text) for text in zip(*self.rows, strict=True)] or [False] * len(self.head)
         marks = [' class="n"' if number else "" for number in numeric]
-        caption = f"<caption>{escape(self.caption)}</caption>" if self.caption else ""
+        caption = f'<p class="note">{escape(self.caption)}</p>' if self.caption else ""
         head = "".join(f'<th scope="col"{m}>{escape(name)}</th>' for m, name in zip(marks, self.head, strict=True))
         body = "".join(
             "<tr>" + "".join(f"<td{m}>{_cell(cell)}</td>" for m, cell in zip(marks, row, strict=True)) + "</tr>"
@@ -60,7 +60,7 @@ class Table:
         )
         label = escape(self.caption or ", ".join(name for name in self.head if name))
         return (
-            f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>{caption}'
+            f'{caption}<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
@@ -145,15 +145,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class More:
-    """Blocks that the reader opens."""
+    """Blocks that the reader opens; ``anchor`` is what links to them name."""
 
     summary: str
     blocks: Sequence[Block]
+    anchor: str = ""
 
     def html(self) -> str:
         """Return the blocks below their summary."""
         inside = "".join(block.html() for block in self.blocks)
-        return f"<details><summary>{escape(self.summary)}</summary>{inside}</details>"
+        name = f' id="{escape(self.anchor)}"' if self.anchor else ""
+        return f"<details{name}><summary>{escape(self.summary)}</summary>{inside}</details>"
 
 
 Block = Text | Table | Facts | Listing | Code | Switch | Figure | More

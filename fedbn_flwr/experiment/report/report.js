@@ -91,6 +91,13 @@
     setTimeout(again, 1000 * live);
   }
 
+  const open = () => {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (target instanceof HTMLDetailsElement) target.open = true;
+  };
+  addEventListener("hashchange", open);
+  open();
+
   document.querySelectorAll('input[name="unit"]').forEach((input) => input.addEventListener("change", () => {
     remember();
     redraw();

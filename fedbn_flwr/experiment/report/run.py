@@ -11,10 +11,12 @@ from datetime import datetime
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config
 from fedbn_flwr.experiment.output import DIVERGED_AT
+from fedbn_flwr.experiment.report.client_figures import clients_section, domains_section
+from fedbn_flwr.experiment.report.curve_figures import curves_section
 from fedbn_flwr.experiment.report.page import Block, Code, Facts, More, Page, Section, Table, Text
-from fedbn_flwr.experiment.report.run_figures import clients_section, curves_section, domains_section, split_section
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import duration, metric, setting, size, unit_of, with_unit
+from fedbn_flwr.experiment.report.split_figures import split_section
 from fedbn_flwr.experiment.report.statistics import batchnorm_section
 from fedbn_flwr.strategies import STRATEGIES
 

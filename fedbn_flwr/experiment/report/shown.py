@@ -57,7 +57,7 @@ def metric(key: str, value: Any, *, signed: bool = False) -> str:
 
 def with_unit(key: str, value: Any) -> str:
     """Return a value of metrics.jsonl as text with its unit."""
-    return metric(key, value) + (" %" if in_percent(key) and value is not None else "")
+    return metric(key, value) + ("\N{NO-BREAK SPACE}%" if in_percent(key) and value is not None else "")
 
 
 def size(count: float) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.report.curve_figures import marks
 from fedbn_flwr.experiment.report.figures import ROUNDS, UNITS, Series, curves, heatmap
 from fedbn_flwr.experiment.report.page import Block, Figure, Section, Table, Text
-from fedbn_flwr.experiment.report.run_figures import marks
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import thinned
 

@@ -1,0 +1,274 @@
+"""The report of a study."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from fedbn_flwr.experiment.report.page import Block, Code, Facts, Link, Listing, More, Page, Section, Table, Text
+from fedbn_flwr.experiment.report.run import command, method_name, run_warnings
+from fedbn_flwr.experiment.report.shown import duration, in_percent, setting, size, unit_of, with_unit
+from fedbn_flwr.experiment.report.split_figures import split_figures
+from fedbn_flwr.experiment.report.study_figures import (
+    comparison_section,
+    curves_section,
+    domains_section,
+    dots_figures,
+)
+from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
+from fedbn_flwr.experiment.study import Cell, failure_of
+
+__all__ = ["study_page"]
+
+_MIB = 2**20
+
+
+def study_page(files: StudyFiles, foot: str, live: int = 0) -> Page:
+    """Return the page of a study.
+
+    Args:
+        files: its files.
+        foot: the last line of the page.
+        live: seconds after which an open page is loaded again; 0 = never.
+    """
+    sections = [
+        results_section(files),
+        comparison_section(files),
+        curves_section(files),
+        domains_section(files),
+        settings_section(files),
+        split_section(files),
+        runs_section(files),
+        reproduce_section(files),
+    ]
+    return Page(
+        title=files.study.name,
+        above=f"Report of a study{', still running' if live else ''}",
+        lead=[
+            Text(_sentence(files), "lead"),
+            Facts(list(_facts(files))),
+            *(Text(w, "warning") for w in _warnings(files)),
+        ],
+        sections=[section for section in sections if section],
+        foot=foot,
+        live=live,
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _sentence(files: StudyFiles) -> str:
+    study = files.study
+    parts = [_count(len(study.methods), "method")]
+    parts += [_count(len(study.splits), "split")] if len(study.splits) > 1 else []
+    parts += [_count(len(study.seeds), "seed")]
+    grid = f"{', '.join(parts[:-1])} and {parts[-1]}: {_count(len(files.cells), 'run')}."
+    best = _best(files)
+    return " ".join([grid, *best])
+
+
+def _best(files: StudyFiles) -> Iterator[str]:
+    """Yield for each split and metric the method with the best mean."""
+    for split, metric in dict.fromkeys((row["split"], row["metric"]) for row in files.table if row["mean"] is not None):
+        rows = [
+            row for row in files.table if (row["split"], row["metric"]) == (split, metric) and row["mean"] is not None
+        ]
+        if len(rows) < 2:
+            continue
+        choose = min if metric.endswith(("-loss", "-mae")) else max
+        top = choose(rows, key=lambda row: row["mean"])
+        number = with_unit(metric, top["mean"] / (100 if in_percent(metric) else 1))
+        where = f" on {split}" if len(files.study.splits) > 1 else ""
+        yield f"The best {metric}{where} is {number}, of {top['method']} (mean of {_count(top['runs'], 'run')})."
+
+
+def _facts(files: StudyFiles) -> Iterator[tuple[str, str]]:
+    status = Counter(files.status(cell) for cell in files.cells)
+    yield "runs finished", f"{status['finished'] + status['diverged']} of {len(files.cells)}"
+    yield "rounds of a run", " to ".join(map(str, _bounds([cell.config.num_server_rounds for cell in files.cells])))
+    lines = [line for _, run in files.runs for line in run.lines]
+    moved = sum(line.get("bytes-down", 0) + line.get("bytes-up", 0) for line in lines)
+    yield "floats sent and received", size(moved)
+    yield "time of all runs", duration(sum(line["seconds"] for line in lines))
+
+
+def _bounds(values: list[int]) -> list[int]:
+    return sorted({min(values), max(values)})
+
+
+def _warnings(files: StudyFiles) -> list[str]:
+    by_status: dict[str, list[Cell]] = {}
+    for cell in files.cells:
+        by_status.setdefault(files.status(cell), []).append(cell)
+    found = []
+    for status, text in (
+        ("diverged", "Diverged, and left out of the means"),
+        ("failed", "Failed, and left out of the means"),
+        ("running", "Begun and not finished"),
+        ("not begun", "Not begun"),
+    ):
+        if cells := by_status.get(status):
+            names = ", ".join(cell.name for cell in cells[:6])
+            names += f" and {len(cells) - 6} more" if len(cells) > 6 else ""
+            found.append(f"{text}: {len(cells)} of {len(files.cells)} runs ({names}).")
+    return found
+
+
+def results_section(files: StudyFiles) -> Section:
+    """Return the table of means beside the paper's numbers, and the plot of all runs."""
+    rows = files.table
+    if not rows:
+        return Section("results", "Results", [Text("No run is finished yet.")])
+    columns = _columns(files)
+    table = Table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+    notes = [
+        "Final: the last round (with early stopping the best one by validation), mean ± sample standard deviation over "
+        "n seeds. Best: the best round, which no run knows beforehand.",
+    ]
+    if any(row["target"] is not None for row in rows):
+        notes.append(
+            "To target: rounds, exchanges and floats until the main metric first reached it, as the mean of the seeds "
+            "that reached it."
+        )
+    if any(row["paper"] is not None for row in rows):
+        notes.append("Difference: final minus the paper's number.")
+    return Section("results", "Results", [table, *(Text(note, "note") for note in notes), *dots_figures(files)])
+
+
+def _columns(files: StudyFiles) -> list[tuple[str, Any]]:
+    """Return the columns that this study needs: a head, and a function from a row to its cell."""
+    rows = files.table
+    percent = all(in_percent(row["metric"] or "") for row in rows)
+    unit = " (%)" if percent else ""
+
+    def number(key: str, std: str = "", form: str = "") -> Any:
+        def cell(row: dict[str, Any]) -> str:
+            if row[key] is None:
+                return "-"
+            places = form or (".2f" if in_percent(row["metric"] or "") else ".4f")
+            spread = f" ± {row[std]:{places}}" if std and row[std] is not None else ""
+            return f"{row[key]:{places}}{spread}"
+
+        return cell
+
+    def lost(row: dict[str, Any]) -> str:
+        return ", ".join([str(row["runs"]), *(f"{row[what]} {what}" for what in ("diverged", "failed") if row[what])])
+
+    columns: list[tuple[str, Any]] = [("method", lambda row: Link(row["method"], _anchor(row["method"], row["split"])))]
+    if len(files.study.splits) > 1:
+        columns.append(("split", lambda row: row["split"]))
+    if len({row["metric"] for row in rows}) > 1:
+        columns.append(("metric", lambda row: row["metric"] or "-"))
+    columns += [(f"final{unit}", number("mean", "std")), ("n", lost), (f"best{unit}", number("best-mean", "best-std"))]
+    if any(row["paper"] is not None for row in rows):
+        columns += [(f"paper{unit}", number("paper", form="g")), ("difference", number("difference", form="+.2f"))]
+    columns += [("rounds", number("rounds", form="d")), ("exchanges", number("exchanges", form=",d"))]
+    columns.append(("MiB of floats", number("megabytes", form=",.2f")))
+    if any(row["target"] is not None for row in rows):
+        columns += [("target", number("target", form="g")), ("reached by", number("reached", form="d"))]
+        columns += [("rounds to it", number("rounds-to-target", form=".1f"))]
+        columns += [("exchanges to it", number("exchanges-to-target", form=",.1f"))]
+        columns.append(("MiB to it", lambda r: "-" if (m := r["bytes-to-target"]) is None else f"{m / _MIB:,.2f}"))
+    return columns
+
+
+def _anchor(method: str, split: str) -> str:
+    """Return the anchor of a method's runs: letters and digits of the names as they are, others by their number."""
+    text = f"{method}/{split}"
+    return "runs-" + "".join(c if c.isalnum() and c.isascii() else f"-{ord(c):x}-" for c in text)
+
+
+def settings_section(files: StudyFiles) -> Section:
+    """Return the settings of all runs, and those that differ between methods and splits."""
+    first = {(c.method, c.split): run.chosen for c, run in reversed(files.runs)}
+    everything = list(first.values())
+    keys = list(dict.fromkeys(key for chosen in everything for key in chosen if key != "seed"))
+    missing = object()
+    shared = [key for key in keys if all(chosen.get(key, missing) == everything[0].get(key) for chosen in everything)]
+    differ = [key for key in keys if key not in shared]
+    blocks: list[Block] = [
+        Table(["setting of all runs", "value"], [[key, setting(everything[0][key])] for key in shared])
+    ]
+    if differ:
+        head = ["method", *(["split"] if len(files.study.splits) > 1 else []), *differ]
+        rows = [
+            [m, *([s] if len(files.study.splits) > 1 else []), *(setting(first[m, s].get(k, "-")) for k in differ)]
+            for m, s in ((m, s) for s in files.study.splits for m in files.study.methods if (m, s) in first)
+        ]
+        blocks.append(Table(head, rows, "Settings that differ; - is the default, or what follows from the others"))
+    seeds = ", ".join(map(str, files.study.seeds))
+    blocks.append(Text(f"Seeds: {seeds}. Every other setting has its default.", "note"))
+    return Section("settings", "Settings", blocks)
+
+
+def split_section(files: StudyFiles) -> Section | None:
+    """Return the class-by-client picture of each split, of the first seed."""
+    blocks: list[Block] = []
+    for split in files.study.splits:
+        run = next((run for cell, run in files.runs if cell.split == split), None)
+        if run:
+            several = len(files.study.splits) > 1
+            blocks += split_figures(
+                run, f", {split}, seed {run.config.seed}" if several else f", seed {run.config.seed}"
+            )
+    return Section("split", "Data of the clients", blocks) if blocks else None
+
+
+def runs_section(files: StudyFiles) -> Section:
+    """Return every run, method by method: results, warnings and the command that repeats it."""
+    blocks: list[Block] = []
+    for split in files.study.splits:
+        for method in files.study.methods:
+            cells = [cell for cell in files.cells if (cell.method, cell.split) == (method, split)]
+            if cells:
+                name = method + (f", {split}" if len(files.study.splits) > 1 else "")
+                blocks.append(More(name, _runs_of(files, cells), _anchor(method, split)))
+    return Section("runs", "Runs", blocks)
+
+
+def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
+    runs = {cell.name: run for cell, run in files.runs}
+    begun = [runs[cell.name] for cell in cells if cell.name in runs]
+    key = begun[0].headline if begun else ""
+    rows, notes = [], []
+    for cell in cells:
+        run, status = runs.get(cell.name), files.status(cell)
+        if error := failure_of(cell.folder(files.folder)).get("error"):
+            notes.append(f"seed {cell.seed} failed: {error}")
+        if run is None:
+            rows.append([str(cell.seed), status, *["-"] * 5])
+            continue
+        notes += [f"seed {cell.seed}: {text}" for text in run_warnings(run)] if run.summary else []
+        numbers = [run.final.get(key), run.best.get(key)]
+        shown = ["-" if value is None else f"{value * (100 if in_percent(key) else 1):.2f}" for value in numbers]
+        time = duration(sum(line["seconds"] for line in run.lines))
+        rows.append([str(cell.seed), status, *shown, str(len(run.lines)), time, str(run.summary.get("sha256", "-"))])
+    head = ["seed", "status", f"final {key}{unit_of(key)}", "best", "rounds", "time", "SHA-256 of the final state"]
+    blocks: list[Block] = [Table(head, rows)]
+    if begun:
+        blocks.insert(0, Text(f"{method_name(begun[0].config)}, {begun[0].config.model} on {begun[0].config.dataset}."))
+        blocks.append(Code(command(begun[0])))
+    return [*blocks, Listing(notes)] if notes else blocks
+
+
+def reproduce_section(files: StudyFiles) -> Section:
+    """Return the study's file, the command, and the versions."""
+    text = (files.folder / STUDY_FILE).read_text(encoding="utf-8")
+    blocks: list[Block] = [
+        Text(f"Save the file below as {STUDY_FILE}. Each run has its own command above."),
+        Code(f"fedbn-flwr sweep {STUDY_FILE} --out runs/again"),
+        More(STUDY_FILE, [Code(text)]),
+    ]
+    found: dict[str, list[str]] = {}
+    for _, run in files.runs:
+        for name, version in run.summary.get("versions", {}).items():
+            if version not in found.setdefault(name, []):
+                found[name].append(version)
+    if found:
+        blocks.append(Table(["package", "version"], [[name, ", ".join(all_)] for name, all_ in found.items()]))
+    if mixed := [name for name, versions in found.items() if len(versions) > 1]:
+        blocks.append(Text(f"The runs were done with several versions of {', '.join(mixed)}.", "warning"))
+    return Section("reproduce", "Reproduce", blocks)

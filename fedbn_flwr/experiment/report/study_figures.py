@@ -1,0 +1,208 @@
+"""The figures of a study: results, curves, paired differences, bars by domain, and the split of the data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedbn_flwr.experiment.comparisons import LEVEL, comparisons, difference
+from fedbn_flwr.experiment.domain_table import domain_rows
+from fedbn_flwr.experiment.output import DIVERGED_AT
+from fedbn_flwr.experiment.report.curve_figures import UNITS, quantity_of, test_of
+from fedbn_flwr.experiment.report.figures import Dots, Series, bars, curves, dots
+from fedbn_flwr.experiment.report.page import Block, Figure, Section, Switch, Table, Text
+from fedbn_flwr.experiment.report.run_files import RunFiles
+from fedbn_flwr.experiment.report.shown import in_percent, scaled, thinned, unit_of
+from fedbn_flwr.experiment.report.study_files import StudyFiles
+
+__all__ = ["comparison_section", "curves_section", "domains_section", "dots_figures"]
+
+_INTERVAL = f"{LEVEL:.0%} interval over seeds"
+_MOST_PAIRS = 30  # of a figure; the table has all
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def dots_figures(files: StudyFiles) -> list[Figure]:
+    """Return for each split and quantity the runs, their mean with an interval, and the paper's number."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in files.table:
+        if row["mean"] is not None:
+            groups.setdefault((row["split"], quantity_of(row["metric"])), []).append(row)
+    return [_dots(files, split, quantity, rows) for (split, quantity), rows in groups.items()]
+
+
+def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
+    mixed = len({row["metric"] for row in rows}) > 1
+    found, texts = [], []
+    for row in rows:
+        own = [r for r in files.rows if all(r[k] == row[k] for k in ("method", "split", "metric"))]
+        own = [r for r in own if r["status"] == "finished" and r["final"] is not None]
+        values, interval = [r["final"] for r in own], difference([r["final"] for r in own])
+        name = row["method"] + (f" ({test_of(row['metric'])})" if mixed else "")
+        seeds = [f"seed {r['seed']}" for r in own]
+        found.append(Dots(name, values, row["mean"], interval["low"], interval["high"], row["paper"], seeds))
+        texts.append(f"{name} {row['mean']:.2f}")
+    title = f"{_capital(quantity)} after the last round{_of(files, split)}"
+    label = f"{title}, mean over seeds: {'; '.join(texts)}."
+    head = ["method", "runs", "mean", "from", "to", "the paper"]
+    numbers = [
+        [one.name, ", ".join(f"{v:.2f}" for v in one.values), *map(_number, (one.mean, one.low, one.high, one.paper))]
+        for one in found
+    ]
+    caption = f"{_INTERVAL.capitalize()} (Student's t)"
+    drawing = dots(found, f"{quantity}{unit_of(quantity)}", _INTERVAL)
+    return Figure(drawing, label, title, Table(head, numbers, caption))
+
+
+def curves_section(files: StudyFiles) -> Section:
+    """Return the curves of all methods: the mean over seeds, in a band from the lowest to the highest."""
+    figures = []
+    for split in files.study.splits:
+        runs = {method: files.of(method, split) for method in files.study.methods}
+        by_quantity: dict[str, dict[str, list[RunFiles]]] = {}
+        for method, own in runs.items():
+            if own and any(run.measured for run in own):
+                by_quantity.setdefault(quantity_of(own[0].headline), {})[method] = own
+        figures += [_curves(files, split, quantity, found) for quantity, found in by_quantity.items()]
+    if not figures:
+        return Section("curves", "Curves", [Text("No run has a test yet.")])
+    text = (
+        "Mean over the finished seeds; the band runs from the lowest to the highest seed. Exchanges and bytes are "
+        "those of training; bytes are those of floats."
+    )
+    return Section("curves", "Curves", [Switch(UNITS), *figures, Text(text, "note")])
+
+
+def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Sequence[RunFiles]]) -> Figure:
+    mixed = len({own[0].headline for own in runs.values()}) > 1
+    series, rounds = [], {}
+    for method, own in runs.items():
+        name = method + (f" ({test_of(own[0].headline)})" if mixed else "")
+        one, found = _mean_curve(name, own, list(files.study.methods).index(method))
+        series.append(one)
+        rounds[name] = found
+    title = f"{_capital(quantity)}{_of(files, split)}"
+    everything = thinned(sorted({server_round for found in rounds.values() for server_round in found}))
+    rows = [[str(r), *(_number(found.get(r)) for found in rounds.values())] for r in everything]
+    last = "; ".join(f"{name} {_number(list(found.values())[-1])}" for name, found in rounds.items())
+    label = f"{title} of {len(runs)} methods over rounds. Last values: {last}."
+    drawing = curves(series, f"{quantity}{unit_of(quantity)}")
+    drawing["height"] = 420
+    return Figure(drawing, label, title, Table(["round", *rounds], rows, f"{quantity}{unit_of(quantity)}, mean"))
+
+
+def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> tuple[Series, dict[int, float | None]]:
+    """Return the mean of the runs' main metric in each round that all have, and the same by round."""
+    values = [{line["round"]: scaled(run.headline, line[run.headline]) for line in run.measured} for run in runs]
+    rounds = [server_round for server_round in values[0] if all(server_round in found for found in values)]
+    columns = [[value for found in values if (value := found[r]) is not None] for r in rounds]
+    means = [statistics.fmean(column) for column in columns]
+    at = {line["round"]: index for index, line in enumerate(runs[0].lines)}
+    over = {unit: [places[at[r]] for r in rounds] for unit, places in runs[0].over.items()}
+    band = len(runs) > 1
+    low, high = ([bound(column) for column in columns] if band else () for bound in (min, max))
+    return Series(name, over, means, style, low, high), dict(zip(rounds, means, strict=True))
+
+
+def comparison_section(files: StudyFiles) -> Section | None:
+    """Return the paired differences between methods, with their intervals; None without two runs of one seed."""
+    blocks: list[Block] = []
+    pairs = comparisons(files.rows)
+    for split, name in dict.fromkeys((row["split"], row["metric"]) for row in pairs):
+        own = [row for row in pairs if (row["split"], row["metric"]) == (split, name) and row["low"] is not None]
+        if own:
+            blocks.append(_differences(files, split, name, own))
+    if not blocks:
+        return None
+    text = (
+        f"Final results of two methods with the same seed, which share split and initial weights. Mean difference with "
+        f"its {LEVEL:.0%} interval (Student's t). An interval that leaves out 0 is a difference that these seeds show; "
+        "p (Holm) is corrected for all pairs of the split, so below 0.05 it stands also after many comparisons."
+    )
+    return Section("comparisons", "Differences between methods", [Text(text), *blocks])
+
+
+def _differences(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure:
+    ordered = sorted(rows, key=lambda row: -abs(row["difference"]))
+    pairs = [
+        Dots(f"{r['method']} − {r['other']}", (), r["difference"], r["low"], r["high"])  # noqa: RUF001
+        for r in ordered[:_MOST_PAIRS]
+    ]
+    title = f"Differences in {name}{_of(files, split)}"
+    if len(ordered) > len(pairs):
+        title += f", the {len(pairs)} largest of {len(ordered)}"
+    head = ["method", "against", "difference", "from", "to", "p", "p (Holm)", "seeds", "shown"]
+    table = [
+        [
+            *(r["method"], r["other"], *(f"{r[key]:+.2f}" for key in ("difference", "low", "high"))),
+            *(f"{r['p']:.3f}", f"{r['p-holm']:.3f}", str(r["seeds"]), _shown(r)),
+        ]
+        for r in ordered
+    ]
+    clear = sum(_shown(row) != "no" for row in rows)
+    label = f"{title}: {clear} of {len(rows)} pairs have an interval without 0."
+    drawing = dots(pairs, f"difference in {name}{', points' if in_percent(name) else ''}", f"{LEVEL:.0%} interval")
+    line = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted"}}
+    drawing["layout"] |= {"shapes": [line], "showlegend": False}
+    return Figure(drawing, label, title, Table(head, table))
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    """Return whether these seeds show a difference."""
+    if row["low"] <= 0 <= row["high"]:
+        return "no"
+    return "yes, corrected" if row["p-holm"] < 1 - LEVEL else "yes"
+
+
+def domains_section(files: StudyFiles) -> Section | None:
+    """Return the results by domain: bars for each method, and the paper's numbers in the table."""
+    summaries: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for cell, run in files.runs:
+        if run.summary and DIVERGED_AT not in run.summary:
+            summaries.setdefault((cell.method, cell.split), []).append(run.summary)
+    rows = domain_rows(summaries, files.study.paper, files.study.metrics)
+    figures = []
+    for split, name in dict.fromkeys((row["split"], row["metric"]) for row in rows):
+        own = [row for row in rows if (row["split"], row["metric"]) == (split, name)]
+        figures.append(_domains(files, split, name, own))
+    return Section("domains", "Domains", figures) if figures else None
+
+
+def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure:
+    domains, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "method"))
+    by_pair = {(row["method"], row["domain"]): row for row in rows}
+    groups = {
+        domain: {method: by_pair[method, domain]["mean"] for method in methods if (method, domain) in by_pair}
+        for domain in domains
+    }
+    places = 2 if in_percent(name) else 4
+    table = []
+    for method in methods:
+        own = [by_pair.get((method, domain)) for domain in domains]
+        table.append([method, *("-" if r is None else _with_std(r["mean"], r["std"], places) for r in own)])
+        if any(r and r["paper"] is not None for r in own):
+            table.append([f"{method}, the paper", *("-" if r is None else _number(r["paper"]) for r in own)])
+    title = f"{_capital(name)} by domain{_of(files, split)}"
+    label = f"{title}, for {len(methods)} methods and {len(domains)} domains; the table below has the numbers."
+    drawing = bars(groups, f"{name}{unit_of(name)}", ".1f" if in_percent(name) else ".3f")
+    return Figure(drawing, label, title, Table(["method", *domains], table))
+
+
+def _with_std(mean: float | None, std: float | None, places: int) -> str:
+    if mean is None:
+        return "-"
+    return f"{mean:.{places}f}" + ("" if std is None else f" ± {std:.{places}f}")
+
+
+def _of(files: StudyFiles, split: str) -> str:
+    return f", {split}" if len(files.study.splits) > 1 else ""
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

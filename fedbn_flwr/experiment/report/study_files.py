@@ -1,0 +1,80 @@
+"""The files of a study's folder, finished or not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.experiment.output import DIVERGED_AT
+from fedbn_flwr.experiment.report.run_files import RunFiles
+from fedbn_flwr.experiment.study import Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.study_results import StudyResults
+from fedbn_flwr.experiment.study_tables import table_rows
+
+__all__ = ["STUDY_FILE", "StudyFiles"]
+
+STUDY_FILE = "study.yaml"
+
+
+@dataclass(frozen=True)
+class StudyFiles:
+    """What a study's folder holds at one time.
+
+    Attributes:
+        folder: the folder.
+        study: the study, with the settings of the command.
+        runs: each run that has begun, and its files.
+    """
+
+    folder: Path
+    study: Study
+    runs: Sequence[tuple[Cell, RunFiles]]
+
+    @classmethod
+    def read(cls, folder: Path) -> StudyFiles:
+        """Read a folder.
+
+        Raises:
+            ConfigError: this version cannot read the study, or one of its runs.
+        """
+        study = Study.load(folder / STUDY_FILE)
+        cells = [cell for cell in study.cells() if (cell.folder(folder) / "config.yaml").is_file()]
+        return cls(folder, study, [(cell, RunFiles.read(cell.folder(folder))) for cell in cells])
+
+    @functools.cached_property
+    def cells(self) -> list[Cell]:
+        """All runs of the study."""
+        return list(self.study.cells())
+
+    @functools.cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The tidy rows of the runs that ended; see ``StudyResults``."""
+        return StudyResults(self.study, self.folder).rows()
+
+    @functools.cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """The rows of the table of means."""
+        return table_rows(self.study, self.rows)
+
+    def status(self, cell: Cell) -> str:
+        """Return "finished", "diverged", "failed", "running" (or interrupted) or "not begun"."""
+        folder = cell.folder(self.folder)
+        if finished(folder):
+            return "diverged" if DIVERGED_AT in summary_of(folder) else "finished"
+        if failure_of(folder):
+            return "failed"
+        return "running" if (folder / "config.yaml").is_file() else "not begun"
+
+    @property
+    def ended(self) -> bool:
+        """Whether every run is finished or failed."""
+        return all(self.status(cell) in ("finished", "diverged", "failed") for cell in self.cells)
+
+    def of(self, method: str, split: str) -> list[RunFiles]:
+        """Return the runs of a method and split that stand for it: the finished ones, or the longest of the others."""
+        runs = [run for cell, run in self.runs if (cell.method, cell.split) == (method, split) and run.lines]
+        done = [run for run in runs if run.summary]
+        return done or sorted(runs, key=lambda run: len(run.lines))[-1:]
