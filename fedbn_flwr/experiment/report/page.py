@@ -13,7 +13,21 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Block", "Code", "Facts", "Figure", "Link", "Listing", "More", "Page", "Section", "Switch", "Table", "Text"]
+__all__ = [
+    "Block",
+    "Code",
+    "Facts",
+    "Figure",
+    "Heading",
+    "Link",
+    "Listing",
+    "More",
+    "Page",
+    "Section",
+    "Switch",
+    "Table",
+    "Text",
+]
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,17 @@ class Text:
         """Return the paragraph."""
         mark = "<strong>Warning.</strong> " if self.kind == "warning" else ""
         return f'<p class="{self.kind}">{mark}{escape(self.text)}</p>' if self.kind else f"<p>{escape(self.text)}</p>"
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading below that of the section."""
+
+    text: str
+
+    def html(self) -> str:
+        """Return the heading."""
+        return f"<h3>{escape(self.text)}</h3>"
 
 
 @dataclass(frozen=True)
@@ -52,7 +77,7 @@ class Table:
         """Return the table in a box of its own, in which a wide table scrolls."""
         numeric = [_is_number(text) for text in zip(*self.rows, strict=True)] or [False] * len(self.head)
         marks = [' class="n"' if number else "" for number in numeric]
-        caption = f'<p class="note">{escape(self.caption)}</p>' if self.caption else ""
+        caption = f'<p class="note caption">{escape(self.caption)}</p>' if self.caption else ""
         head = "".join(f'<th scope="col"{m}>{escape(name)}</th>' for m, name in zip(marks, self.head, strict=True))
         body = "".join(
             "<tr>" + "".join(f"<td{m}>{_cell(cell)}</td>" for m, cell in zip(marks, row, strict=True)) + "</tr>"
@@ -145,7 +170,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class More:
-    """Blocks that the reader opens; ``anchor`` is what links to them name."""
+    """Blocks that the reader opens; with an ``anchor`` they are linked to, and stand open on paper."""
 
     summary: str
     blocks: Sequence[Block]
@@ -158,7 +183,7 @@ class More:
         return f"<details{name}><summary>{escape(self.summary)}</summary>{inside}</details>"
 
 
-Block = Text | Table | Facts | Listing | Code | Switch | Figure | More
+Block = Text | Heading | Table | Facts | Listing | Code | Switch | Figure | More
 
 
 @dataclass(frozen=True)

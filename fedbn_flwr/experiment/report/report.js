@@ -32,6 +32,8 @@
     title: { standoff: 8, font: { size: 12 }, ...own?.title },
   });
 
+  const wrapped = (name) => String(name).replace(/(.{9,}?) /g, "$1<br>");
+
   const draw = ({ place, drawing }) => {
     const unit = drawing.units?.[chosen()];
     const width = root.dataset.print ? PAPER : place.clientWidth;
@@ -55,6 +57,10 @@
       width,
       height: drawing.height,
     };
+    if (narrow && own.yaxis?.type === "category") {
+      const names = [...new Set(data.flatMap((trace) => trace.y))];
+      Object.assign(layout.yaxis, { tickmode: "array", tickvals: names, ticktext: names.map(wrapped) });
+    }
     const style = getComputedStyle(root);
     const config = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"], displayModeBar: narrow ? false : "hover" };
     const paint = () => Plotly.react(place, coloured(data, style), coloured(layout, style), config);
@@ -104,8 +110,13 @@
   }));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   const print = (on) => {
+    if (on === "print" in root.dataset) return;
     if (on) root.dataset.print = "yes";
     else delete root.dataset.print;
+    document.querySelectorAll("details[id]").forEach((one) => {
+      if (on) one.dataset.was = one.open ? "open" : "";
+      one.open = on || one.dataset.was === "open";
+    });
     redraw();
   };
   addEventListener("beforeprint", () => print(true));

@@ -123,8 +123,6 @@ def run_warnings(run: RunFiles) -> list[str]:
     if resumed := run.summary.get("resumed-after"):
         rounds = ", ".join(map(str, resumed))
         found.append(f"The run was interrupted and resumed after round {rounds}; its bits are those of one run.")
-    if note := run.summary.get("model-note"):
-        found.append(str(note))
     with suppress(FedBNError):  # its own data are not here
         found += run.config.warnings()
     return found + list(run.json("data.json").get("warnings", ()))
@@ -169,7 +167,8 @@ def result_section(run: RunFiles) -> Section | None:
     if not rows:
         return None
     head = ["figure", f"round {run.final.get('round')}", *(["what it is"] if definitions else [])]
-    return Section("result", "Result", [Table(head, rows)])
+    note = run.summary.get("model-note")
+    return Section("result", "Result", [Table(head, rows), *([Text(str(note), "note")] if note else [])])
 
 
 def traffic_section(run: RunFiles) -> Section:

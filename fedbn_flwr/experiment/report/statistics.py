@@ -9,7 +9,7 @@ from typing import Any
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.report.curve_figures import marks
 from fedbn_flwr.experiment.report.figures import ROUNDS, UNITS, Series, curves, heatmap
-from fedbn_flwr.experiment.report.page import Block, Figure, Section, Table, Text
+from fedbn_flwr.experiment.report.page import Block, Figure, Heading, Listing, Section, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import thinned
 
@@ -24,13 +24,25 @@ Layer = Mapping[str, Any]
 def batchnorm_section(run: RunFiles) -> Section:
     """Return the pictures of ``statistics.jsonl``; without the file a line that says how to get it."""
     lines = read_metrics(run.folder / STATISTICS_FILE)
-    if not lines:
-        text = "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1 to see them here."
-        return Section("batchnorm", "BatchNorm", [Text(text, "note")])
-    return Section("batchnorm", "BatchNorm", list(_blocks(run, lines)))
+    missing = "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1 to see them here."
+    pictures = list(_pictures(run, lines)) if lines else [Text(missing, "note")]
+    return Section("batchnorm", "BatchNorm", [*_findings(run), *pictures])
 
 
-def _blocks(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
+def _findings(run: RunFiles) -> Iterator[Block]:
+    """Yield what the doctor has found, if its ``doctor.json`` lies in the run's folder or in ``doctor/`` there."""
+    diagnosis = run.json("doctor.json") or run.json("doctor/doctor.json")
+    if not diagnosis:
+        return
+    findings = diagnosis.get("findings", [])
+    yield Text(f"The doctor has {len(findings) or 'no'} finding{'s' * (len(findings) != 1)}.")
+    for finding in findings:
+        yield Heading(finding["what"])
+        yield Listing(finding["evidence"])
+        yield Table(["what to try, in order", "what it does"], [[r["setting"], r["why"]] for r in finding["remedies"]])
+
+
+def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
     yield Text(
         "Batch statistics of each client, taken from the running statistics that it sent back, beside the global ones "
         "that it got. Far apart, BatchNorm normalises with other numbers in training than in tests."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedbn_flwr.experiment.report.page import Block, Code, Facts, Link, Listing, More, Page, Section, Table, Text
@@ -122,24 +122,30 @@ def results_section(files: StudyFiles) -> Section:
     rows = files.table
     if not rows:
         return Section("results", "Results", [Text("No run is finished yet.")])
-    columns = _columns(files)
-    table = Table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+    first = [row for row, before in zip(rows, [{}, *rows], strict=False) if _pair(row) != _pair(before)]
+    results, costs = _columns(files)
+    table = Table([name for name, _ in results], [[cell(row) for _, cell in results] for row in rows])
+    cost = Table([name for name, _ in costs], [[cell(row) for _, cell in costs] for row in first], "Cost of a run")
     notes = [
         "Final: the last round (with early stopping the best one by validation), mean ± sample standard deviation over "
         "n seeds. Best: the best round, which no run knows beforehand.",
     ]
-    if any(row["target"] is not None for row in rows):
-        notes.append(
-            "To target: rounds, exchanges and floats until the main metric first reached it, as the mean of the seeds "
-            "that reached it."
-        )
+    target = (
+        "To it: rounds, exchanges and floats until the main metric first reached the target, as the mean of the seeds "
+        "that reached it."
+    )
+    more = [Text(target, "note")] if any(row["target"] is not None for row in rows) else []
     if any(row["paper"] is not None for row in rows):
         notes.append("Difference: final minus the paper's number.")
-    return Section("results", "Results", [table, *(Text(note, "note") for note in notes), *dots_figures(files)])
+    return Section("results", "Results", [table, Text(" ".join(notes), "note"), *dots_figures(files), cost, *more])
 
 
-def _columns(files: StudyFiles) -> list[tuple[str, Any]]:
-    """Return the columns that this study needs: a head, and a function from a row to its cell."""
+def _pair(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    return row.get("method"), row.get("split")
+
+
+def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return the columns of results and of costs that this study needs: a head, and what gives a row's cell."""
     rows = files.table
     percent = all(in_percent(row["metric"] or "") for row in rows)
     unit = " (%)" if percent else ""
@@ -157,22 +163,27 @@ def _columns(files: StudyFiles) -> list[tuple[str, Any]]:
     def lost(row: dict[str, Any]) -> str:
         return ", ".join([str(row["runs"]), *(f"{row[what]} {what}" for what in ("diverged", "failed") if row[what])])
 
-    columns: list[tuple[str, Any]] = [("method", lambda row: Link(row["method"], _anchor(row["method"], row["split"])))]
+    about: list[tuple[str, Any]] = [("method", lambda row: Link(row["method"], _anchor(row["method"], row["split"])))]
     if len(files.study.splits) > 1:
-        columns.append(("split", lambda row: row["split"]))
-    if len({row["metric"] for row in rows}) > 1:
-        columns.append(("metric", lambda row: row["metric"] or "-"))
-    columns += [(f"final{unit}", number("mean", "std")), ("n", lost), (f"best{unit}", number("best-mean", "best-std"))]
+        about.append(("split", lambda row: row["split"]))
+    results = [
+        *about,
+        (f"final{unit}", number("mean", "std")),
+        ("n", lost),
+        (f"best{unit}", number("best-mean", "best-std")),
+    ]
     if any(row["paper"] is not None for row in rows):
-        columns += [(f"paper{unit}", number("paper", form="g")), ("difference", number("difference", form="+.2f"))]
-    columns += [("rounds", number("rounds", form="d")), ("exchanges", number("exchanges", form=",d"))]
-    columns.append(("MiB of floats", number("megabytes", form=",.2f")))
+        results += [(f"paper{unit}", number("paper", form="g")), ("difference", number("difference", form="+.2f"))]
+    if len({row["metric"] for row in rows}) > 1:
+        results.append(("metric", lambda row: row["metric"] or "-"))
+    costs = [*about, ("rounds", number("rounds", form="d")), ("exchanges", number("exchanges", form=",d"))]
+    costs.append(("MiB of floats", number("megabytes", form=",.2f")))
     if any(row["target"] is not None for row in rows):
-        columns += [("target", number("target", form="g")), ("reached by", number("reached", form="d"))]
-        columns += [("rounds to it", number("rounds-to-target", form=".1f"))]
-        columns += [("exchanges to it", number("exchanges-to-target", form=",.1f"))]
-        columns.append(("MiB to it", lambda r: "-" if (m := r["bytes-to-target"]) is None else f"{m / _MIB:,.2f}"))
-    return columns
+        costs += [("target", number("target", form="g")), ("reached by", number("reached", form="d"))]
+        costs += [("rounds to it", number("rounds-to-target", form=".1f"))]
+        costs += [("exchanges to it", number("exchanges-to-target", form=",.1f"))]
+        costs.append(("MiB to it", lambda r: "-" if (m := r["bytes-to-target"]) is None else f"{m / _MIB:,.2f}"))
+    return results, costs
 
 
 def _anchor(method: str, split: str) -> str:
@@ -233,24 +244,28 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
     runs = {cell.name: run for cell, run in files.runs}
     begun = [runs[cell.name] for cell in cells if cell.name in runs]
     key = begun[0].headline if begun else ""
-    rows, notes = [], []
+    rows, warned = [], dict[str, list[str]]()
     for cell in cells:
         run, status = runs.get(cell.name), files.status(cell)
         if error := failure_of(cell.folder(files.folder)).get("error"):
-            notes.append(f"seed {cell.seed} failed: {error}")
+            warned.setdefault(f"failed: {error}", []).append(str(cell.seed))
         if run is None:
             rows.append([str(cell.seed), status, *["-"] * 5])
             continue
-        notes += [f"seed {cell.seed}: {text}" for text in run_warnings(run)] if run.summary else []
+        for text in run_warnings(run) if run.summary else ():
+            warned.setdefault(text, []).append(str(cell.seed))
         numbers = [run.final.get(key), run.best.get(key)]
         shown = ["-" if value is None else f"{value * (100 if in_percent(key) else 1):.2f}" for value in numbers]
         time = duration(sum(line["seconds"] for line in run.lines))
-        rows.append([str(cell.seed), status, *shown, str(len(run.lines)), time, str(run.summary.get("sha256", "-"))])
-    head = ["seed", "status", f"final {key}{unit_of(key)}", "best", "rounds", "time", "SHA-256 of the final state"]
+        rows.append(
+            [str(cell.seed), status, *shown, str(len(run.lines)), time, str(run.summary.get("sha256", "-"))[:16]]
+        )
+    head = ["seed", "status", f"final {key}{unit_of(key)}", "best", "rounds", "time", "SHA-256, first 16 digits"]
     blocks: list[Block] = [Table(head, rows)]
     if begun:
         blocks.insert(0, Text(f"{method_name(begun[0].config)}, {begun[0].config.model} on {begun[0].config.dataset}."))
         blocks.append(Code(command(begun[0])))
+    notes = [f"Seed {', '.join(seeds)}: {text}" for text, seeds in warned.items()]
     return [*blocks, Listing(notes)] if notes else blocks
 
 

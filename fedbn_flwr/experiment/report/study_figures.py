@@ -21,6 +21,8 @@ __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figu
 _INTERVAL = f"{LEVEL:.0%} interval over seeds"
 _MOST_PAIRS = 30  # of a figure; the table has all
 
+_SURE = {"no": "", "yes": "\N{NO-BREAK SPACE}*", "yes, corrected": "\N{NO-BREAK SPACE}**"}
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -118,8 +120,8 @@ def comparison_section(files: StudyFiles) -> Section | None:
         return None
     text = (
         f"Final results of two methods with the same seed, which share split and initial weights. Mean difference with "
-        f"its {LEVEL:.0%} interval (Student's t). An interval that leaves out 0 is a difference that these seeds show; "
-        "p (Holm) is corrected for all pairs of the split, so below 0.05 it stands also after many comparisons."
+        f"its {LEVEL:.0%} interval (Student's t). * An interval that leaves out 0: these seeds show a difference. "
+        "** They show it also after Holm's correction for all pairs of the split."
     )
     return Section("comparisons", "Differences between methods", [Text(text), *blocks])
 
@@ -127,7 +129,7 @@ def comparison_section(files: StudyFiles) -> Section | None:
 def _differences(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure:
     ordered = sorted(rows, key=lambda row: -abs(row["difference"]))
     pairs = [
-        Dots(f"{r['method']} − {r['other']}", (), r["difference"], r["low"], r["high"])  # noqa: RUF001
+        Dots(f"{r['method']} − {r['other']}{_SURE[_shown(r)]}", (), r["difference"], r["low"], r["high"])  # noqa: RUF001
         for r in ordered[:_MOST_PAIRS]
     ]
     title = f"Differences in {name}{_of(files, split)}"
@@ -143,7 +145,7 @@ def _differences(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure
     ]
     clear = sum(_shown(row) != "no" for row in rows)
     label = f"{title}: {clear} of {len(rows)} pairs have an interval without 0."
-    drawing = dots(pairs, f"difference in {name}{', points' if in_percent(name) else ''}", f"{LEVEL:.0%} interval")
+    drawing = dots(pairs, f"difference{' (points)' if in_percent(name) else ''}", f"{LEVEL:.0%} interval")
     line = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted"}}
     drawing["layout"] |= {"shapes": [line], "showlegend": False}
     return Figure(drawing, label, title, Table(head, table))
@@ -163,14 +165,14 @@ def domains_section(files: StudyFiles) -> Section | None:
         if run.summary and DIVERGED_AT not in run.summary:
             summaries.setdefault((cell.method, cell.split), []).append(run.summary)
     rows = domain_rows(summaries, files.study.paper, files.study.metrics)
-    figures = []
+    blocks: list[Block] = []
     for split, name in dict.fromkeys((row["split"], row["metric"]) for row in rows):
         own = [row for row in rows if (row["split"], row["metric"]) == (split, name)]
-        figures.append(_domains(files, split, name, own))
-    return Section("domains", "Domains", figures) if figures else None
+        blocks += _domains(files, split, name, own)
+    return Section("domains", "Domains", blocks) if blocks else None
 
 
-def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure:
+def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> tuple[Figure, Table]:
     domains, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "method"))
     by_pair = {(row["method"], row["domain"]): row for row in rows}
     groups = {
@@ -187,7 +189,7 @@ def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure:
     title = f"{_capital(name)} by domain{_of(files, split)}"
     label = f"{title}, for {len(methods)} methods and {len(domains)} domains; the table below has the numbers."
     drawing = bars(groups, f"{name}{unit_of(name)}", ".1f" if in_percent(name) else ".3f")
-    return Figure(drawing, label, title, Table(["method", *domains], table))
+    return Figure(drawing, label, title), Table(["method", *domains], table, f"{name}{unit_of(name)}, mean ± deviation")
 
 
 def _with_std(mean: float | None, std: float | None, places: int) -> str:
