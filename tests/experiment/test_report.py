@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import statistics
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,11 +18,15 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.comparisons import comparisons
 from fedbn_flwr.experiment.config import Config, read_overrides
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.report import figures as drawings
 from fedbn_flwr.experiment.report import follow_report, write_report
+from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.sweep import sweep
 
 EVIL = "</script><script>alert(1)</script><b>&amp;"
 SETTINGS = {
@@ -118,8 +123,14 @@ def test_its_sections_have_their_figures(page: Html) -> None:
     assert sections == ["settings", "curves", "result", "clients", "split", "batchnorm", "traffic", "reproduce"]
     links = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
     assert links == {f"#{name}" for name in sections}
-    titles = [figure["layout"].get("yaxis", {}).get("title", {}).get("text") for figure in page.figures]
-    assert titles == ["accuracy (%)", "loss", None, "class"]
+    curves, losses, clients, split = page.figures
+    assert [figure["layout"]["yaxis"]["title"]["text"] for figure in (curves, losses, split)] == [
+        "accuracy (%)",
+        "loss",
+        "class",
+    ]
+    assert clients["layout"]["xaxis"]["title"]["text"] == "accuracy (%)"
+    assert clients["data"][0]["y"] == ["client 0", "client 1", "client 2"]
     labels = [attributes["aria-label"] for _, attributes in page.tags if attributes.get("role") == "img"]
     assert len(labels) == len(page.figures) == page.count("figcaption")
     assert all(labels)
@@ -272,11 +283,121 @@ def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
     assert [figure["data"][-1]["type"] for figure in found] == ["scatter", *["heatmap"] * 4]
     band, local, change = found[0]["data"]
     assert (local["y"], change["y"]) == ([4.0, 4.0, None], [1.0, 1.0, 0.0]), "summed over the layers"
-    assert band["y"] == [5.0, 5.0, None, None, 3.0, 3.0]
+    assert band["y"] == [5.0, 5.0, 3.0, 3.0]
+    assert found[0]["units"]["rounds"]["x"][0] == [1, 2, 2, 1], "there and back, without the round that has no values"
     assert found[1]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
     assert found[1]["data"][0]["y"] == ["norm", "the model"]
     path.write_text(json.dumps(recorded(1, many=True)) + "\n")
     assert len(Html(write_report(folder)).figures[4:]) == 4, "no picture by client"
+
+
+@pytest.mark.parametrize("name", ["doctor.json", "doctor/doctor.json"])
+def test_the_findings_of_the_doctor(folder: Path, name: str) -> None:
+    finding = {"what": "A layer is dead.", "evidence": [EVIL], "remedies": [{"setting": "norm=group", "why": "no BN"}]}
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps({"findings": [finding]}))
+    text = Html(write_report(folder)).text
+    assert (
+        f"The doctor has 1 finding. A layer is dead. {EVIL} what to try, in order what it does norm=group no BN" in text
+    )
+    (folder / name).write_text(json.dumps({"findings": []}))
+    assert "The doctor has no findings." in Html(write_report(folder)).text
+
+
+# --- a study ---------------------------------------------------------------------------------------------------------
+
+STUDY = f"""
+name: {EVIL!r}
+base: {{num-clients: 2, num-server-rounds: 2, local-steps: 1, batch-size: 8, learning-rate: 0.3, partition: iid}}
+methods: {{FedAvg: {{}}, FedBN <b>: {{strategy: fedbn, learning-rate: 0.1}}}}
+seeds: [0, 1]
+target: 1
+paper: {{FedAvg/all: 91.5}}
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("study") / "study.yaml"
+    path.write_text(STUDY)
+    sweep(Study.load(path), path.parent / "out")
+    return path.parent / "out"
+
+
+@pytest.fixture
+def study(swept: Path, tmp_path: Path) -> Path:
+    """A copy of the study's folder, to change."""
+    return Path(shutil.copytree(swept, tmp_path / "study"))
+
+
+def test_a_study_beside_the_papers_numbers(swept: Path) -> None:
+    page = Html(write_report(swept))
+    assert page.text.count(EVIL) >= 2
+    assert page.count("b") == 0
+    assert page.count("script") == 2 + len(page.figures)
+    rows = [json.loads(line) for line in (swept / "results.jsonl").read_text().splitlines()]
+    finals = [row["final"] for row in rows if row["method"] == "FedAvg"]
+    mean, std = statistics.fmean(finals), statistics.stdev(finals)
+    assert f"FedAvg {mean:.2f} ± {std:.2f} 2 " in page.text
+    assert f" 91.5 {mean - 91.5:+.2f} test-accuracy" in page.text
+    assert "runs finished 4 of 4" in page.text
+    results, curves, split = page.figures
+    seeds, means, paper = results["data"]
+    assert seeds["x"][:2] == finals
+    assert seeds["text"] == ["seed 0", "seed 1"] * 2
+    half = 12.7062 * std / 2**0.5  # t(0.975, 1)
+    assert means["x"][0] == pytest.approx(mean)
+    assert (means["error_x"]["array"][0], means["error_x"]["arrayminus"][0]) == pytest.approx((half, half), rel=1e-4)
+    assert paper["x"] == [91.5]
+    assert [trace.get("name") for trace in curves["data"]] == [
+        *(None, "FedAvg (test)", None, "FedBN &lt;b&gt; (personal-own)"),
+    ]
+    last = [100 * read_metrics(swept / f"FedAvg/all/seed-{seed}/metrics.jsonl")[-1]["test-accuracy"] for seed in (0, 1)]
+    assert curves["data"][1]["y"][-1] == pytest.approx(statistics.fmean(last))
+    assert curves["data"][0]["y"][1:3] == pytest.approx([max(last), min(last)])
+    assert split["data"][0]["type"] == "heatmap"
+    check_figures(json.loads(re.sub(r'"--[^"]*"', '"#123456"', json.dumps(page.figures))))
+
+
+def test_links_of_a_study_lead_to_its_runs(swept: Path) -> None:
+    page = Html(write_report(swept))
+    links = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
+    anchors = {f"#{attributes['id']}" for _, attributes in page.tags if attributes.get("id")}
+    assert links <= anchors
+    assert sum(link.startswith("#runs-") for link in links) == 2
+    assert "fedbn-flwr run --set strategy=fedbn --set partition=iid" in page.text
+
+
+def test_paired_differences(study: Path) -> None:
+    """Both methods with the same test, so that they can be compared."""
+    for path in study.glob("FedBN*/all/*/summary.json"):
+        content = path.read_text().replace("personal-own-accuracy", "test-accuracy")
+        path.write_text(content)
+    page = Html(write_report(study))
+    difference = page.figures[1]["data"][0]
+    assert difference["y"][0].endswith("FedBN &lt;b&gt;")
+    rows = comparisons(StudyFiles.read(study).rows)
+    assert difference["x"] == [rows[0]["difference"]]
+    assert difference["error_x"]["array"] == [pytest.approx(rows[0]["high"] - rows[0]["difference"])]
+
+
+def test_a_study_that_is_not_finished(study: Path) -> None:
+    first, second = (study / f"FedAvg/all/seed-{seed}" for seed in (0, 1))
+    (first / "summary.json").unlink()
+    (first / "failed.json").write_text(json.dumps({"error": "no memory"}))
+    shutil.rmtree(second)
+    page = Html(write_report(study))
+    assert "Failed, and left out of the means: 1 of 4 runs (FedAvg/all/seed-0)." in page.text
+    assert "Not begun: 1 of 4 runs (FedAvg/all/seed-1)." in page.text
+    assert "Seed 0: failed: no memory" in page.text
+    assert not StudyFiles.read(study).ended
+    (first / "failed.json").unlink()
+    assert "Begun and not finished: 1 of 4 runs (FedAvg/all/seed-0)." in Html(write_report(study)).text
+    for path in study.glob("Fed*"):
+        shutil.rmtree(path)
+    page = Html(write_report(study))
+    assert "No run is finished yet." in page.text
+    assert page.figures == []
 
 
 # --- the command and the live report ---------------------------------------------------------------------------------
@@ -345,3 +466,44 @@ def test_a_live_report_that_is_interrupted_leaves_a_page_that_is_not_live(folder
     assert ("body", {"data-live": "0"}) in Html(folder / "report.html").tags
     with pytest.raises(ConfigError, match="neither"):
         follow_report(folder.parent)
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(
+    finished: Path, swept: Path, width: int, scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No message, no request beyond the file, no scrolling to the side, and every figure is drawn: also on paper."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    monkeypatch.undo()  # plotly's own code
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium)
+        for folder in (finished, swept):
+            path = write_report(folder, tmp_path / f"{folder.name}.html")
+            tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            messages: list[str] = []
+            requests: list[str] = []
+            tab.on("console", lambda message, said=messages: said.append(message.text))
+            tab.on("pageerror", lambda error, said=messages: said.append(str(error)))
+            tab.on("request", lambda request, made=requests: made.append(request.url))
+            tab.goto(path.as_uri())
+            tab.wait_for_function("[...document.querySelectorAll('.plot')].every((one) => one.querySelector('.xtick'))")
+            count = len(Html(path).figures)
+            assert tab.locator(".plot .main-svg:first-child").count() == count
+            assert tab.evaluate("document.documentElement.scrollWidth") == width
+            assert tab.evaluate("[...document.querySelectorAll('.plot')].every((p) => p.scrollWidth <= p.clientWidth)")
+            tab.locator('input[value="bytes"]').check()
+            tab.wait_for_function("[...document.querySelectorAll('.xtitle')].some((t) => /MiB/.test(t.textContent))")
+            paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+            assert len(tab.pdf(format="A4")) > 10_000
+            assert messages == []
+            assert requests == [path.as_uri()]
+        browser.close()

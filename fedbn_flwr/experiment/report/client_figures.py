@@ -10,9 +10,11 @@ from fedbn_flwr.experiment.report.figures import bars
 from fedbn_flwr.experiment.report.page import Figure, Section, Table
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import in_percent, metric, scaled, unit_of
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 
 __all__ = ["clients_section", "domains_section"]
 
+_TESTED = ("own-", "global-", f"{VALIDATION}-")
 _MOST_BARS = 60  # clients; with more there is a histogram
 
 Line = Mapping[str, Any]
@@ -47,16 +49,19 @@ def clients_section(run: RunFiles) -> Section | None:
     tests: Mapping[str, Mapping[str, Any]] = line["clients"]
     numbers = sorted(tests, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
     score = run.headline.removeprefix("personal-") if run.headline.startswith("personal-") else ""
-    keys = list(
-        dict.fromkeys(key for metrics in tests.values() for key in metrics if not key.endswith("-num-examples"))
-    )
+    keys = list(dict.fromkeys(key for metrics in tests.values() for key in metrics if key.startswith(_TESTED)))
+    keys = [key for key in keys if not key.endswith(NUM_EXAMPLES)]
+    if not keys:
+        return None
     score = score if score in keys else next((key for key in keys if not key.endswith("-loss")), keys[0])
     quantity = quantity_of(score)
     alike = [score, *(key for key in keys if key != score and quantity_of(key) == quantity)]
     named = _client_names(run)
     labels = {name: named.get(name, f"client {name}") for name in numbers}
     groups = {key: {labels[n]: scaled(key, tests[n].get(key)) for n in numbers} for key in alike}
-    counts = [key for key in ("own-num-examples", "validation-num-examples") if any(key in m for m in tests.values())]
+    counts = [
+        key for key in (f"own-{NUM_EXAMPLES}", f"{VALIDATION}-{NUM_EXAMPLES}") if any(key in m for m in tests.values())
+    ]
     rows = [
         [
             labels[name],

@@ -85,10 +85,10 @@ def curves(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, 
     data: list[Drawing] = []
     places: dict[str, list[list[float | None]]] = {unit: [] for unit in UNITS}
     for one in series:
-        if len(one.low):
-            data.append(_band(one))
+        if known := [at for at, bounds in enumerate(zip(one.low, one.high, strict=True)) if None not in bounds]:
+            data.append(_band(one, known))
             for unit, found in places.items():
-                found.append([*one.over[unit], *reversed(one.over[unit])])
+                found.append([one.over[unit][at] for at in (*known, *reversed(known))])
         data.append(_curve(one))
         for unit, found in places.items():
             found.append([*one.over[unit]])
@@ -101,13 +101,13 @@ def curves(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, 
     return {"data": data, "layout": layout, "units": units, "height": 340}
 
 
-def _band(one: Series) -> Drawing:
-    """Return the area between the bounds of a series, drawn there and back."""
+def _band(one: Series, known: Sequence[int]) -> Drawing:
+    """Return the area between the bounds of a series, drawn there and back over the points that have them."""
     colour = _style(one.style)[0]
     return {
         "type": "scatter",
         "mode": "lines",
-        "y": [*one.high, *reversed(one.low)],
+        "y": [*(one.high[at] for at in known), *(one.low[at] for at in reversed(known))],
         "fill": "toself",
         "fillcolor": f"{colour}/2a",
         "line": {"width": 0, "color": colour},

@@ -60,8 +60,9 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
     yield _by_layer(
         values, across, names, "Change of the global means in a round, by layer (standard deviations)", "change"
     )
-    last = lines[-1]
-    if last["clients"]:
+    tracked = [line for line in lines if any(value is not None for value in _l1_of_clients(line))]
+    if tracked and tracked[-1]["clients"]:
+        last = tracked[-1]
         found = [_of_clients(last["layers"].get(path), "mean") for path in layers]
         title = f"Distance of the means by layer and client, round {last['round']} (standard deviations)"
         drawing = heatmap(found, last["clients"], names, titles=("client", "layer", "distance"), text=".2f")
