@@ -94,7 +94,7 @@ def curves(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, 
             found.append([*one.over[unit]])
     layout = {
         "hovermode": "x unified",
-        "yaxis": {"title": {"text": _text(title)}, "type": "log" if log else "linear"},
+        "yaxis": {"title": {"text": _text(title)}, **({"type": "log", "dtick": "D2"} if log else {})},
         "showlegend": len(series) > 1,
     }
     units = {unit: {"x": found, "layout": _over(unit, found, marks)} for unit, found in places.items()}
@@ -166,6 +166,10 @@ def bars(groups: Mapping[str, Mapping[str, float | None]], title: str, text: str
         text: format of the numbers at the bars.
     """
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
+    numbers = [value for values in groups.values() for value in values.values() if value is not None]
+    room = (
+        {"range": [0, 1.15 * max(numbers)]} if numbers and 0 <= min(numbers) < max(numbers) else {"rangemode": "tozero"}
+    )
     patterns = ("", "/", ".", "x", "-")  # without a common divisor with the colours
     data = [
         {
@@ -187,7 +191,7 @@ def bars(groups: Mapping[str, Mapping[str, float | None]], title: str, text: str
     ]
     layout = {
         **{"barmode": "group", "bargap": 0.3, "showlegend": len(groups) > 1, "hovermode": "closest"},
-        "xaxis": {"title": {"text": _text(title)}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": _text(title)}, **room},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
     }
     return {"data": data, "layout": layout, "height": 90 + max(22 * len(names) * max(len(groups), 1), 40)}

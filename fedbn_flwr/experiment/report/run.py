@@ -137,8 +137,7 @@ def settings_section(run: RunFiles) -> Section:
     """Return the settings by group; those that make this run first."""
     settings, chosen = run.config.to_mapping(), run.chosen
     fields = {field.alias: field.description or "" for field in Config.model_fields.values()}
-    groups = {key: group for group in GROUPS for key in Config.keys(group)}
-    rows = [[groups[key], key, setting(value), _plain(fields[key])] for key, value in chosen.items()]
+    rows = [[key, setting(value), fields[key].replace("`", "")] for key, value in chosen.items()]
     everything = [
         Table(["key", "value"], [[key, setting(settings[key])] for key in Config.keys(group)], group.capitalize())
         for group in GROUPS
@@ -147,12 +146,8 @@ def settings_section(run: RunFiles) -> Section:
     return Section(
         "settings",
         "Settings",
-        [Table(["group", "key", "value", "meaning"], rows), Text(text, "note"), More("All settings", everything)],
+        [Table(["key", "value", "meaning"], rows), Text(text, "note"), More("All settings", everything)],
     )
-
-
-def _plain(text: str) -> str:
-    return text.replace("`", "")
 
 
 def result_section(run: RunFiles) -> Section | None:

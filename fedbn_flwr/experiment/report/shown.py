@@ -25,6 +25,7 @@ __all__ = [
 MEBIBYTE = 2**20
 MEANS = ("-weighted", "-seen", "-unseen")
 """Ends of the keys of other means over the clients than the plain one."""
+_LARGE = 1e6
 _MOST = 60  # rows of a table of rounds
 
 Row = TypeVar("Row")
@@ -52,6 +53,8 @@ def metric(key: str, value: Any, *, signed: bool = False) -> str:
     if key.endswith(CLIENTS) and value is not None:
         return f"{value:d}"
     number = scaled(key, value)
+    if number is not None and abs(number) >= _LARGE:
+        return f"{number:.4g}"
     return "-" if number is None else f"{number:{'+' if signed else ''}.{2 if in_percent(key) else 4}f}"
 
 

@@ -81,14 +81,14 @@ def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
     band = any(len(row) > 1 for row in known)
     series = [
         Series(
-            "local: batch statistics of the clients from the global ones",
+            "clients, from the global ones",
             over,
             [_mean(row) for row in known],
             0,
             [min(row, default=None) for row in known] if band else (),
             [max(row, default=None) for row in known] if band else (),
         ),
-        Series("global: change of the global statistics in the round", over, change, 1),
+        Series("global, change in the round", over, change, 1),
     ]
     drawing = curves(series, "L1 norm", marks(run), log=True)
     drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])  # recorded by round only
@@ -103,8 +103,8 @@ def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
         for line, row, c in thinned(list(zip(lines, known, change, strict=True)))
     ]
     title = "L1 distances of the statistics, summed over the layers (FixBN, Fig. 3 a)"
-    label = f"{title}: the last local one is {rows[-1][1]}, the last global one {rows[-1][4]}."
-    head = ["round", "local, mean over clients", "local, lowest", "local, highest", "global"]
+    label = f"{title}: in the last line {rows[-1][1]} for the clients and {rows[-1][4]} for the global change."
+    head = ["round", "clients, mean", "lowest", "highest", "global, change"]
     return Figure(drawing, label, title, Table(head, rows))
 
 
