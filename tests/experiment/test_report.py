@@ -282,7 +282,7 @@ def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
     found = Html(write_report(folder)).figures[4:]
     assert [figure["data"][-1]["type"] for figure in found] == ["scatter", *["heatmap"] * 4]
     band, local, change = found[0]["data"]
-    assert (local["y"], change["y"]) == ([4.0, 4.0, None], [1.0, 1.0, 0.0]), "summed over the layers"
+    assert (local["y"], change["y"]) == ([4.0, 4.0, None], [1.0, 1.0, None]), "summed over the layers"
     assert band["y"] == [5.0, 5.0, 3.0, 3.0]
     assert found[0]["units"]["rounds"]["x"][0] == [1, 2, 2, 1], "there and back, without the round that has no values"
     assert found[1]["data"][0]["z"] == [[2.0, 2.0, None]] * 2

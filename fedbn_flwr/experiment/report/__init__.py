@@ -55,7 +55,7 @@ def follow_report(
     target, seen = _target(folder, out), None
     try:
         while True:
-            now = _state(folder, target)
+            now = _state(folder)
             if now != seen:
                 _, finished = _write(folder, target, live=max(1, round(interval)))
                 if finished:
@@ -102,7 +102,7 @@ def _target(folder: Path, out: Path | None) -> Path:
     return target
 
 
-def _state(folder: Path, target: Path) -> list[tuple[str, int, int]]:
+def _state(folder: Path) -> list[tuple[str, int, int]]:
     """Return what tells that a folder has changed: times and sizes of its text files, those of its runs included."""
     texts = (path for pattern in ("*.json", "*.jsonl") for path in folder.rglob(pattern))
     found = []

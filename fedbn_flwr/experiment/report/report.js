@@ -86,16 +86,14 @@
   };
   const details = [...document.querySelectorAll("details")];
   const remember = () => memory.write({ unit: chosen(), open: details.flatMap((one, at) => (one.open ? [at] : [])) });
+  const before = memory.read();
+  const button = document.querySelector(`input[name="unit"][value="${before.unit}"]`);
+  if (button) button.checked = true;
+  before.open?.forEach((at) => { if (details[at]) details[at].open = true; });
+  details.forEach((one) => one.addEventListener("toggle", () => { if (!("print" in root.dataset)) remember(); }));
   const live = Number(document.body.dataset.live);
-  if (live) {
-    const before = memory.read();
-    const button = document.querySelector(`input[name="unit"][value="${before.unit}"]`);
-    if (button) button.checked = true;
-    before.open?.forEach((at) => { if (details[at]) details[at].open = true; });
-    details.forEach((one) => one.addEventListener("toggle", remember));
-    const again = () => (document.hidden ? setTimeout(again, 1000) : location.reload());
-    setTimeout(again, 1000 * live);
-  }
+  const again = () => (document.hidden ? setTimeout(again, 1000) : location.reload());
+  if (live) setTimeout(again, 1000 * live);
 
   const open = () => {
     const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));

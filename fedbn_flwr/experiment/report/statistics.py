@@ -48,6 +48,8 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
         "that it got. Far apart, BatchNorm normalises with other numbers in training than in tests."
     )
     yield _norms(run, lines)
+    if any(value is None for line in lines for value in _l1_of_clients(line)):
+        yield Text("Rounds without values: the clients tracked no statistics, as after T* of FixBN.", "note")
     layers = list(dict.fromkeys(path for line in lines for path in line["layers"]))
     names = [path or "the model" for path in layers]
     rounds = thinned(lines)
@@ -88,7 +90,7 @@ def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
             [min(row, default=None) for row in known] if band else (),
             [max(row, default=None) for row in known] if band else (),
         ),
-        Series("global, change in the round", over, change, 1),
+        Series("global, change in the round", over, [value or None for value in change], 1),  # 0 has no logarithm
     ]
     drawing = curves(series, "L1 norm", marks(run), log=True)
     drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])  # recorded by round only
