@@ -210,6 +210,9 @@ def settings_section(files: StudyFiles) -> Section:
             for m, s in ((m, s) for s in files.study.splits for m in files.study.methods if (m, s) in first)
         ]
         blocks.append(Table(head, rows, "Settings that differ; - is the default, or what follows from the others"))
+    if (tuning := files.folder / "tuning.md").is_file():
+        scores = Code(tuning.read_text(encoding="utf-8"))
+        blocks.append(More("How settings were chosen: the scores of the trials on validation examples", [scores]))
     seeds = ", ".join(map(str, files.study.seeds))
     blocks.append(Text(f"Seeds: {seeds}. Every other setting has its default.", "note"))
     return Section("settings", "Settings", blocks)
