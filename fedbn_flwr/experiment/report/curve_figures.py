@@ -9,7 +9,7 @@ from fedbn_flwr.experiment.held_out import HELD_OUT
 from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS, Mark, Series, curves
 from fedbn_flwr.experiment.report.page import Figure, Section, Switch, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
-from fedbn_flwr.experiment.report.shown import MEANS, metric, scaled, thinned, unit_of
+from fedbn_flwr.experiment.report.shown import MEANS, metric, scaled, thinned, title_of, unit_of
 from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.training.tasks import METRICS
 
@@ -65,7 +65,7 @@ def _curves(run: RunFiles, quantity: str, keys: Sequence[str]) -> Figure:
     last = ", ".join(f"{one.name} {metric(key, run.final.get(key))}" for one, key in zip(series, keys, strict=True))
     label = f"Curves of {quantity}{unit_of(quantity)} over {len(run.lines)} rounds. Last values: {last}."
     drawing = curves(series, f"{quantity}{unit_of(quantity)}", marks(run))
-    return Figure(drawing, label, f"{quantity[:1].upper()}{quantity[1:]}", Table(head, rows, caption))
+    return Figure(drawing, label, title_of(quantity), Table(head, rows, caption))
 
 
 def marks(run: RunFiles) -> list[Mark]:

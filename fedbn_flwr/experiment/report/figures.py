@@ -227,7 +227,10 @@ def heatmap(
     if small:
         trace |= {"texttemplate": f"%{{z:{text}}}", "textfont": {"color": "--ink"}}
     layout = {
-        "xaxis": {"type": "category", "title": {"text": _text(titles[0])}, "showgrid": False},
+        "xaxis": {
+            **{"type": "category", "title": {"text": _text(titles[0])}, "showgrid": False},
+            **({"nticks": 16, "tickangle": 0} if len(across) > 24 else {}),
+        },
         "yaxis": {"type": "category", "title": {"text": _text(titles[1])}, "autorange": "reversed", "showgrid": False},
         "hovermode": "closest",
     }

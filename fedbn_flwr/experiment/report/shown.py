@@ -18,6 +18,7 @@ __all__ = [
     "setting",
     "size",
     "thinned",
+    "title_of",
     "unit_of",
     "with_unit",
 ]
@@ -72,6 +73,12 @@ def size(count: float) -> str:
         if count < 1024 or unit == "GiB":
             break
     return f"{count:,.2f} {unit}"
+
+
+def title_of(name: str) -> str:
+    """Return the name of a figure as a title begins with it."""
+    known = {"auroc": "AUROC", "auprc": "AUPRC", "mae": "MAE", "miou": "mIoU"}
+    return known.get(name, name[:1].upper() + name[1:])
 
 
 def duration(seconds: float) -> str:

@@ -66,8 +66,8 @@ def _sentence(files: StudyFiles) -> str:
     parts += [_count(len(study.splits), "split")] if len(study.splits) > 1 else []
     parts += [_count(len(study.seeds), "seed")]
     grid = f"{', '.join(parts[:-1])} and {parts[-1]}: {_count(len(files.cells), 'run')}."
-    best = _best(files)
-    return " ".join([grid, *best])
+    best = list(_best(files))
+    return " ".join([grid, *best]) if len(best) <= 2 else grid
 
 
 def _best(files: StudyFiles) -> Iterator[str]:

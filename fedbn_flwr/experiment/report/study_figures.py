@@ -13,7 +13,7 @@ from fedbn_flwr.experiment.report.curve_figures import UNITS, quantity_of, test_
 from fedbn_flwr.experiment.report.figures import Dots, Series, bars, curves, dots
 from fedbn_flwr.experiment.report.page import Block, Figure, Section, Switch, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
-from fedbn_flwr.experiment.report.shown import in_percent, scaled, thinned, unit_of
+from fedbn_flwr.experiment.report.shown import in_percent, scaled, thinned, title_of, unit_of
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 
 __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figures"]
@@ -46,7 +46,7 @@ def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
         seeds = [f"seed {r['seed']}" for r in own]
         found.append(Dots(name, values, row["mean"], interval["low"], interval["high"], row["paper"], seeds))
         texts.append(f"{name} {row['mean']:.2f}")
-    title = f"{_capital(quantity)} after the last round{_of(files, split)}"
+    title = f"{title_of(quantity)} after the last round{_of(files, split)}"
     label = f"{title}, mean over seeds: {'; '.join(texts)}."
     head = ["method", "runs", "mean", "from", "to", "the paper"]
     numbers = [
@@ -85,7 +85,7 @@ def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Seq
         one, found = _mean_curve(name, own, list(files.study.methods).index(method))
         series.append(one)
         rounds[name] = found
-    title = f"{_capital(quantity)}{_of(files, split)}"
+    title = f"{title_of(quantity)}{_of(files, split)}"
     everything = thinned(sorted({server_round for found in rounds.values() for server_round in found}))
     rows = [[str(r), *(_number(found.get(r)) for found in rounds.values())] for r in everything]
     last = "; ".join(f"{name} {_number(list(found.values())[-1])}" for name, found in rounds.items())
@@ -186,7 +186,7 @@ def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> tuple[Figu
         table.append([method, *("-" if r is None else _with_std(r["mean"], r["std"], places) for r in own)])
         if any(r and r["paper"] is not None for r in own):
             table.append([f"{method}, the paper", *("-" if r is None else _number(r["paper"]) for r in own)])
-    title = f"{_capital(name)} by domain{_of(files, split)}"
+    title = f"{title_of(name)} by domain{_of(files, split)}"
     label = f"{title}, for {len(methods)} methods and {len(domains)} domains; the table below has the numbers."
     drawing = bars(groups, f"{name}{unit_of(name)}", ".1f" if in_percent(name) else ".3f")
     return Figure(drawing, label, title), Table(["method", *domains], table, f"{name}{unit_of(name)}, mean ± deviation")
@@ -200,10 +200,6 @@ def _with_std(mean: float | None, std: float | None, places: int) -> str:
 
 def _of(files: StudyFiles, split: str) -> str:
     return f", {split}" if len(files.study.splits) > 1 else ""
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _number(value: float | None) -> str:
