@@ -10,7 +10,17 @@ from pathlib import Path
 
 HEAVY = (
     *("PIL", "datasets", "fastapi", "flwr_datasets", "matplotlib", "onnx", "pandas", "ray", "scipy", "sklearn"),
-    *("sqlalchemy", "sympy", "mlflow", "plotly", "tensorboard", "torch._dynamo", "torchmetrics", "torchvision", "wandb"),
+    *(
+        "sqlalchemy",
+        "sympy",
+        "mlflow",
+        "plotly",
+        "tensorboard",
+        "torch._dynamo",
+        "torchmetrics",
+        "torchvision",
+        "wandb",
+    ),
 )
 _STEPS = """
 import contextlib, io, json, sys

@@ -18,6 +18,7 @@ from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import duration, metric, setting, size, unit_of, with_unit
 from fedbn_flwr.experiment.report.split_figures import split_section
 from fedbn_flwr.experiment.report.statistics import batchnorm_section
+from fedbn_flwr.messages.protocol import DROPPED_BATCHES
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["command", "method_name", "run_page", "run_warnings"]
@@ -118,7 +119,7 @@ def run_warnings(run: RunFiles) -> list[str]:
         found.append(f"{reasons.total()} replies of clients were refused ({shown}).")
     if kept := [line["round"] for line in run.lines if line.get("kept-previous")]:
         found.append(f"Too few replies were usable in {len(kept)} rounds (the first is {kept[0]}): the model stayed.")
-    if dropped := sum(line.get("dropped-batches", 0) for line in run.lines):
+    if dropped := sum(line.get(DROPPED_BATCHES, 0) for line in run.lines):
         found.append(f"{dropped} batches of one example were left out: BatchNorm cannot take them.")
     if resumed := run.summary.get("resumed-after"):
         rounds = ", ".join(map(str, resumed))

@@ -128,9 +128,8 @@ def _makes(values: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 def _without_folder(config: Config) -> dict[str, Any]:
     """Return the settings of a run, as they are in a new folder."""
-    settings = config.to_mapping()
-    state_dir = settings["state-dir"]
-    return {**settings, "out": "", "resume": False, "state-dir": "" if state_dir == STATE_IN_OUT else state_dir}
+    state_dir = "" if config.state_dir == STATE_IN_OUT else config.state_dir
+    return config.model_copy(update={"out": "", "resume": False, "state_dir": state_dir}).to_mapping()
 
 
 def read_json(path: Path) -> dict[str, Any]:
