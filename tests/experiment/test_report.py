@@ -23,6 +23,19 @@ from fedbn_flwr.experiment.config import Config, read_overrides
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.report import figures as drawings
 from fedbn_flwr.experiment.report import follow_report, write_report
+from fedbn_flwr.experiment.report.page import (
+    Code,
+    Facts,
+    Figure,
+    Heading,
+    Link,
+    Listing,
+    More,
+    Section,
+    Switch,
+    Table,
+    Text,
+)
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.study import Study
@@ -213,6 +226,17 @@ def test_every_name_is_escaped(folder: Path) -> None:
     assert page.count("b") == 0
     assert len([1 for tag, attributes in page.tags if tag == "script" and not attributes]) == 2
     assert json.dumps(page.figures).count("&lt;script&gt;") > 1, "plotly reads tags in texts"
+
+
+def test_every_block_escapes_its_texts() -> None:
+    table = Table([EVIL], [[EVIL], [Link(EVIL, EVIL)]], EVIL)
+    blocks = (Text(EVIL), Text(EVIL, "lead"), Heading(EVIL), table, Facts([(EVIL, EVIL)]), Listing([EVIL]), Code(EVIL))
+    figure = Figure({"data": [{"name": EVIL}]}, EVIL, EVIL)
+    for block in (*blocks, Switch([(EVIL, EVIL)]), More(EVIL, (), EVIL), Section(EVIL, EVIL, ()), figure):
+        html = block.html()
+        assert "<script>alert" not in html, block
+        assert "<b>" not in html, block
+        assert "alert(1)" in html
 
 
 def test_an_unfinished_run(folder: Path) -> None:
