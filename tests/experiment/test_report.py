@@ -392,6 +392,12 @@ def test_links_of_a_study_lead_to_its_runs(swept: Path) -> None:
     assert "fedbn-flwr run --set strategy=fedbn --set partition=iid" in page.text
 
 
+def test_a_run_whose_server_sees_no_statistics(swept: Path, tmp_path: Path) -> None:
+    (folder,) = swept.glob("FedBN*/all/seed-0")
+    text = Html(write_report(folder, tmp_path / "a.html")).text
+    assert "BatchNorm statistics cannot be recorded in this run: watch-statistics=1 has no effect: fedbn" in text
+
+
 def test_paired_differences(study: Path) -> None:
     """Both methods with the same test, so that they can be compared."""
     for path in study.glob("FedBN*/all/*/summary.json"):

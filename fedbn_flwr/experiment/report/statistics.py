@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
 from fedbn_flwr.experiment.report.curve_figures import marks
 from fedbn_flwr.experiment.report.figures import ROUNDS, UNITS, Series, curves, heatmap
 from fedbn_flwr.experiment.report.page import Block, Figure, Heading, Listing, Section, Table, Text
@@ -15,8 +17,6 @@ from fedbn_flwr.experiment.report.shown import thinned
 
 __all__ = ["batchnorm_section"]
 
-STATISTICS_FILE = "statistics.jsonl"
-
 Line = Mapping[str, Any]
 Layer = Mapping[str, Any]
 
@@ -24,9 +24,18 @@ Layer = Mapping[str, Any]
 def batchnorm_section(run: RunFiles) -> Section:
     """Return the pictures of ``statistics.jsonl``; without the file a line that says how to get it."""
     lines = read_metrics(run.folder / STATISTICS_FILE)
-    missing = "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1 to see them here."
-    pictures = list(_pictures(run, lines)) if lines else [Text(missing, "note")]
+    pictures = list(_pictures(run, lines)) if lines else [Text(_why_missing(run), "note")]
     return Section("batchnorm", "BatchNorm", [*_findings(run), *pictures])
+
+
+def _why_missing(run: RunFiles) -> str:
+    text = "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1 to see them here."
+    if run.repeatable:
+        try:
+            Config.make({**run.chosen, "watch-statistics": 1})
+        except ConfigError as error:
+            text = f"BatchNorm statistics cannot be recorded in this run: {error}."
+    return text
 
 
 def _findings(run: RunFiles) -> Iterator[Block]:
