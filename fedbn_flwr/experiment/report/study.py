@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from fedbn_flwr.experiment.report.page import Block, Code, Facts, Link, Listing, More, Page, Section, Table, Text
+from fedbn_flwr.experiment.report.page import Block, Code, Facts, Listing, More, Page, Section, Table, Text
 from fedbn_flwr.experiment.report.run import command, method_name, run_warnings
 from fedbn_flwr.experiment.report.shown import duration, in_percent, setting, size, unit_of, with_unit
 from fedbn_flwr.experiment.report.split_figures import split_figures
@@ -14,14 +13,12 @@ from fedbn_flwr.experiment.report.study_figures import (
     comparison_section,
     curves_section,
     domains_section,
-    dots_figures,
 )
 from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
+from fedbn_flwr.experiment.report.study_tables import anchor_of, results_section
 from fedbn_flwr.experiment.study import Cell, failure_of
 
 __all__ = ["study_page"]
-
-_MIB = 2**20
 
 
 def study_page(files: StudyFiles, foot: str, live: int = 0) -> Page:
@@ -117,81 +114,6 @@ def _warnings(files: StudyFiles) -> list[str]:
     return found
 
 
-def results_section(files: StudyFiles) -> Section:
-    """Return the table of means beside the paper's numbers, and the plot of all runs."""
-    rows = files.table
-    if not rows:
-        return Section("results", "Results", [Text("No run is finished yet.")])
-    first = [row for row, before in zip(rows, [{}, *rows], strict=False) if _pair(row) != _pair(before)]
-    results, costs = _columns(files)
-    table = Table([name for name, _ in results], [[cell(row) for _, cell in results] for row in rows])
-    cost = Table([name for name, _ in costs], [[cell(row) for _, cell in costs] for row in first], "Cost of a run")
-    notes = [
-        "Final: the last round (with early stopping the best one by validation), mean ± sample standard deviation over "
-        "n seeds. Best: the best round, which no run knows beforehand.",
-    ]
-    target = (
-        "To it: rounds, exchanges and floats until the main metric first reached the target, as the mean of the seeds "
-        "that reached it."
-    )
-    more = [Text(target, "note")] if any(row["target"] is not None for row in rows) else []
-    if any(row["paper"] is not None for row in rows):
-        notes.append("Difference: final minus the paper's number.")
-    return Section("results", "Results", [table, Text(" ".join(notes), "note"), *dots_figures(files), cost, *more])
-
-
-def _pair(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    return row.get("method"), row.get("split")
-
-
-def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return the columns of results and of costs that this study needs: a head, and what gives a row's cell."""
-    rows = files.table
-    percent = all(in_percent(row["metric"] or "") for row in rows)
-    unit = " (%)" if percent else ""
-
-    def number(key: str, std: str = "", form: str = "") -> Any:
-        def cell(row: dict[str, Any]) -> str:
-            if row[key] is None:
-                return "-"
-            places = form or (".2f" if in_percent(row["metric"] or "") else ".4f")
-            spread = f" ± {row[std]:{places}}" if std and row[std] is not None else ""
-            return f"{row[key]:{places}}{spread}"
-
-        return cell
-
-    def lost(row: dict[str, Any]) -> str:
-        return ", ".join([str(row["runs"]), *(f"{row[what]} {what}" for what in ("diverged", "failed") if row[what])])
-
-    about: list[tuple[str, Any]] = [("method", lambda row: Link(row["method"], _anchor(row["method"], row["split"])))]
-    if len(files.study.splits) > 1:
-        about.append(("split", lambda row: row["split"]))
-    results = [
-        *about,
-        (f"final{unit}", number("mean", "std")),
-        ("n", lost),
-        (f"best{unit}", number("best-mean", "best-std")),
-    ]
-    if any(row["paper"] is not None for row in rows):
-        results += [(f"paper{unit}", number("paper", form="g")), ("difference", number("difference", form="+.2f"))]
-    if len({row["metric"] for row in rows}) > 1:
-        results.append(("metric", lambda row: row["metric"] or "-"))
-    costs = [*about, ("rounds", number("rounds", form="d")), ("exchanges", number("exchanges", form=",d"))]
-    costs.append(("MiB of floats", number("megabytes", form=",.2f")))
-    if any(row["target"] is not None for row in rows):
-        costs += [("target", number("target", form="g")), ("reached by", number("reached", form="d"))]
-        costs += [("rounds to it", number("rounds-to-target", form=".1f"))]
-        costs += [("exchanges to it", number("exchanges-to-target", form=",.1f"))]
-        costs.append(("MiB to it", lambda r: "-" if (m := r["bytes-to-target"]) is None else f"{m / _MIB:,.2f}"))
-    return results, costs
-
-
-def _anchor(method: str, split: str) -> str:
-    """Return the anchor of a method's runs: letters and digits of the names as they are, others by their number."""
-    text = f"{method}/{split}"
-    return "runs-" + "".join(c if c.isalnum() and c.isascii() else f"-{ord(c):x}-" for c in text)
-
-
 def settings_section(files: StudyFiles) -> Section:
     """Return the settings of all runs, and those that differ between methods and splits."""
     first = {(c.method, c.split): run.chosen for c, run in reversed(files.runs)}
@@ -239,7 +161,7 @@ def runs_section(files: StudyFiles) -> Section:
             cells = [cell for cell in files.cells if (cell.method, cell.split) == (method, split)]
             if cells:
                 name = method + (f", {split}" if len(files.study.splits) > 1 else "")
-                blocks.append(More(name, _runs_of(files, cells), _anchor(method, split)))
+                blocks.append(More(name, _runs_of(files, cells), anchor_of(method, split)))
     return Section("runs", "Runs", blocks)
 
 
