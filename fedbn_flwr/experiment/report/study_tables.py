@@ -21,7 +21,11 @@ def results_section(files: StudyFiles) -> Section:
     first = [row for row, before in zip(rows, [{}, *rows], strict=False) if _pair(row) != _pair(before)]
     results, costs = _columns(files)
     table = Table([name for name, _ in results], [[cell(row) for _, cell in results] for row in rows])
-    cost = Table([name for name, _ in costs], [[cell(row) for _, cell in costs] for row in first], "Cost of a run")
+    cost = Table(
+        [name for name, _ in costs],
+        [[cell(row) for _, cell in costs] for row in first],
+        "Cost of a run, mean over the seeds",
+    )
     notes = [
         "Final: the last round (with early stopping the best one by validation), mean ± sample standard deviation over "
         "n seeds. Best: the best round, which no run knows beforehand.",
@@ -56,6 +60,9 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
 
         return cell
 
+    def count(key: str) -> Any:
+        return lambda row: "-" if row[key] is None else f"{row[key]:,.1f}".removesuffix(".0")
+
     def lost(row: dict[str, Any]) -> str:
         return ", ".join([str(row["runs"]), *(f"{row[what]} {what}" for what in ("diverged", "failed") if row[what])])
 
@@ -72,12 +79,12 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
         results += [(f"paper{unit}", number("paper", form="g")), ("difference", number("difference", form="+.2f"))]
     if len({row["metric"] for row in rows}) > 1:
         results.append(("metric", lambda row: row["metric"] or "-"))
-    costs = [*about, ("rounds", number("rounds", form="d")), ("exchanges", number("exchanges", form=",d"))]
+    costs = [*about, ("rounds", count("rounds")), ("exchanges", count("exchanges"))]
     costs.append(("MiB of floats", number("megabytes", form=",.2f")))
     if any(row["target"] is not None for row in rows):
-        costs += [("target", number("target", form="g")), ("reached by", number("reached", form="d"))]
-        costs += [("rounds to it", number("rounds-to-target", form=".1f"))]
-        costs += [("exchanges to it", number("exchanges-to-target", form=",.1f"))]
+        costs += [("target", number("target", form="g")), ("reached by", count("reached"))]
+        costs += [("rounds to it", count("rounds-to-target"))]
+        costs += [("exchanges to it", count("exchanges-to-target"))]
         costs.append(("MiB to it", lambda r: "-" if (m := r["bytes-to-target"]) is None else f"{m / MEBIBYTE:,.2f}"))
     return results, costs
 
