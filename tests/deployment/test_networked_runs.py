@@ -33,6 +33,7 @@ def test_the_bits_are_those_of_the_run_in_process(strategy, networked, in_proces
     assert ours["rejected"] == 0
 
 
+@pytest.mark.slow
 def test_fedtan_by_channel_among_intruders(
     federation: Federation, networked, in_process, same_run, tmp_path: Path
 ) -> None:

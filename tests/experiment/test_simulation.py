@@ -85,6 +85,7 @@ def test_the_simulation_engine_with_two_actors_gives_the_bits_of_the_run_in_proc
     assert "Starting FedBN strategy" in (out / "flower.log").read_text()
 
 
+@pytest.mark.slow  # tests/experiment/test_cluster.py continues one on a cluster
 def test_a_run_started_in_process_continues_in_simulation(in_process: dict[str, Any], tmp_path: Path, same_run) -> None:
     """Checkpoints and the clients' files do not depend on the engine."""
     out = tmp_path / "out"
@@ -97,6 +98,7 @@ def test_a_run_started_in_process_continues_in_simulation(in_process: dict[str, 
     assert "Continuing after round 1" in (out / "flower.log").read_text()
 
 
+@pytest.mark.slow
 def test_fedtan_by_channel_with_fewer_actors_than_clients_is_refused_with_advice(tmp_path: Path) -> None:
     settings = {**SETTINGS, "strategy": "fedtan", "fedtan-transport": "channel", "fedtan-timeout": 2.0}
     with pytest.raises(EngineError) as caught:
