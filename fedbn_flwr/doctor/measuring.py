@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,7 +141,13 @@ class Measuring:
         return client.batch(torch.randperm(len(client), generator=self._generator)[:count])
 
     def _mismatch(self) -> Figures:
-        gap = self._m.gap = mismatch(self._model, self._tests, self._loss, self._generator)
+        gap = mismatch(self._model, self._tests, self._loss, self._generator)
+        if not math.isfinite(gap.running_loss + gap.batch_loss):
+            raise DataError(
+                f"the loss of the test examples is {gap.running_loss:.4g} under running statistics, "
+                f"{gap.batch_loss:.4g} under those of the test batch. Look for NaN and infinity in weights and inputs."
+            )
+        self._m.gap = gap
         if self._m.training_layers or self._m.untracked or self._m.training.tested_by_batch:
             self._m.sorted_accuracy = accuracy_by_class(self._model, self._tests, _SORTED)
         return {"train-test-mismatch": {**vars(gap), "accuracy-lost": gap.accuracy_lost}}

@@ -26,7 +26,7 @@ def _heat_map(layers: Mapping[str, Any], clients: list[str]) -> bytes:
     """Draw layers by clients: how far the statistics of a client's batches are from the global ones."""
     from matplotlib.figure import Figure
 
-    table = [row["batch-deviation"]["mean"] for row in layers.values()]
+    table = [_gaps(row["batch-deviation"]["mean"]) for row in layers.values()]
     figure = Figure(
         figsize=(3.5 + 0.35 * min(len(clients), _SHOWN), 1.6 + 0.22 * min(len(layers), _SHOWN)), layout="tight"
     )

@@ -107,6 +107,7 @@ UNUSABLE = [
         "package average them instead",
     ),
     _RECALIBRATE,
+    Remedy("lower learning-rate", "where weights are NaN the training diverged: go back to a state before that"),
 ]
 NAME_FILTER = [
     Remedy(

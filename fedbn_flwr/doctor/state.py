@@ -33,12 +33,12 @@ def averaged_counters(parts: Parts, state: State) -> dict[str, str]:
 
 
 def unusable_statistics(parts: Parts, state: State) -> dict[str, str]:
-    """Return the running statistics with negative variances, NaN or infinity: name to what was seen."""
+    """Return the entries with NaN or infinity, and negative running variances: name to what was seen."""
     found = {}
-    for mean, variance in parts.moments():
-        for name in (mean, variance):
-            if bad := int((~torch.isfinite(state[name])).sum()):
-                found[name] = f"{bad} of {state[name].numel()} values are not finite"
+    for name in parts.names:
+        if bad := int((~torch.isfinite(state[name])).sum()):
+            found[name] = f"{bad} of {state[name].numel()} values are not finite"
+    for _, variance in parts.moments():
         if negative := int((state[variance] < 0).sum()):
             found[variance] = (
                 f"{negative} of {state[variance].numel()} are negative, down to {float(state[variance].min()):.3g}"

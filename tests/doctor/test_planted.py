@@ -157,6 +157,19 @@ def test_statistics_that_a_server_optimizer_spoiled() -> None:
     }
 
 
+@pytest.mark.parametrize("fault", ["weight", "inputs"])
+def test_values_that_are_not_finite(fault: str, trained: nn.Module, digits, tmp_path: Path) -> None:
+    model, inputs = copy.deepcopy(trained), digits[0].clone()
+    with torch.no_grad():
+        (model[3].weight if fault == "weight" else inputs)[0, 0] = float("nan")
+    found = diagnose(model, [[(inputs[k : k + 32], digits[1][k : k + 32])] for k in (0, 32)])
+    if fault == "weight":
+        assert first(found)[0] == "unusable-statistics"
+        assert found.findings[0].numbers["entries"] == {"3.weight": "1 of 1536 values are not finite"}
+    assert any("mismatch of training and test: the loss of" in line for line in found.not_measured)
+    assert len(found.save(tmp_path)) == 3
+
+
 def test_label_skew_and_the_number_of_local_steps(trained: nn.Module, digits) -> None:
     """The same data: with one step a round FedTAN is centralised training, with more FixBN acts in every step."""
     data = torch.utils.data.TensorDataset(*digits)
