@@ -7,6 +7,7 @@ without another pass over the network, and a regrouping at random shows what cha
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,8 @@ def features(model: nn.Module, clients: Sequence[ClientData]) -> Features:
     ]
     inputs = torch.cat([client.inputs for client in clients])
     with torch.no_grad(), watch:
-        for batch in torch.split(inputs, _BATCH):
+        # Parts of nearly equal size: a last one of one example fails in a layer without running statistics.
+        for batch in torch.tensor_split(inputs, math.ceil(len(inputs) / _BATCH)):
             watch.begin(len(batch))
             working(prepared(batch))
     for handle in handles:

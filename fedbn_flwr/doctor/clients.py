@@ -59,7 +59,7 @@ def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
     The default random generators are seeded while the loaders shuffle and augment, and restored afterwards.
 
     Raises:
-        DataError: a loader yields no pairs of tensors.
+        DataError: a loader yields no pairs of tensors, or batches that cannot be joined.
     """
     named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
     with seeded(0):
@@ -84,7 +84,14 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
         largest, count = max(largest, len(batch[0])), count + len(batch[0])
     if not count:
         return None
-    return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, complete)
+    try:
+        return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, complete)
+    except RuntimeError as error:
+        shapes = sorted({str(tuple(batch.shape)) for batch in inputs})
+        raise DataError(
+            f"the loader of client {name} yields batches that cannot be joined, inputs of {', '.join(shapes)}: "
+            f"{error} Pad or crop the examples to one shape."
+        ) from error
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:

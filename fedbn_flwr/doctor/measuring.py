@@ -20,7 +20,7 @@ from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, shift
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
 from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B
-from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 
 __all__ = ["Measuring"]
 
@@ -69,17 +69,13 @@ class Measuring:
             "batch-sizes": [client.batch_size for client in self._clients],
             "layers": self._rows,
         }
-        self._batches()
-        seen = self._examples()
-        if len(self._clients) < 2:
-            self.lacking.append("differences between clients: there is one.")
-        elif seen.layers and not self._m.untracked:
-            figures |= self._differences(seen)
+        figures |= self._tried("statistics of the batches", self._batches)
+        figures |= self._tried("differences between clients, and dead channels", self._by_example)
         figures |= self._tried("gradient deviation B_i", self._gradients)
         figures |= self._tried("mismatch of training and test", self._mismatch)
         return figures
 
-    def _batches(self) -> None:
+    def _batches(self) -> Figures:
         moments = [batch_moments(self._model, client) for client in self._clients]
         for path, layer in self._layers.items():
             own = [list(client.get(path, ())) for client in moments]
@@ -91,6 +87,15 @@ class Measuring:
         self._m.running = {path: found.mean for path, found in running.items()}
         for path, found in running.items():
             self._rows[path]["running"] = found._asdict()
+        return {}
+
+    def _by_example(self) -> Figures:
+        seen = self._examples()
+        if len(self._clients) < 2:
+            self.lacking.append("differences between clients: there is one.")
+        elif seen.layers and not self._m.untracked:
+            return self._differences(seen)
+        return {}
 
     def _examples(self) -> Features:
         seen = features(self._model, self._clients)
@@ -119,6 +124,8 @@ class Measuring:
 
     def _gradients(self) -> Figures:
         chosen = [client for client in self._clients if len(client) > 1][:MAX_CLIENTS_B]
+        if not any(parameter.requires_grad for parameter in self._model.parameters()):
+            raise ConfigError("no parameter of the model is trainable.")
         if len(chosen) < 2:
             raise ConfigError("it needs two clients with two examples each.")
         batches = [self._batch(client) for client in chosen]
@@ -141,6 +148,8 @@ class Measuring:
         return client.batch(torch.randperm(len(client), generator=self._generator)[:count])
 
     def _mismatch(self) -> Figures:
+        if sum(map(len, self._tests)) < 2:
+            raise DataError("it needs two test examples.")
         gap = mismatch(self._model, self._tests, self._loss, self._generator)
         if not math.isfinite(gap.running_loss + gap.batch_loss):
             raise DataError(
@@ -156,9 +165,11 @@ class Measuring:
         """Return the figures of a measurement; if it cannot be done, note why."""
         try:
             return measure()
-        except (ConfigError, NormLayerError, DataError) as error:
+        except FedBNError as error:
             self.lacking.append(f"{what}: {error}")
-            return {}
+        except Exception as error:  # the model and the loss are the user's; the other figures stand
+            self.lacking.append(f"{what}: {type(error).__name__}: {error}")
+        return {}
 
 
 def _of_batches(layer: _BatchNorm, own: Sequence[Sequence[Moments]]) -> Figures:

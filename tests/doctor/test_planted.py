@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Finding, Training, diagnose_state
 from fedbn_flwr.doctor.state_file import named, read_state_file
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import ConfigError, DataError, StateError
 
 NUM_CLIENTS = 4
 Loaders = Callable[..., list[torch.utils.data.DataLoader]]
@@ -231,6 +231,43 @@ def test_a_model_that_returns_no_tensor_is_measured_in_part(loaders: Loaders) ->
         *("gradient deviation B_i", "mismatch of training and test")
     ]
     assert "the model returns dict, not one tensor" in found.not_measured[0]
+
+
+def _squeezed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if outputs.squeeze().dim() < 2:
+        raise ValueError("no batch")
+    return nn.functional.cross_entropy(outputs.squeeze(), targets)
+
+
+@pytest.mark.parametrize(
+    ("fault", "lacking"),
+    [
+        ("frozen", ["gradient deviation B_i: no parameter of the model is trainable."]),
+        ("squeeze", ["mismatch of training and test: ValueError: no batch"]),
+        ("labels from 1", ["gradient deviation B_i: IndexError: T", "mismatch of training and test: IndexError: T"]),
+        ("one test", ["mismatch of training and test: it needs two test examples."]),
+        ("129 examples", []),
+        ("wrong width", ["statistics of the batches: RuntimeError: ", *["differences", "gradient", "mismatch"]]),
+    ],
+)
+def test_a_measurement_that_fails_leaves_the_others(fault: str, lacking: list[str], digits) -> None:
+    untracked = fault == "129 examples"
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8, track_running_stats=not untracked), nn.Linear(8, 10))
+    model.eval().requires_grad_(fault != "frozen")
+    inputs, targets = digits[0][:, : 60 if fault == "wrong width" else 64], digits[1] + (fault == "labels from 1")
+    clients = [[(inputs[:64], targets[:64])], [(inputs[64:129], targets[64:129])]]
+    loss = {"loss": _squeezed} if fault == "squeeze" else {}
+    tests = [[(inputs[:1], targets[:1])]] if fault == "one test" else []
+    found = diagnose(model, clients, test_loaders=tests, **loss)
+    assert len(found.not_measured) == len(lacking), found.not_measured
+    assert all(line.startswith(start) for line, start in zip(found.not_measured, lacking, strict=True))
+    assert ("batch-noise" in found.measures["layers"]["1"]) == (fault != "wrong width")
+
+
+def test_inputs_of_several_shapes_are_refused(trained: nn.Module) -> None:
+    ragged = [(torch.zeros(2, n), torch.zeros(2, dtype=torch.int64)) for n in (3, 4)]
+    with pytest.raises(DataError, match=r"client 0 yields batches that cannot be joined.*\(2, 3\), \(2, 4\)"):
+        diagnose(trained, [ragged])
 
 
 # --- saved states ----------------------------------------------------------------------------------------------------
