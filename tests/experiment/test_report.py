@@ -430,6 +430,18 @@ def test_a_study_that_is_not_finished(study: Path) -> None:
     assert page.figures == []
 
 
+def without_tests(run: Path) -> None:
+    """Take the main metric out of the lines of a run."""
+    lines = [{**line, "test-accuracy": None} for line in read_metrics(run / "metrics.jsonl")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_seeds_without_a_common_test_have_no_mean_curve(study: Path) -> None:
+    without_tests(study / "FedAvg/all/seed-1")
+    curves = Html(write_report(study)).figures[1]
+    assert [trace["name"] for trace in curves["data"] if "name" in trace] == ["FedBN &lt;b&gt;"]
+
+
 # --- the command and the live report ---------------------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ def curves_section(files: StudyFiles) -> Section:
         runs = {method: files.of(method, split) for method in files.study.methods}
         by_quantity: dict[str, dict[str, list[RunFiles]]] = {}
         for method, own in runs.items():
-            if own and any(run.measured for run in own):
+            if _shared_rounds(own):
                 by_quantity.setdefault(quantity_of(own[0].headline), {})[method] = own
         figures += [_curves(files, split, quantity, found) for quantity, found in by_quantity.items()]
     if not figures:
@@ -97,8 +97,8 @@ def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Seq
 
 def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> tuple[Series, dict[int, float | None]]:
     """Return the mean of the runs' main metric in each round that all have, and the same by round."""
+    rounds = _shared_rounds(runs)
     values = [{line["round"]: scaled(run.headline, line[run.headline]) for line in run.measured} for run in runs]
-    rounds = [server_round for server_round in values[0] if all(server_round in found for found in values)]
     columns = [[value for found in values if (value := found[r]) is not None] for r in rounds]
     means = [statistics.fmean(column) for column in columns]
     at = {line["round"]: index for index, line in enumerate(runs[0].lines)}
@@ -106,6 +106,12 @@ def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> tuple[Series
     band = len(runs) > 1
     low, high = ([bound(column) for column in columns] if band else () for bound in (min, max))
     return Series(name, over, means, style, low, high), dict(zip(rounds, means, strict=True))
+
+
+def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
+    """Return the rounds in which every run has its main metric; none if a run has no test."""
+    tested = [[line["round"] for line in run.measured] for run in runs]
+    return [server_round for server_round in tested[0] if all(server_round in t for t in tested)] if tested else []
 
 
 def comparison_section(files: StudyFiles) -> Section | None:
