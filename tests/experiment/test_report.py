@@ -442,6 +442,20 @@ def test_seeds_without_a_common_test_have_no_mean_curve(study: Path) -> None:
     assert [trace["name"] for trace in curves["data"] if "name" in trace] == ["FedBN &lt;b&gt;"]
 
 
+def test_diverged_seeds_are_not_in_the_curves(study: Path) -> None:
+    good, bad = (study / f"FedAvg/all/seed-{seed}" for seed in (0, 1))
+    lines = (bad / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (bad / "metrics.jsonl").write_text(lines[0])
+    change(bad / "summary.json", diverged_at=2)
+    page = Html(write_report(study))
+    (curve,) = [trace for trace in page.figures[1]["data"] if str(trace.get("name")).startswith("FedAvg")]
+    assert curve["y"] == [100 * line["test-accuracy"] for line in read_metrics(good / "metrics.jsonl")]
+    assert "A curve ends with its shortest seed." in page.text
+    change(good / "summary.json", diverged_at=2)
+    (longest,) = StudyFiles.read(study).of("FedAvg", "all")
+    assert longest.folder == good, "all have diverged: the longest"
+
+
 # --- the command and the live report ---------------------------------------------------------------------------------
 
 

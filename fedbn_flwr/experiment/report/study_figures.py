@@ -71,8 +71,9 @@ def curves_section(files: StudyFiles) -> Section:
     if not figures:
         return Section("curves", "Curves", [Text("No run has a test yet.")])
     text = (
-        "Mean over the finished seeds; the band runs from the lowest to the highest seed. Exchanges and bytes are "
-        "those of training; bytes are those of floats."
+        "Mean over the finished seeds that did not diverge; the band runs from the lowest to the highest seed. A curve "
+        "ends with its shortest seed. A method without such a seed has the curve of its longest run. Exchanges and "
+        "bytes are those of training; bytes are those of floats."
     )
     return Section("curves", "Curves", [Switch(UNITS), *figures, Text(text, "note")])
 

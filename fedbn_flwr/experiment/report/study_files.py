@@ -74,7 +74,10 @@ class StudyFiles:
         return all(self.status(cell) in ("finished", "diverged", "failed") for cell in self.cells)
 
     def of(self, method: str, split: str) -> list[RunFiles]:
-        """Return the runs of a method and split that stand for it: the finished ones, or the longest of the others."""
+        """Return the runs of a method and split that stand for it.
+
+        These are the finished ones that did not diverge, as in the means; without one, the longest of the others.
+        """
         runs = [run for cell, run in self.runs if (cell.method, cell.split) == (method, split) and run.lines]
-        done = [run for run in runs if run.summary]
+        done = [run for run in runs if run.summary and DIVERGED_AT not in run.summary]
         return done or sorted(runs, key=lambda run: len(run.lines))[-1:]
