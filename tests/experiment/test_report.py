@@ -294,7 +294,7 @@ def recorded(server_round: int, many: bool = False) -> dict[str, Any]:
     change = dict.fromkeys(("l1", "mean", "variance"), 0.0 if frozen else 0.5)
     values = [None, None] if frozen else [1.5, 2.5]
     clients = {"clients": dict.fromkeys(("l1", "mean", "variance", "weight"), values)}
-    quantiles = {"quantiles": {name: [0.0, 1.0, 2.0, 3.0, 4.0] for name in change}}
+    quantiles = {"quantiles": {name: [0.0, 1.0, 2.0, 3.0, 40.0] for name in change}}
     layers = {path: {"change": change, **(quantiles if many else clients)} for path in ("norm", "")}
     return {"round": server_round, "phase": "train", "clients": None if many else ["0", "1"], "layers": layers}
 
@@ -312,7 +312,10 @@ def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
     assert found[1]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
     assert found[1]["data"][0]["y"] == ["norm", "the model"]
     path.write_text(json.dumps(recorded(1, many=True)) + "\n")
-    assert len(Html(write_report(folder)).figures[4:]) == 4, "no picture by client"
+    found = Html(write_report(folder)).figures[4:]
+    assert len(found) == 4, "no picture by client"
+    assert found[0]["data"][0]["y"] == [80.0, 0.0], "the highest and the lowest client of each layer"
+    assert (found[0]["data"][1]["y"], found[1]["data"][0]["z"]) == ([4.0], [[2.0]] * 2), "medians"
 
 
 @pytest.mark.parametrize("name", ["doctor.json", "doctor/doctor.json"])

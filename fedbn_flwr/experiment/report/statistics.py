@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.doctor.history import MAX_CLIENTS
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
@@ -59,12 +60,18 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
     yield _norms(run, lines)
     if any(value is None for line in lines for value in _l1_of_clients(line)):
         yield Text("Rounds without values: the clients tracked no statistics, as after T* of FixBN.", "note")
+    if any(_many(line) for line in lines):
+        yield Text(
+            f"With more than {MAX_CLIENTS} clients a line has quantiles. The median stands for the mean, and a sum "
+            "over the layers is one of the layers' lowest values, medians or highest values.",
+            "note",
+        )
     layers = list(dict.fromkeys(path for line in lines for path in line["layers"]))
     names = [path or "the model" for path in layers]
     rounds = thinned(lines)
     across = [str(line["round"]) for line in rounds]
     for key, what in (("mean", "standard deviations"), ("variance", "log of the factor")):
-        values = [[_mean(_of_clients(line["layers"].get(path), key)) for line in rounds] for path in layers]
+        values = [[_middle(line, _of_clients(line["layers"].get(path), key)) for line in rounds] for path in layers]
         title = f"Distance of the clients' {key}s from the global ones, by layer ({what})"
         yield _by_layer(values, across, names, title, key)
     values = [[_change(line["layers"].get(path), "mean") for line in rounds] for path in layers]
@@ -86,6 +93,7 @@ def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
     """Return FixBN's Fig. 3 (a): L1 distances, summed over the layers."""
     local = [_l1_of_clients(line) for line in lines]
     known = [[value for value in row if value is not None] for row in local]
+    middle = [_middle(line, row) for line, row in zip(lines, known, strict=True)]
     change = [_sum(_change(layer, "l1") for layer in line["layers"].values()) for line in lines]
     rounds = [line["round"] for line in lines]
     over = dict.fromkeys(UNITS, rounds)
@@ -94,7 +102,7 @@ def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
         Series(
             "clients, from the global ones",
             over,
-            [_mean(row) for row in known],
+            middle,
             0,
             [min(row, default=None) for row in known] if band else (),
             [max(row, default=None) for row in known] if band else (),
@@ -106,12 +114,12 @@ def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
     rows = [
         [
             str(line["round"]),
-            _shown(_mean(row)),
+            _shown(mean),
             _shown(min(row, default=None)),
             _shown(max(row, default=None)),
             _shown(c),
         ]
-        for line, row, c in thinned(list(zip(lines, known, change, strict=True)))
+        for line, row, mean, c in thinned(list(zip(lines, known, middle, change, strict=True)))
     ]
     title = "L1 distances of the statistics, summed over the layers (FixBN, Fig. 3 a)"
     label = f"{title}: in the last line {rows[-1][1]} for the clients and {rows[-1][4]} for the global change."
@@ -133,10 +141,10 @@ def _largest(values: Sequence[Sequence[float | None]], names: Sequence[str]) -> 
 
 
 def _of_clients(layer: Layer | None, key: str) -> list[float | None]:
-    """Return a distance for each client; with many clients the three quartiles."""
+    """Return a distance for each client; with many clients the lowest, the median and the highest."""
     if layer is None:
         return []
-    found: list[float | None] = layer["clients"][key] if "clients" in layer else layer["quantiles"][key][1:4]
+    found: list[float | None] = layer["clients"][key] if "clients" in layer else layer["quantiles"][key][::2]
     return found
 
 
@@ -156,9 +164,16 @@ def _sum(values: Any) -> float | None:
     return sum(known) if known else None
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _many(line: Line) -> bool:
+    """Return whether a line has quantiles over the clients, not their values."""
+    return line["clients"] is None
+
+
+def _middle(line: Line, values: Sequence[float | None]) -> float | None:
+    """Return the mean over the clients; with many clients their median."""
     known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    middle = statistics.median if _many(line) else statistics.fmean
+    return middle(known) if known else None
 
 
 def _shown(value: float | None) -> str:
