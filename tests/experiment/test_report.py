@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -327,8 +328,17 @@ def test_the_findings_of_the_doctor(folder: Path, name: str) -> None:
     assert (
         f"The doctor has 1 finding. A layer is dead. {EVIL} what to try, in order what it does norm=group no BN" in text
     )
-    (folder / name).write_text(json.dumps({"findings": []}))
-    assert "The doctor has no findings." in Html(write_report(folder)).text
+    (folder / name).write_text(json.dumps({"findings": [], "not-measured": ["B_i: no data."], "notes": [EVIL]}))
+    said = f"The doctor has no findings. What the doctor could not measure B_i: no data. Notes of the doctor {EVIL}"
+    text = Html(write_report(folder)).text
+    assert said in text
+    assert "older" not in text
+    os.utime(folder / name, (0, 0))
+    assert f"{name} is older than the last round of the run" in Html(write_report(folder)).text
+    (newer,) = {"doctor.json", "doctor/doctor.json"} - {name}
+    (folder / newer).parent.mkdir(exist_ok=True)
+    (folder / newer).write_text(json.dumps({"findings": [finding]}))
+    assert "The doctor has 1 finding." in Html(write_report(folder)).text
 
 
 # --- a study ---------------------------------------------------------------------------------------------------------

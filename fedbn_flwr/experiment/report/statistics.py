@@ -18,6 +18,8 @@ from fedbn_flwr.experiment.report.shown import thinned
 
 __all__ = ["batchnorm_section"]
 
+_DIAGNOSES = ("doctor.json", "doctor/doctor.json")
+
 Line = Mapping[str, Any]
 Layer = Mapping[str, Any]
 
@@ -40,16 +42,24 @@ def _why_missing(run: RunFiles) -> str:
 
 
 def _findings(run: RunFiles) -> Iterator[Block]:
-    """Yield what the doctor has found, if its ``doctor.json`` lies in the run's folder or in ``doctor/`` there."""
-    diagnosis = run.json("doctor.json") or run.json("doctor/doctor.json")
-    if not diagnosis:
+    """Yield what the doctor has said, if its ``doctor.json`` lies in the run's folder or in ``doctor/`` there."""
+    written = {n: path.stat().st_mtime_ns for n in _DIAGNOSES if (path := run.folder / n).is_file()}
+    newest = max(written, key=lambda name: written[name], default="")
+    if not newest:
         return
+    diagnosis = run.json(newest)
     findings = diagnosis.get("findings", [])
     yield Text(f"The doctor has {len(findings) or 'no'} finding{'s' * (len(findings) != 1)}.")
     for finding in findings:
         yield Heading(finding["what"])
         yield Listing(finding["evidence"])
         yield Table(["what to try, in order", "what it does"], [[r["setting"], r["why"]] for r in finding["remedies"]])
+    for title, key in (("What the doctor could not measure", "not-measured"), ("Notes of the doctor", "notes")):
+        if diagnosis.get(key):
+            yield Heading(title)
+            yield Listing(diagnosis[key])
+    if run.lines and written[newest] < (run.folder / "metrics.jsonl").stat().st_mtime_ns:
+        yield Text(f"{newest} is older than the last round of the run: it may be about an earlier model.", "warning")
 
 
 def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
