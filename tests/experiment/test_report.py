@@ -319,6 +319,18 @@ def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
     assert (found[0]["data"][1]["y"], found[1]["data"][0]["z"]) == ([4.0], [[2.0]] * 2), "medians"
 
 
+def test_sums_are_over_the_same_layers_in_every_round(folder: Path) -> None:
+    """A layer that does not track in a round ends that round's sum; one that never tracks is in none."""
+    lines = [recorded(1), recorded(2), recorded(2)]
+    for line in lines:
+        line["layers"]["held"] = recorded(3)["layers"]["norm"]
+    lines[1]["layers"]["norm"] = recorded(3)["layers"]["norm"]
+    (folder / "statistics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Html(write_report(folder))
+    assert page.figures[4]["data"][1]["y"] == [4.0, None, 4.0]
+    assert "Layers that never have a value are in no sum." in page.text
+
+
 @pytest.mark.parametrize("name", ["doctor.json", "doctor/doctor.json"])
 def test_the_findings_of_the_doctor(folder: Path, name: str) -> None:
     finding = {"what": "A layer is dead.", "evidence": [EVIL], "remedies": [{"setting": "norm=group", "why": "no BN"}]}

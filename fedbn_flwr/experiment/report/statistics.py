@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.doctor.history import MAX_CLIENTS
@@ -67,9 +67,14 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
         "Batch statistics of each client, taken from the running statistics that it sent back, beside the global ones "
         "that it got. Far apart, BatchNorm normalises with other numbers in training than in tests."
     )
-    yield _norms(run, lines)
-    if any(value is None for line in lines for value in _l1_of_clients(line)):
-        yield Text("Rounds without values: the clients tracked no statistics, as after T* of FixBN.", "note")
+    local = _l1_of_clients(lines)
+    yield _norms(run, lines, local)
+    if any(value is None for row in local for value in row):
+        text = (
+            "Rounds without values: a layer of the clients tracked no statistics, as after T* of FixBN, or a number is "
+            "not finite. Layers that never have a value are in no sum."
+        )
+        yield Text(text, "note")
     if any(_many(line) for line in lines):
         yield Text(
             f"With more than {MAX_CLIENTS} clients a line has quantiles. The median stands for the mean, and a sum "
@@ -88,7 +93,7 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
     yield _by_layer(
         values, across, names, "Change of the global means in a round, by layer (standard deviations)", "change"
     )
-    tracked = [line for line in lines if any(value is not None for value in _l1_of_clients(line))]
+    tracked = [line for line in lines if any(_known(layer) for layer in line["layers"].values())]
     if tracked and tracked[-1]["clients"]:
         last = tracked[-1]
         found = [_of_clients(last["layers"].get(path), "mean") for path in layers]
@@ -99,9 +104,8 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
         yield Figure(drawing, label, title, Table(["layer", *last["clients"]], rows))
 
 
-def _norms(run: RunFiles, lines: Sequence[Line]) -> Figure:
+def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float | None]]) -> Figure:
     """Return FixBN's Fig. 3 (a): L1 distances, summed over the layers."""
-    local = [_l1_of_clients(line) for line in lines]
     known = [[value for value in row if value is not None] for row in local]
     middle = [_middle(line, row) for line, row in zip(lines, known, strict=True)]
     change = [_sum(_change(layer, "l1") for layer in line["layers"].values()) for line in lines]
@@ -158,10 +162,19 @@ def _of_clients(layer: Layer | None, key: str) -> list[float | None]:
     return found
 
 
-def _l1_of_clients(line: Line) -> list[float | None]:
-    """Return the L1 distance of each client, summed over the layers that tracked."""
-    columns = [_of_clients(layer, "l1") for layer in line["layers"].values()]
-    return [_sum(values) for values in zip(*columns, strict=True)]
+def _known(layer: Layer) -> bool:
+    """Return whether a client tracked the layer."""
+    return any(value is not None for value in _of_clients(layer, "l1"))
+
+
+def _l1_of_clients(lines: Sequence[Line]) -> list[list[float | None]]:
+    """Return for each line the L1 distance of each client, summed over the layers that ever tracked."""
+    tracking = {path for line in lines for path, layer in line["layers"].items() if _known(layer)}
+    columns = (
+        [_of_clients(layer, "l1") for path, layer in line["layers"].items() if path in tracking or not tracking]
+        for line in lines
+    )
+    return [[_sum(row) for row in zip(*found, strict=True)] for found in columns]
 
 
 def _change(layer: Layer | None, key: str) -> float | None:
@@ -169,9 +182,11 @@ def _change(layer: Layer | None, key: str) -> float | None:
     return found
 
 
-def _sum(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Return the sum over the layers; None if one is missing: sums of other layers are other quantities."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return sum(known) if known and len(known) == len(found) else None
 
 
 def _many(line: Line) -> bool:
