@@ -31,6 +31,9 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
     found["change-l1"] = [_total([layer["change"]["l1"] for layer in line["layers"].values()]) for line in lines]
     found["local-l1"] = {client: [_local(line, client, _l1) for line in lines] for client in clients}
     samples = {client: [_local(line, client, _sampled) for line in lines] for client in clients}
+    width = max((len(row) for rows in samples.values() for row in rows if row), default=0)
+    for client, rows in samples.items():  # a round in which a layer did not track has fewer columns
+        samples[client] = [row if row and len(row) == width else None for row in rows]
     found["window-variance"] = {client: _rolling(rows, window) for client, rows in samples.items()}
     deltas = {
         client: [value if value is None else [value] for value in row] for client, row in found["local-l1"].items()

@@ -294,7 +294,11 @@ def recorded(server_round: int, many: bool = False) -> dict[str, Any]:
     frozen = server_round > 2
     change = dict.fromkeys(("l1", "mean", "variance"), 0.0 if frozen else 0.5)
     values = [None, None] if frozen else [1.5, 2.5]
-    clients = {"clients": dict.fromkeys(("l1", "mean", "variance", "weight"), values)}
+    sample = {key: [None if frozen else [float(server_round * at)] for at in (1, 2)] for key in ("mean", "variance")}
+    clients = {
+        "sample": {"channels": [0], **sample},
+        "clients": dict.fromkeys(("l1", "mean", "variance", "weight"), values),
+    }
     quantiles = {"quantiles": {name: [0.0, 1.0, 2.0, 3.0, 40.0] for name in change}}
     layers = {path: {"change": change, **(quantiles if many else clients)} for path in ("norm", "")}
     return {"round": server_round, "phase": "train", "clients": None if many else ["0", "1"], "layers": layers}
@@ -305,13 +309,15 @@ def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
     path = folder / "statistics.jsonl"
     path.write_text("".join(json.dumps(recorded(at)) + "\n" for at in (1, 2, 3)))
     found = Html(write_report(folder)).figures[4:]
-    assert [figure["data"][-1]["type"] for figure in found] == ["scatter", *["heatmap"] * 4]
+    assert [figure["data"][-1]["type"] for figure in found] == ["scatter", "scatter", *["heatmap"] * 4]
     band, local, change = found[0]["data"]
     assert (local["y"], change["y"]) == ([4.0, 4.0, None], [1.0, 1.0, None]), "summed over the layers"
     assert band["y"] == [5.0, 5.0, 3.0, 3.0]
     assert found[0]["units"]["rounds"]["x"][0] == [1, 2, 2, 1], "there and back, without the round that has no values"
-    assert found[1]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
-    assert found[1]["data"][0]["y"] == ["norm", "the model"]
+    assert found[1]["data"][1]["y"] == [None, 1.25, None], "variances 0.5 and 2 of two rounds"
+    assert found[1]["data"][0]["y"] == [2.0, 0.5]
+    assert found[2]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
+    assert found[2]["data"][0]["y"] == ["norm", "the model"]
     path.write_text(json.dumps(recorded(1, many=True)) + "\n")
     found = Html(write_report(folder)).figures[4:]
     assert len(found) == 4, "no picture by client"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.doctor.history import MAX_CLIENTS
+from fedbn_flwr.doctor.trends import trends
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
@@ -69,6 +70,8 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
     )
     local = _l1_of_clients(lines)
     yield _norms(run, lines, local)
+    if variance := _window_variance(run, lines):
+        yield variance
     if any(value is None for row in local for value in row):
         text = (
             "Rounds without values: a layer of the clients tracked no statistics, as after T* of FixBN, or a number is "
@@ -139,6 +142,23 @@ def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float 
     label = f"{title}: in the last line {rows[-1][1]} for the clients and {rows[-1][4]} for the global change."
     head = ["round", "clients, mean", "lowest", "highest", "global, change"]
     return Figure(drawing, label, title, Table(head, rows))
+
+
+def _window_variance(run: RunFiles, lines: Sequence[Line]) -> Figure | None:
+    """Return FixBN's Fig. 3 (b): the variance of the clients' statistics over rounds; None without two lines of one."""
+    found = trends(lines)
+    known = [[v for v in row if v is not None] for row in zip(*found["window-variance"].values(), strict=True)]
+    if not any(known):
+        return None
+    rounds, means = found["rounds"], [statistics.fmean(row) if row else None for row in known]
+    low, high = ([bound(row, default=None) for row in known] for bound in (min, max))
+    series = [Series("clients, mean", dict.fromkeys(UNITS, rounds), means, 0, low, high)]
+    drawing = curves(series, "variance", marks(run))
+    drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])  # recorded by round only
+    title = f"Variance of the clients' statistics over {found['window']} recorded rounds (FixBN, Fig. 3 b)"
+    label = f"{title}: the mean over the clients in the last line is {_shown(means[-1])}."
+    rows = thinned([[str(r), *map(_shown, row)] for r, *row in zip(rounds, means, low, high, strict=True)])
+    return Figure(drawing, label, title, Table(["round", "clients, mean", "lowest", "highest"], rows))
 
 
 def _by_layer(
