@@ -7,6 +7,7 @@ weights. Nothing of the model changes.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -58,9 +59,15 @@ def splits(model: nn.Module, data: ClientData, batch_size: int) -> list[Tensor]:
 
 
 def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
-    """Return the moments of the client's batches, of the loader's size; of 2 examples for a loader of batches of 1."""
+    """Return the moments of the client's batches, of the loader's size; of 2 examples for a loader of batches of 1.
+
+    A batch that is too small for BatchNorm is left out.
+    """
     working, found = normalising_by_batch(model), dict[str, list[Moments]]()
     prepared = inputs_for(working)
+    # Before the hooks: counting the values of a batch of one is a pass, too.
+    batches = splits(working, data, max(2, data.batch_size))
+    usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
 
     def note(path: str, value: Tensor) -> None:
         found.setdefault(path, []).append(moments_of(value))
@@ -69,11 +76,9 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
         layer.register_forward_pre_hook(lambda _, args, path=path: note(path, args[0]))
         for path, layer in layers_of(working).items()
     ]
-    size = max(2, data.batch_size)
     with torch.no_grad():
-        for positions in splits(working, data, size):
-            if len(positions) > 1 or takes_one_example(working, prepared(data.inputs[positions])):
-                working(prepared(data.inputs[positions]))
+        for positions in usable:
+            working(prepared(data.inputs[positions]))
     for handle in handles:
         handle.remove()
     return found
@@ -88,8 +93,13 @@ def pooled(moments: Sequence[Moments]) -> Statistics:
 
 
 def deviation(moments: Sequence[Moments], reference: Statistics, eps: float) -> Distance:
-    """Return the distance of a batch's statistics from the reference, the mean over the batches: FixBN, Fig. 3 (a)."""
+    """Return the distance of a batch's statistics from the reference, the mean over the batches: FixBN, Fig. 3 (a).
+
+    NaN without a batch.
+    """
     rows = [distance(Statistics(m.mean, m.variance), reference, eps) for m in moments if m.count > 1]
+    if not rows:
+        return Distance(math.nan, math.nan, math.nan)
     return Distance(*(sum(values) / len(rows) for values in zip(*rows, strict=True)))
 
 

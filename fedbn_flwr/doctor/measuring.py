@@ -77,9 +77,13 @@ class Measuring:
 
     def _batches(self) -> Figures:
         moments = [batch_moments(self._model, client) for client in self._clients]
+        for client, seen in zip(self._clients, moments, strict=True):
+            if not seen:
+                what = f"statistics of the batches of client {client.name}"
+                self.lacking.append(f"{what}: its batches are too small for BatchNorm.")
         for path, layer in self._layers.items():
             own = [list(client.get(path, ())) for client in moments]
-            if all(own):
+            if any(own):
                 self._rows[path] |= _of_batches(layer, own)
         known = {path: [n for n in row.get("batch-noise", ()) if n is not None] for path, row in self._rows.items()}
         self._m.noise = {path: sum(values) / len(values) for path, values in known.items() if values}

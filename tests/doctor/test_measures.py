@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.doctor.by_batch import batch_moments, deviation, noise, pooled, window_variance
 from fedbn_flwr.doctor.by_example import features
 from fedbn_flwr.doctor.clients import ClientData, read_clients
-from fedbn_flwr.doctor.diagnose import default_loss
+from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.distances import Statistics, distance
 from fedbn_flwr.doctor.heterogeneity import class_skew, comparable, shift, shuffled, total_variation
 from fedbn_flwr.doctor.mismatch import mismatch
@@ -55,6 +56,20 @@ def test_noise_falls_as_the_root_of_the_batch_size() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8)).eval()
     found = [noise(batch_moments(model, _client(inputs, size=size))["0"], 1e-5) for size in (4, 16, 64)]
     assert found == pytest.approx([1 / 2, 1 / 4, 1 / 8], rel=0.1)
+
+
+def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hides_no_other() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
+    inputs = torch.randn(9, 3, generator=_generator())
+    assert [m.count for m in batch_moments(model, _client(inputs, size=4))["0"]] == [4, 5]
+    assert batch_moments(model, _client(inputs[:1], size=4)) == {}
+    found = diagnose(model, [[(inputs, torch.zeros(9).long())], [(inputs[:1], torch.zeros(1).long())]])
+    row = found.measures["layers"]["0"]
+    assert row["batch-noise"] == [None, None], "one batch, and none"
+    assert row["batch-deviation"]["mean"][0] > 0
+    assert math.isnan(row["batch-deviation"]["mean"][1])
+    assert "statistics of the batches of client 1: its batches are too small for BatchNorm." in found.not_measured
+    assert found.to_json()["measures"]["layers"]["0"]["batch-deviation"]["mean"][1] is None
 
 
 # --- examples --------------------------------------------------------------------------------------------------------
