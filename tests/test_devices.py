@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, tracking_layers
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.diagnose import diagnose_clients
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.models import build_model
@@ -69,6 +71,29 @@ def test_training_and_evaluation_are_those_of_the_cpu(device: torch.device, memo
         torch.testing.assert_close(found[0][path].mean.cpu(), expected.mean.cpu(), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(found[0][path].m2.cpu(), expected.m2.cpu(), rtol=1e-9, atol=1e-9)
     assert len(found[1]) == len(tracking_layers(here))
+
+
+def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(device: torch.device) -> None:
+    data = [
+        ClientData(str(k), *points.batch(torch.arange(len(points))), 3)
+        for k, points in enumerate(client_data((3, 4, 4), (6, 7)))
+    ]
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3)
+    model = trained(nn.Sequential(*layers).double()).eval()
+
+    def measured(where: torch.device) -> Any:
+        loss = nn.CrossEntropyLoss(weight=torch.ones(3, device=where))  # class weights lie where the model is
+        there = copy.deepcopy(model).to(where)
+        found = diagnose_clients(there, data, [], loss=lambda outputs, targets: loss(outputs.float(), targets))
+        assert not [line for line in found.not_measured if "Error" in line]
+        return found.measures
+
+    there, here = measured(device), measured(CPU)
+    assert list(there) == list(here)
+    rows = [found["layers"]["1"]["batch-deviation"]["mean"] for found in (there, here)]
+    assert rows[0] == pytest.approx(rows[1], rel=1e-6)
+    for name, key in (("gradient-deviation", "relative"), ("train-test-mismatch", "running_loss")):
+        assert there[name][key] == pytest.approx(here[name][key], rel=1e-4)
 
 
 def test_mixed_precision_keeps_state_in_its_type(device: torch.device) -> None:

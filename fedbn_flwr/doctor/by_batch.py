@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 BatchMoments = Mapping[str, Sequence[Moments]]
-"""Of one client: the moments of each batch, by path of the layer."""
+"""Of one client: the moments of each batch, on the CPU, by path of the layer."""
 
 
 def layers_of(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -70,7 +70,8 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
 
     def note(path: str, value: Tensor) -> None:
-        found.setdefault(path, []).append(moments_of(value))
+        moments = moments_of(value)
+        found.setdefault(path, []).append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
 
     handles = [
         layer.register_forward_pre_hook(lambda _, args, path=path: note(path, args[0]))

@@ -106,11 +106,12 @@ def _run(
     losses, right, prepared = [], [], inputs_for(model)
     with torch.no_grad():
         for positions in batches:
-            outputs, wanted = outputs_of(model, prepared(inputs[positions])).float().cpu(), targets[positions]
+            outputs = outputs_of(model, prepared(inputs[positions])).float()
+            wanted = targets[positions].to(outputs.device)  # the loss may hold class weights there
             losses += [loss(outputs[n : n + 1], wanted[n : n + 1]).double() for n in range(len(positions))]
             if not wanted.is_floating_point() and outputs.dim() == 2 and outputs.shape[1] > 1:
                 right.append((outputs.argmax(1) == wanted.reshape(-1)).double())
-    return torch.stack(losses), torch.cat(right) if right else None
+    return torch.stack(losses).cpu(), torch.cat(right).cpu() if right else None
 
 
 def running_distances(model: nn.Module, moments: Sequence[BatchMoments]) -> Mapping[str, Distance]:
