@@ -24,6 +24,7 @@ from fedbn_flwr.doctor.state import (
     unusable_statistics,
     variance_extremes,
 )
+from fedbn_flwr.doctor.state_file import named
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
@@ -71,6 +72,7 @@ def diagnose(
     Raises:
         DataError: a loader yields no pairs of tensors, or no loss is known for the targets.
         ConfigError: there is no client with examples.
+        StateError: the state does not fit the model.
     """
     clients, tests = read_clients(client_loaders, max_examples), read_clients(test_loaders, max_examples)
     if not clients:
@@ -107,7 +109,7 @@ def diagnose_clients(
 ) -> Diagnosis:
     """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own."""
     plain = unwrap(model)
-    m = _of_state(plain, plain.state_dict() if state is None else state, training, local_keys, shared_keys)
+    m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
     m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training and not holds_eval(layer)]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = [_number(m.num_layers, "BatchNorm layer"), _number(len(clients), "client")]
@@ -138,13 +140,24 @@ def diagnose_state(
         local_keys: names of the entries that stay with the client in your own FedBN.
         shared_keys: in place of ``local_keys``, the names of those that are sent.
         training: see ``diagnose``.
+
+    Raises:
+        StateError: the state does not fit the model.
     """
+    model = None if model is None else unwrap(model)
+    state = state if model is None else _as_of(model, state)
     m = _of_state(model, state, training, local_keys, shared_keys)
     lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
     about = f"{_number(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
     return Diagnosis(about, findings(m)[0], {}, lacking)
+
+
+def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    """Return the state under the model's names, without a wrapper's prefix; None = the model's own."""
+    own = model.state_dict()
+    return own if state is None else named(state, own)
 
 
 def _number(count: int, what: str) -> str:

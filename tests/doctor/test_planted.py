@@ -117,6 +117,21 @@ def test_averaged_counters(trained: nn.Module, loaders: Loaders) -> None:
         assert found.findings[0].numbers["entries"]["1.num_batches_tracked"].endswith("3333 (float64)")
 
 
+def test_a_state_or_a_model_of_a_wrapper_is_read_without_it(trained: nn.Module, digits) -> None:
+    spoiled = {f"module.{name}": value.clone() for name, value in trained.state_dict().items()}
+    spoiled["module.1.running_var"] -= 1e3
+    loaders = [[(digits[0][:32], digits[1][:32])]]
+    wrapped = nn.DataParallel(copy.deepcopy(trained)).eval()
+    for found in (
+        diagnose(trained, loaders, state=spoiled),
+        diagnose_state(spoiled, model=trained),
+        diagnose_state(trained.state_dict() | {"1.running_var": spoiled["module.1.running_var"]}, model=wrapped),
+    ):
+        assert [*found.findings[0].numbers["entries"]] == ["1.running_var"]
+    with pytest.raises(StateError, match="the saved state does not fit the model"):
+        diagnose(trained, loaders, state={"1.running_var": torch.ones(48)})
+
+
 def test_a_filter_on_names_for_resnet18() -> None:
     model = resnet18()
     found = diagnose_state(model.state_dict(), model=model, local_keys=[n for n in model.state_dict() if "bn" in n])
