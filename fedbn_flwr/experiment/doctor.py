@@ -32,6 +32,7 @@ from fedbn_flwr.experiment.setup import make_model, on_device
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "read_names"]
 
@@ -53,7 +54,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     config = run_config(run)
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
-    model.load_state_dict(state)
+    load_state(model, state)
     try:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
@@ -97,7 +98,7 @@ def diagnose_model(
     notes = [] if state else ["the model has its initial weights: --state gives it others."]
     if state is not None:
         saved = named(read_state_file(state), built.state_dict())
-        built.load_state_dict(saved)
+        load_state(built, saved)
     clients, tests = _examples_of(config, max_examples, notes)
     return _with_data(built, config, clients, tests, state=saved, notes=notes, **(split or {}))
 

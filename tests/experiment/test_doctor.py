@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from fedbn_flwr.cli import app
 from fedbn_flwr.doctor import remedies
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.doctor import diagnose_run
+from fedbn_flwr.experiment.doctor import diagnose_model, diagnose_run
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
+from tests.support.versioned import Versioned
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
@@ -142,6 +143,15 @@ def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
     assert (plain.exit_code, given.exit_code) == (0, 0)
     assert "the model has its initial weights: --state gives it others." in json.loads(plain.output)["notes"]
     assert json.loads(given.output)["findings"][0]["id"] == "averaged-counters"
+
+
+def test_a_model_whose_layers_read_the_version_of_their_state(tmp_path: Path, monkeypatch) -> None:
+    model = torch.nn.Sequential(Versioned(), torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    monkeypatch.setattr("fedbn_flwr.experiment.doctor.make_model", lambda config: model)
+    save_file(model.state_dict(), tmp_path / "state.safetensors")
+    settings = {"num-clients": 2, "partition": "iid"}
+    found = diagnose_model("mlp", "digits", settings, tmp_path / "state.safetensors", max_examples=20)
+    assert "shift" in found.measures
 
 
 def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
