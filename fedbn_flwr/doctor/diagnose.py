@@ -23,6 +23,7 @@ from fedbn_flwr.doctor.state import (
     tiny_gammas,
     unusable_statistics,
     variance_extremes,
+    zero_at_first,
 )
 from fedbn_flwr.doctor.state_file import named
 from fedbn_flwr.errors import ConfigError
@@ -178,6 +179,7 @@ def _of_state(
     m.unusable = unusable_statistics(parts, state)
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
+    m.starting = zero_at_first(parts, state)
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None or shared_keys is not None:
         m.missed = missed_entries(parts, _local(parts, local_keys, shared_keys))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedbn_flwr.doctor.gradients import Deviation
@@ -44,6 +44,7 @@ class Measured:
         unusable: see ``state.unusable_statistics``.
         extremes: see ``state.variance_extremes``.
         gammas: see ``state.tiny_gammas``.
+        starting: see ``state.zero_at_first``.
         missed: see ``state.missed_entries``.
         training_layers: BatchNorm layers that are in train mode in the model as it was given.
         untracked: BatchNorm layers without running statistics.
@@ -67,6 +68,7 @@ class Measured:
     unusable: Mapping[str, str] = field(default_factory=dict)
     extremes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    starting: Collection[str] = ()
     missed: Missed | None = None
     training_layers: Sequence[str] = ()
     untracked: Sequence[str] = ()

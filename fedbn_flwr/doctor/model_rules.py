@@ -113,7 +113,8 @@ def tested_by_batch(m: Measured) -> Finding | None:
 
 def dead_layers(m: Measured) -> Finding | None:
     """Layers of which half of the channels give the same output for every example."""
-    by_data = {path: counts for path, counts in m.constant.items() if counts[0] >= DEAD_SHARE * counts[1]}
+    seen = {path: counts for path, counts in m.constant.items() if path not in m.starting}
+    by_data = {path: counts for path, counts in seen.items() if counts[0] >= DEAD_SHARE * counts[1]}
     by_gamma = {path: counts for path, counts in m.gammas.items() if counts[0] >= DEAD_SHARE * counts[1]}
     if not by_data and not by_gamma:
         return None

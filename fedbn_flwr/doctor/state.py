@@ -11,7 +11,15 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Part, Parts
 from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, TINY_GAMMA
 
-__all__ = ["Missed", "averaged_counters", "missed_entries", "tiny_gammas", "unusable_statistics", "variance_extremes"]
+__all__ = [
+    "Missed",
+    "averaged_counters",
+    "missed_entries",
+    "tiny_gammas",
+    "unusable_statistics",
+    "variance_extremes",
+    "zero_at_first",
+]
 
 State = Mapping[str, Tensor]
 
@@ -79,6 +87,15 @@ def tiny_gammas(parts: Parts, state: State) -> dict[str, tuple[int, int]]:
             if zero := int((gamma < TINY_GAMMA).sum()):
                 found[layer.path] = (zero, gamma.numel())
     return found
+
+
+def zero_at_first(parts: Parts, state: State) -> set[str]:
+    """Return the layers that have not seen a batch and have a gamma of 0: it is how some networks start."""
+    return {
+        layer.path
+        for layer in parts.layers
+        if "weight" in layer.entries and _untrained(layer, state) and bool((state[layer.entries["weight"]] == 0).any())
+    }
 
 
 def _untrained(layer: BatchNormLayer, state: State) -> bool:

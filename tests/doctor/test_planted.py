@@ -107,6 +107,15 @@ def test_a_dead_layer(fault: str, trained: nn.Module, loaders: Loaders) -> None:
     assert found.findings[0].numbers["layers"] == ["4"]
 
 
+def test_a_gamma_that_starts_at_0_is_no_dead_layer_before_training(digits) -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).eval()
+    nn.init.zeros_(model[1].weight)
+    loaders = [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)]
+    assert "dead-layer" not in [f.id for f in diagnose(model, loaders).findings]
+    model[1].num_batches_tracked += 1
+    assert "dead-layer" in [f.id for f in diagnose(model, loaders).findings]
+
+
 def test_averaged_counters(trained: nn.Module, loaders: Loaders) -> None:
     """A plain mean of the clients' states, as floats; loading it would hide the fault."""
     clients = [dict(trained.state_dict()) for _ in range(3)]
