@@ -19,15 +19,14 @@ import logging
 import multiprocessing
 import os
 import random
-import signal
 import tempfile
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 import yaml
+from measure import MARK, kill_marked
 from safetensors import safe_open
 
 from fedbn_flwr.checked_file import read_checked
@@ -42,7 +41,6 @@ COMBINED = {
     "mtfl+fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
     "fedbn+fedavgm": {"strategy": "fedbn", "server-step": "fedavgm"},
 }
-MARK = "KILL_AND_RESUME"  # in the environment of what a run starts: how its processes are found
 SETTINGS = {"num-clients": 3, "local-steps": 2, "batch-size": 16, "learning-rate": 0.2, "eval-every": 10}
 Engine = Literal["in-process", "simulation"]
 
@@ -62,28 +60,10 @@ def begin(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> 
     return process
 
 
-def marked(name: str) -> list[int]:
-    """What a run has started, by the mark in the environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"{MARK}={name}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:  # it ended meanwhile, or is not ours
-            continue
-    return found
-
-
 def kill(process: BaseProcess, name: str) -> None:
     """End all processes of a run, until there are none."""
     process.kill()
-    while alive := marked(name):
-        for pid in alive:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.02)
+    kill_marked(name)
     process.join()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -121,3 +123,30 @@ def write_block(page: Path, name: str, text: str) -> None:
     partial = page.with_name(page.name + ".partial")
     partial.write_text(f"{before}{begin}\n{text.strip()}\n\n{end}{rest.partition(end)[2]}")
     os.replace(partial, page)
+
+
+MARK = "FEDBN_BENCHMARK"
+"""An environment variable of what a benchmark starts, by which all its processes are found."""
+
+
+def marked(name: str) -> list[int]:
+    """Return the processes whose environment has this value of ``MARK``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{MARK}={name}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+    return found
+
+
+def kill_marked(name: str) -> None:
+    """End these processes by SIGKILL, until there are none."""
+    while alive := marked(name):
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)

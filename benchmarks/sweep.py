@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,9 +24,8 @@ from typing import Annotated
 
 import typer
 import yaml
-from measure import ROOT, facts, table, write_block
+from measure import MARK, ROOT, facts, kill_marked, table, write_block
 
-MARK = "SWEEP_BENCHMARK"  # in the environment of what a sweep starts: how its processes are found
 FILES = ("results.jsonl", "results.csv", "table.md", "table.csv", "comparisons.csv", "study.yaml")
 BASE = {
     "dataset": "digits", "model": "lenet", "num-clients": 5, "partition": "classes", "classes-per-client": 2,
@@ -55,29 +53,11 @@ def seconds(path: Path, out: Path, *options: str) -> float:
     return time.monotonic() - began
 
 
-def marked(name: str) -> list[int]:
-    """What a sweep has started, by the mark in the environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"{MARK}={name}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:  # it ended meanwhile, or is not ours
-            continue
-    return found
-
-
 def kill(process: subprocess.Popen[bytes], name: str) -> None:
     """End all processes of a sweep, until there are none."""
-    while alive := marked(name):
-        for number in alive:
-            try:
-                os.kill(number, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.poll()
-        time.sleep(0.05)
+    process.kill()
     process.wait()
+    kill_marked(name)
 
 
 def same(one: Path, other: Path) -> bool:
