@@ -16,7 +16,7 @@ LEVELS = (
     ("doctor",),
     ("messages", "transport", "checked_file"),
     ("server", "engines"),
-    ("strategies",),
+    ("strategies", "privacy"),
     ("client", "compat/legacy_strategy", "compat/secure_aggregation", "deployment"),
     ("mods", "__init__"),
     ("experiment",),

@@ -20,6 +20,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.client.clipping import clipped_update
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
@@ -433,7 +434,7 @@ def client_app(
             then sends no query, which takes a message and a client for each node.
             Not used with ``mods``, or by methods that synchronise the clients' steps.
     """
-    every = [seeded_for_message, *mods]
+    every = [clipped_update, seeded_for_message, *mods]
     app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
 
     @app.query(EXCHANGE_QUERY.partition(".")[2])

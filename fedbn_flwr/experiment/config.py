@@ -30,11 +30,13 @@ from fedbn_flwr.data import (
 )
 from fedbn_flwr.data.shared import DataKey, adopted
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
-from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
+from fedbn_flwr.experiment.method_settings import fields_of, method_fields, methods_with, own_default
 from fedbn_flwr.experiment.yaml_file import UNREADABLE, read_yaml
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.privacy import differential
+from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.freezing import FrozenBN
@@ -48,7 +50,7 @@ Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
 EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
-GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "files")
+GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
 
@@ -63,9 +65,11 @@ _OF_A_FEDERATION = (
 logger = logging.getLogger("flwr")
 
 if TYPE_CHECKING:
-    _MethodSettings = Params
+
+    class _MethodSettings(Params, DPSettings): ...
+
 else:
-    _MethodSettings = create_model("_MethodSettings", **method_fields(STRATEGIES.values()))
+    _MethodSettings = create_model("_MethodSettings", **method_fields(STRATEGIES.values()), **fields_of(DPSettings))
 
 
 def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
@@ -391,6 +395,8 @@ class Config(_MethodSettings):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not problems and self.strategy != CENTRALIZED:
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
+        if not problems and self.dp != "off":
+            _try(problems, lambda: problems.extend(self._dp_problems()))
         if self.early_stopping and not self.validation_share:
             problems.append(
                 f"early-stopping={self.early_stopping} needs validation-share above 0: the score is that on examples "
@@ -415,6 +421,31 @@ class Config(_MethodSettings):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def dp_settings(self) -> DPSettings:
+        """Return the settings of differential privacy."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in DPSettings.model_fields}
+        return DPSettings(**values)
+
+    def _dp_problems(self) -> list[str]:
+        """Return what of this run goes round the noise, or does not fit it."""
+        if self.strategy == CENTRALIZED:
+            return [f"dp={self.dp}: strategy=centralized has no clients"]
+        found = differential.conflicts(self.dp_settings())
+        method = self.method()(**{**self.params().model_dump(), "eval_on": ",".join(self.evaluations())})
+        found += [f"strategy {self.title!r} with dp={self.dp}: {what}" for what in method.beside_updates().values()]
+        if self.early_stopping:
+            found.append(f"early-stopping={self.early_stopping} chooses a round by the clients' validation examples")
+        if self.dp_metrics == "withheld":
+            tests = [name for name in self.evaluations() if name.startswith("personal")]
+            of_clients = {f"eval-on={','.join(tests)}": tests, "validation-share": self.validation_share}
+            found += [
+                f"{key} reports results on the clients' data, which epsilon does not cover: leave it out, or set "
+                "dp-metrics=published"
+                for key, asked in of_clients.items()
+                if asked
+            ]
+        return found
 
     def _one_task(self, data: Sequence[DatasetInfo]) -> None:
         """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
@@ -693,15 +724,18 @@ class Config(_MethodSettings):
             ),
             "sampling": (bool(self.local_steps), "it is for local-steps"),
             "watch_statistics": (
-                tracks and not self._keeps_statistics(),
-                f"{self.title} keeps the statistics with its clients, and the server sees none"
+                tracks and not self._keeps_statistics() and self.dp == "off",
+                f"dp={self.dp} leaves only an average of the clients' statistics"
+                if self.dp != "off"
+                else f"{self.title} keeps the statistics with its clients, and the server sees none"
                 if tracks
                 else "it is for norm=batch and batch-renorm",
             ),
             "sgd_momentum": (self.optimizer == "sgd", "it is for optimizer=sgd"),
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
         }
-        return {name: use for name, (used, use) in conditions.items() if not used}
+        found = {name: use for name, (used, use) in conditions.items() if not used}
+        return found | differential.unused(self.dp_settings())
 
     def params(self) -> Params:
         """Return the settings of the run's method; "the method's own default" is replaced by that default."""

@@ -13,10 +13,10 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.method import Params, limits
+from fedbn_flwr.server.method import Params, Settings, limits
 from fedbn_flwr.strategies import FedAvg
 
-__all__ = ["method_fields", "methods_with", "own_default"]
+__all__ = ["fields_of", "method_fields", "methods_with", "own_default"]
 
 Methods = Iterable[type[FedAvg[Any]]]
 
@@ -48,6 +48,11 @@ def method_fields(methods: Methods) -> dict[str, Any]:
             field.description += f"; {own[name]:g} = the method's own default"
         fields[name] = (field.annotation, field)
     return fields
+
+
+def fields_of(settings: type[Settings]) -> dict[str, Any]:
+    """Return (type, field) of each setting by name, for pydantic's ``create_model``."""
+    return {name: (field.annotation, field) for name, field in settings.model_fields.items()}
 
 
 def own_default(methods: Methods) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class Recorder:
         clients = report.clients.values() or [report.metrics]
         line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
         line[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
-        line |= {"participants": report.participants, **_moved(report.train)}
+        line |= {"participants": report.participants, **_moved(report.train), **report.privacy}
         if report.evaluate.exchanges:
             line |= _moved(report.evaluate, "evaluation-")
         if report.evaluations:

@@ -7,6 +7,7 @@ replies. What differs between methods is in the hooks of ``server.method``.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
 from fedbn_flwr.server.method import Method, P
 from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.recalibration import from_entries, pooled
 from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.replies import Reply, Terms, read_arrays, read_metrics, sort_out, tested_nothing
@@ -52,6 +54,7 @@ from fedbn_flwr.transport.polling_grid import polling
 __all__ = ["RECALIBRATED", "Server"]
 
 RECALIBRATED = "recalibrated"  # the name in eval-on
+_PROTECTION = "protection"  # in the state to checkpoint
 
 logger = logging.getLogger("flwr")
 
@@ -74,6 +77,7 @@ class Server(Method[P]):
             model with ``completion`` sets it to False.
         input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
+        protection: what happens to the replies before the method sees them.
     """
 
     completes_tests = True
@@ -87,10 +91,16 @@ class Server(Method[P]):
         self.on_round_end = on_round_end
         self.tests = tuple(name.strip() for name in self.params.eval_on.split(","))
         self.input_scale: Scale | None = None
+        self.protection = Protection()
         self._saved: tuple[int, dict[str, Any]] | None = None
         self._early_replies: list[Message] = []
         self.run = RunState(self.name, parts)
         self._connect(3600.0)
+
+    def protect(self, protection: Protection) -> None:
+        """Let ``protection`` stand between the clients' replies and the method."""
+        self.protection = protection
+        self._connect(self.dispatcher.timeout)
 
     # --- a run -------------------------------------------------------------------------------------------------------
 
@@ -172,8 +182,8 @@ class Server(Method[P]):
         return DivergedError(text, report.diverged_at, result)
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round because it diverged, or because it was stopped."""
-        return self.stopped or self._ends_diverged
+        """Return whether the run ends after this round: it diverged, was stopped, or has no privacy left to spend."""
+        return self.stopped or self._ends_diverged or self.protection.stops_after(server_round)
 
     @property
     def _ends_diverged(self) -> bool:
@@ -216,6 +226,7 @@ class Server(Method[P]):
         (after, saved), self._saved = self._saved, None
         self.run.after = after
         self.nodes.expect_initialised(self.run.restore(saved))
+        self.protection.load_state_dict(saved.pop(_PROTECTION, {}))
         for name, value in saved.items():
             setattr(self, name, value)
         self.dispatcher.expect_hashes(self.run.local_hashes)
@@ -224,7 +235,8 @@ class Server(Method[P]):
     def state_dict(self) -> dict[str, Any]:
         """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
         own = {name: getattr(self, name) for name in self._checkpoint_keys()}
-        return {**self.run.checkpoint(self.nodes.initialised_labels), **own}
+        protected = {_PROTECTION: state} if (state := self.protection.state_dict()) else {}
+        return {**self.run.checkpoint(self.nodes.initialised_labels), **own, **protected}
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
         """Let the next ``start`` continue after ``server_round`` with the ``state_dict`` of that round.
@@ -233,6 +245,7 @@ class Server(Method[P]):
             ConfigError: the state belongs to another method.
         """
         wanted = {*self._checkpoint_keys(), *RunState("").checkpoint([])}
+        wanted |= {_PROTECTION} if self.protection.state_dict() else set()
         if set(state) != wanted:
             found, needed = ", ".join(sorted(state)), ", ".join(sorted(wanted))
             raise ConfigError(f"this state does not fit strategy {self.name!r}. Needed: {needed}. Found: {found}.")
@@ -262,12 +275,14 @@ class Server(Method[P]):
         self.run.continuity = continuity
 
     def _connect(self, timeout: float) -> None:
-        self.nodes = NodeRegistry(self.params.seed, timeout, {SYNCHRONISES: True} if self.synchronises else {})
+        seed = secrets.randbits(63) if self.protection.secret_sampling else self.params.seed
+        self.nodes = NodeRegistry(seed, timeout, {SYNCHRONISES: True} if self.synchronises else {})
         self.dispatcher = Dispatcher(self.nodes, timeout, self.arrayrecord_key, self.configrecord_key)
 
     def _begin(self) -> None:
         self.run.begun, self.run.reestimated, self.run.latest_bn = True, {}, LatestBN()
         self.begin()
+        self.protection.begin(self)
         if self.completes_tests and SHARED_BN not in self.tests and (stay := self._local_entries()):
             average = "eval_on='averaged-bn' puts the average of the clients' values there; "
             logger.warning(
@@ -327,6 +342,7 @@ class Server(Method[P]):
         hooks = self.hooks_for(server_round)
         self.run.hooks_sent = frozenset(hooks)
         sent = {**config, **TrainConfig(**vars(self._common(server_round)), hooks=tuple(hooks)).write()}
+        sent |= self.protection.config()
         for entries in hooks.values():
             sent |= entries
         extras = {key: to_record(state) for key, state in self.extras(server_round).items()}
@@ -370,12 +386,15 @@ class Server(Method[P]):
             for size in reply.sizes:
                 report.train.count_up(size)
         report.replied = len(pairs)
-        report.participants = [reply.node.partition_id for reply in usable]
-        report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
+        if not self.protection.secret_sampling:
+            report.participants = [reply.node.partition_id for reply in usable]
+        if self.protection.publishes_metrics:
+            report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
         if lacking and not usable:  # every further round would fail in the same way
             raise lacking[0]
-        self._raise_shared_error(refused, any(earlier.clients for earlier in self.reports))
+        self.run.trained.update(reply.node.label for reply in usable)
+        self._raise_shared_error(refused, bool(self.run.trained))
         if len(usable) < self.params.min_replies:
             report.kept_previous = True
             logger.warning(
@@ -392,9 +411,12 @@ class Server(Method[P]):
             return None, None
         self.note_divergence(losses_not_finite(report.clients))
         before = self.run.before
-        state = {**before, **self.combine(server_round, usable, before)}
+        pooled = self.protection.pool(self.run, usable, before)
+        state = {**before, **self.combine(server_round, pooled, before)}
         if self.on_replies is not None:
-            self.on_replies(server_round, usable, before, state)
+            self.on_replies(server_round, pooled, before, state)
+        if not self.protection.publishes_metrics:
+            return to_record(state), None
         metrics = self.train_metrics_aggr_fn([message.content for _, message, _ in good], self.weighted_by_key)
         report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         self.run.metrics["train_metrics_clientapp"] = metrics
@@ -415,6 +437,7 @@ class Server(Method[P]):
         def read(node: Node, message: Message) -> Reply:
             reply = terms.read(node, message)
             self.check(server_round, reply, before)
+            self.protection.check(self.run, reply, before)
             return reply
 
         return read
@@ -431,7 +454,7 @@ class Server(Method[P]):
             return []
         if (self.recalibrates or RECALIBRATED in self.tests) and any(self.run.parts.moments()):
             self._reestimate(server_round, arrays, grid)
-        if self.fraction_evaluate == 0.0:
+        if self.fraction_evaluate == 0.0 or not self.protection.publishes_metrics:
             return []
         present = [node for node in self._present(grid, self.min_evaluate_nodes) if not node.unusable]
         count = max(share_of(self.fraction_evaluate, len(present)), self.min_evaluate_nodes)
@@ -450,6 +473,7 @@ class Server(Method[P]):
         self.nodes.initialised.difference_update(node.node_id for node, m, _ in refused if m.has_error())
         self._raise_shared_test_error(refused)
         report.evaluations |= {node.label: numbers for node, _, numbers in good}
+        self.run.tested |= bool(good)
         self.note_divergence(losses_not_finite(report.evaluations))
         found = self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
         if found is not None:
@@ -459,6 +483,10 @@ class Server(Method[P]):
             if self._ends_diverged:
                 raise self._diverged()
         return found
+
+    def outcome(self, num_rounds: int) -> dict[str, Any]:
+        """Return what the summary of a run says of the method and of the protection."""
+        return {**super().outcome(num_rounds), **self.protection.outcome()}
 
     @property
     def recalibrates(self) -> bool:
@@ -539,7 +567,7 @@ class Server(Method[P]):
     def _raise_shared_test_error(self, refused: Refused) -> None:
         """Do so after a test: clients work that were tested before, or that have trained and were not asked now."""
         failed = {node.label for node, _, _ in refused}
-        self._raise_shared_error(refused, any(r.evaluations or r.clients.keys() - failed for r in self.reports))
+        self._raise_shared_error(refused, self.run.tested or bool(self.run.trained - failed))
 
     def _local_entries(self) -> tuple[str, ...]:
         return self.run.parts.select(self.local)

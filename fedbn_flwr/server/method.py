@@ -35,6 +35,7 @@ __all__ = [
     "Params",
     "Role",
     "RunSettings",
+    "Settings",
     "limits",
     "setting",
 ]
@@ -49,16 +50,39 @@ def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -
     return Field(default, description=meaning, json_schema_extra={"group": group}, **limits)
 
 
-class Params(BaseModel):
-    """The settings of a method, frozen and validated. Each field is a ``setting``.
-
-    Every strategy has the settings of this class; a method adds its own.
+class Settings(BaseModel):
+    """Settings, frozen and validated. Each field is a ``setting``.
 
     Raises:
         ConfigError: all values that are out of range, by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            # A union gives several problems for one field.
+            first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
+            raise ConfigError("\n".join(map(self._problem, reversed(first.values())))) from error
+
+    @classmethod
+    def _problem(cls, problem: Any) -> str:
+        """Return pydantic's problem as text: the setting, its value, what is allowed."""
+        name, value = str(problem["loc"][0]), problem["input"]
+        if problem["type"] == "literal_error":
+            return str(unknown_name(name, value, get_args(cls.model_fields[name].annotation)))
+        if problem["type"] == "value_error":
+            return f"{name}={value!r}: {problem['ctx']['error']}"
+        allowed = limits(cls.model_fields[name])
+        if allowed and isinstance(value, (int, float)):
+            return f"{name}={value!r} must be {allowed}"
+        return f"{name}={value!r}: {problem['msg'].lower()}"
+
+
+class Params(Settings):
+    """The settings of a method. Every strategy has the settings of this class; a method adds its own."""
 
     variance: Variance = setting("mean", "average of running variances; pooled adds the spread of the client means")
     recalibrate: bool = setting(
@@ -89,27 +113,6 @@ class Params(BaseModel):
         "local training",
     )
     agc: float = setting(0.0, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            # A union gives several problems for one field.
-            first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
-            raise ConfigError("\n".join(map(self._problem, reversed(first.values())))) from error
-
-    @classmethod
-    def _problem(cls, problem: Any) -> str:
-        """Return pydantic's problem as text: the setting, its value, what is allowed."""
-        name, value = str(problem["loc"][0]), problem["input"]
-        if problem["type"] == "literal_error":
-            return str(unknown_name(name, value, get_args(cls.model_fields[name].annotation)))
-        if problem["type"] == "value_error":
-            return f"{name}={value!r}: {problem['ctx']['error']}"
-        allowed = limits(cls.model_fields[name])
-        if allowed and isinstance(value, (int, float)):
-            return f"{name}={value!r} must be {allowed}"
-        return f"{name}={value!r}: {problem['msg'].lower()}"
 
 
 def limits(field: FieldInfo) -> str:
@@ -319,6 +322,13 @@ class Method(FlowerFedAvg, Generic[P]):
     def needs_all_at_once(cls, params: P) -> bool:
         """Return whether all clients of a round must run at the same time, each in a process of its own."""
         return False
+
+    @abstractmethod
+    def beside_updates(self) -> dict[str, str]:
+        """Return what the method takes from a client beside the update of the shared entries, by kind, in words.
+
+        A protection of the updates does not cover it, and refuses it by name.
+        """
 
     @abstractmethod
     def divergence_advice(self, server_round: int) -> str:

@@ -62,6 +62,7 @@ class RoundReport:
         kept_previous: whether the global model did not change, for too few usable replies.
         diverged: the losses that are not finite, in words; empty if all are finite.
         diverged_at: the round in which this divergence began.
+        privacy: what the protection did in this round, and the privacy spent so far, by key.
         metrics: averaged training metrics.
         clients: training metrics by partition id.
         evaluations: evaluation metrics by partition id.
@@ -78,6 +79,7 @@ class RoundReport:
     kept_previous: bool = False
     diverged: list[str] = field(default_factory=list)
     diverged_at: int | None = None
+    privacy: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)

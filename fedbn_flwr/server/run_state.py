@@ -45,6 +45,8 @@ class RunState:
         local_hashes: the SHA-256 of each client's kept state, by label.
         volatile: labels of clients whose kept state is in memory only.
         shapes: the shapes of the model's entries.
+        trained: labels of the clients whose training was used since the start or the resumption.
+        tested: whether a client was tested since then.
     """
 
     strategy: str
@@ -65,6 +67,8 @@ class RunState:
     local_hashes: dict[str, str] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    tested: bool = False
 
     @property
     def report(self) -> RoundReport:

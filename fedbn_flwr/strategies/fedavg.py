@@ -220,6 +220,22 @@ class FedAvg(Server[P]):
         """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
         return int(params.momentum_scope == "global"), 0
 
+    def beside_updates(self) -> dict[str, str]:
+        """Return what the settings take from a client beside its update."""
+        found = {}
+        if Part.REST in self.local:
+            found["nothing"] = "its clients share nothing, so there is nothing to protect"
+        if self.params.momentum_scope == "global":
+            found["buffers"] = "momentum-scope=global sends SGD's momentum beside the model; use none or local"
+        if self.params.variance == "pooled":
+            found["variance"] = "variance=pooled adds the spread of the clients' means; use variance=mean"
+        if self.recalibrates or RECALIBRATED in self.tests:
+            what = f"strategy={self.name}" if self.reestimates else "recalibrate=true or eval-on=recalibrated"
+            found["statistics"] = f"{what} collects statistics that are re-estimated on the clients' data"
+        if SHARED_BN in self.tests:
+            found["shared-bn"] = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
+        return found
+
     def divergence_advice(self, server_round: int) -> str:
         """Return the likely cause of a loss that is not finite, and remedies that were tried."""
         return TOO_LARGE_STEPS

@@ -127,6 +127,10 @@ class FedBS(FedProx[FedBSParams]):
         super().__init__(*args, **kwargs)
         self.loss_key = loss_key
 
+    def beside_updates(self) -> dict[str, str]:
+        """Add the losses."""
+        return {**super().beside_updates(), "weights": "the clients' losses are the weights of the average"}
+
     def begin(self) -> None:
         """Start in phase 1."""
         super().begin()

@@ -323,6 +323,11 @@ class FedTAN(FedAvg[P]):
         forward, rows = (2, 2) if params.fedtan_exchanges == "3L+1" else (1, 3)
         return (forward + 1, rows + 2) if cls.backward == "global" and gradient else (forward, rows)
 
+    def beside_updates(self) -> dict[str, str]:
+        """Add the exchanges of a step."""
+        text = "the exchanges of its first step hold statistics of the clients' single batches"
+        return {**super().beside_updates(), "exchanges": text}
+
     def synchronised(self, server_round: int) -> bool:
         """Return whether the round's first step is synchronised."""
         return True

@@ -275,6 +275,12 @@ class Freezing(FedAvg[W]):
             return "fedtan2 is FedTAN with frozen statistics"
         return super().excludes(other)
 
+    def beside_updates(self) -> dict[str, str]:
+        """Add the drift that an automatic round follows."""
+        key, at, _ = self.freezes(self.params)
+        text = f"{key}=auto follows delta_m of each client; use a fixed round"
+        return {**super().beside_updates(), **({"drift": text} if at == "auto" else {})}
+
     def begin(self) -> None:
         """Set the round if it is known; check the window against the number of rounds."""
         super().begin()

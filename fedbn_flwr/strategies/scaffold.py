@@ -205,6 +205,10 @@ class Scaffold(FedAvg[ScaffoldParams]):
         shared, everything = super().extra_copies(params)
         return shared + 1, everything
 
+    def beside_updates(self) -> dict[str, str]:
+        """Add the changes of the variates."""
+        return {**super().beside_updates(), "variates": "the changes of the control variates come beside the model"}
+
     def begin(self) -> None:
         """Start with c = 0."""
         super().begin()

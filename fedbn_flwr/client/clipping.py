@@ -1,0 +1,36 @@
+"""``clipped_update``: the mod of a client that clips its own update, for differential privacy with ``dp=client``."""
+
+from __future__ import annotations
+
+from flwr.app import ArrayRecord, Context, Message, MessageType
+from flwr.clientapp.typing import ClientAppCallable
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.messages.protocol import merged_config
+from fedbn_flwr.messages.records import to_record, views
+from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.differential import CLIP, SCALE, clipped
+
+__all__ = ["clipped_update"]
+
+
+def clipped_update(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Return the app's reply with its update clipped as the server asks: a Flower mod.
+
+    It must be the first mod, so that it sees what leaves the client: ``ClientApp(mods=[clipped_update, local_bn])``.
+    Counters leave as they came, since they tell the number of batches. Without ``dp=client`` nothing changes.
+    """
+    config = merged_config(message)
+    if CLIP not in config or message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
+        return call_next(message, context)
+    key, received = next(iter(message.content.array_records.items()))
+    before = views(ArrayRecord(dict(received)))
+    reply = call_next(message, context)
+    if reply.has_content() and key in reply.content.array_records:
+        state = views(reply.content.array_records[key])
+        sent = {name: before[name] for name in state if name in before}
+        if len(sent) == len(state):  # the server refuses others
+            coordinates = Coordinates(sent, split_state(sent), float(config[SCALE]))
+            update, _ = clipped(coordinates.update(state), float(config[CLIP]))
+            reply.content[key] = to_record(coordinates.state(update, 0.0))
+    return reply

@@ -1,0 +1,7 @@
+"""Privacy that BatchNorm survives: differential privacy, masked sums, and what they are worth."""
+
+from __future__ import annotations
+
+from fedbn_flwr.privacy.wrapper import DPWrapper
+
+__all__ = ["DPWrapper"]

@@ -1,0 +1,119 @@
+r"""The privacy loss of a run: epsilon at a given delta, by the library ``dp-accounting``.
+
+One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm at most C, divided by the fixed number m
+of sampled clients. Two federations are neighbours if
+
+- ``add-remove``: one client's update is zero in one of them. The sum changes by at most C: the noise multiplier is z.
+- ``replace-one``: one client has other data. The sum changes by up to 2 C, so the noise multiplier is z / 2.
+
+Without secret sampling every release counts in full, whoever took part: Gaussian noises compose to one with
+``1 / z^2 = sum 1 / z_t^2``, whose epsilon is exact (Balle and Wang 2018). If m of n clients are drawn, a client that is
+removed makes room for another one in the sample, so that add-remove counts as replace-one.
+
+With secret sampling (m of n without replacement, known to nobody, ``replace-one``) the bound is that of Wang, Balle and
+Kasiviswanathan 2019, Theorem 27, in Renyi divergences. The library's event takes the noise as a multiple of the whole
+change, which is 2 C here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["Ledger", "Neighbours", "Release", "require_dp_accounting"]
+
+Neighbours = Literal["add-remove", "replace-one"]
+
+
+class Release(NamedTuple):
+    """One noisy sum: z, the number m of sampled clients, and the number n that they were drawn from."""
+
+    noise_multiplier: float
+    sampled: int
+    population: int
+
+
+@dataclass
+class Ledger:
+    """The releases of a run, and what they cost.
+
+    Attributes:
+        delta: the probability delta of the guarantee.
+        neighbours: which federations the guarantee cannot tell apart.
+        secret_sampling: whether nobody knows which clients were drawn.
+        releases: the releases so far.
+    """
+
+    delta: float
+    neighbours: Neighbours
+    secret_sampling: bool = False
+    releases: list[Release] = field(default_factory=list)
+
+    def epsilon(self, more: Iterable[Release] = ()) -> float:
+        """Return epsilon of all releases and of ``more``; infinity if one has no noise."""
+        releases = [*self.releases, *more]
+        if any(release.noise_multiplier == 0 for release in releases):
+            return math.inf
+        plain = self._composed(releases)
+        if not self.secret_sampling or all(release.sampled == release.population for release in releases):
+            return plain
+        return min(plain, self._amplified(releases))
+
+    def noise_for(self, epsilon: float, sampled: int, population: int, num_releases: int) -> float:
+        """Return the smallest noise multiplier with which so many releases cost at most ``epsilon``, to 1e-3.
+
+        Raises:
+            ConfigError: no noise multiplier up to 10,000 is enough.
+        """
+
+        def cost(noise: float) -> float:
+            return self.epsilon([Release(noise, sampled, population)] * num_releases)
+
+        low, high = 0.0, 1.0
+        while cost(high) > epsilon:
+            low, high = high, 2 * high
+            if high > 1e4:
+                raise ConfigError(f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more noise than 10000")
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if cost(middle) > epsilon else (low, middle)
+        return high
+
+    def _composed(self, releases: Sequence[Release]) -> float:
+        gaussian: Any = require_dp_accounting().get_epsilon_gaussian
+        if not releases:
+            return 0.0
+        precision = math.fsum((self._factor(release) / release.noise_multiplier) ** 2 for release in releases)
+        return float(gaussian(1 / math.sqrt(precision), self.delta))
+
+    def _factor(self, release: Release) -> int:
+        """Return the largest change of the sum, in units of C."""
+        return 1 if self.neighbours == "add-remove" and release.sampled == release.population else 2
+
+    def _amplified(self, releases: Sequence[Release]) -> float:
+        library = require_dp_accounting()
+        accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
+        for release in dict.fromkeys(releases):
+            noise, sampled, population = release
+            event = library.SampledWithoutReplacementDpEvent(population, sampled, library.GaussianDpEvent(noise / 2))
+            accountant.compose(event, releases.count(release))
+        return float(accountant.get_epsilon(self.delta))
+
+
+def require_dp_accounting() -> Any:
+    """Return the library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise ConfigError(
+            "epsilon is computed by dp-accounting, which is not installed: pip install 'fedbn-flwr[privacy]'"
+        ) from error
+    return dp_accounting

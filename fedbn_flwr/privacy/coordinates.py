@@ -1,0 +1,92 @@
+r"""The coordinates in which a client's update is clipped and gets noise. NumPy only.
+
+With the global state before the round, ``x``, running mean ``m`` and running variance ``v``, a client's state ``x_i``,
+``m_i``, ``v_i`` has the update
+
+$$x_i - x, \qquad s \, \frac{m_i - m}{\sqrt{v + e}}, \qquad s \, \frac{v_i - v}{v + e}$$
+
+The statistics are in units of the layer, so that one noise fits all layers; ``s`` is their share in the clipped norm,
+``e`` keeps the units of a dead channel finite. All three are linear in the client's state: an average of updates is the
+update of the averaged state. Counters and other integers are no coordinates.
+
+The way back keeps every variance above zero. With ``t`` the deviation of the noise in a variance, a noisy variance
+``r`` below ``t`` becomes ``t exp(r / t - 1)``; others stay as they are. It uses nothing of the clients, so it costs no
+privacy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.parts import Parts, split_state
+
+__all__ = ["Coordinates", "Update", "norm"]
+
+Update = Mapping[str, Array]  # float64, by entry; of a complex entry its real and imaginary parts
+
+_E = 1e-5  # torch's default eps of a normalisation layer
+
+
+class Coordinates:
+    """The coordinates of a round.
+
+    Args:
+        before: the shared entries of the global state before the round.
+        parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are found by their names.
+        scale: s, the weight of running statistics.
+    """
+
+    def __init__(self, before: State, parts: Parts, scale: float) -> None:
+        self._before = before
+        self._units: dict[str, Array | float] = {
+            name: 1.0 for name, array in before.items() if array.dtype.kind in "fc"
+        }
+        self._variances = set()
+        for mean, variance in {*split_state(before).moments(), *parts.moments()}:
+            if mean in self._units and variance in self._units:
+                square = before[variance].astype(np.float64) + _E
+                self._units |= {mean: np.sqrt(square) / scale, variance: square / scale}
+                self._variances.add(variance)
+
+    def update(self, state: State) -> dict[str, Array]:
+        """Return the update of a client's state, which has the entries and shapes of the state before."""
+        return {name: (_real(state[name]) - _real(self._before[name])) / unit for name, unit in self._units.items()}
+
+    def state(self, update: Update, deviation: float) -> dict[str, Array]:
+        """Return the state of an update, in the dtypes of the state before; integers keep their value.
+
+        Args:
+            update: by entry.
+            deviation: standard deviation of the noise in it.
+        """
+        found = dict(self._before)
+        for name, unit in self._units.items():
+            like = self._before[name]
+            moved: Array = _real(like) + update[name] * unit
+            if name in self._variances:
+                moved = _above_zero(moved, np.asarray(deviation * unit))
+            if like.dtype.kind == "c":
+                moved = moved.view(np.complex128).reshape(like.shape)
+            found[name] = moved.astype(like.dtype)
+        return found
+
+
+def norm(update: Update) -> float:
+    """Return the Euclidean norm of all coordinates together."""
+    return math.sqrt(sum(float(np.vdot(own, own)) for own in update.values()))
+
+
+def _real(array: Array) -> Array:
+    """Return the values in float64; a complex array has one more dimension, for real and imaginary part."""
+    if array.dtype.kind == "c":
+        return np.ascontiguousarray(array, np.complex128)[..., None].view(np.float64)
+    return array.astype(np.float64)
+
+
+def _above_zero(variance: Array, deviation: Array) -> Array:
+    t = np.maximum(deviation, np.finfo(np.float64).tiny)
+    return np.where(variance < t, t * np.exp(np.minimum(variance / t, 1) - 1), variance)

@@ -1,0 +1,66 @@
+"""Gaussian noise from the operating system's entropy. NumPy only.
+
+A run's seed stands in its config: whoever knows it could compute a noise that comes from it, and subtract it. So the
+noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it. ``SeededNoise`` is for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.seeds import numpy_generator
+
+__all__ = ["Noise", "SeededNoise", "SystemNoise", "keystream"]
+
+
+def keystream(key: bytes, num_bytes: int) -> bytes:
+    """Return the first bytes of ChaCha20's stream of a key of 32 bytes, which must not be used for another stream."""
+    return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(num_bytes))
+
+
+class Noise(Protocol):
+    """A source of noise.
+
+    Attributes:
+        secret: whether nobody can repeat it; without this no guarantee holds.
+    """
+
+    secret: bool
+
+    def normal(self, shape: Sequence[int]) -> Array:
+        """Return standard normal values in float64."""
+
+
+class SystemNoise:
+    """Noise with a fresh key from the operating system for each draw."""
+
+    secret = True
+
+    def normal(self, shape: Sequence[int]) -> Array:
+        """Return standard normal values in float64 (Box and Muller 1958); none is above 8.6 in size."""
+        size = int(np.prod(shape))
+        pairs = (size + 1) // 2
+        words = np.frombuffer(keystream(os.urandom(32), 16 * pairs), np.uint64).reshape(2, pairs) >> np.uint64(11)
+        radius = np.sqrt(-2 * np.log((words[0] + 1.0) * 2.0**-53))
+        angle = words[1] * (2 * np.pi * 2.0**-53)
+        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)
+
+
+class SeededNoise:
+    """Noise that repeats, for tests: it protects nothing."""
+
+    secret = False
+
+    def __init__(self, seed: int) -> None:
+        self._generator = numpy_generator(seed, "noise")
+
+    def normal(self, shape: Sequence[int]) -> Array:
+        """Return standard normal values in float64."""
+        return self._generator.standard_normal(tuple(shape))

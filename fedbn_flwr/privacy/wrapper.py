@@ -1,0 +1,88 @@
+"""``DPWrapper``: a strategy with client-level differential privacy, used as Flower's own wrappers are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.noise import Noise
+from fedbn_flwr.strategies import FedAvg
+
+__all__ = ["DPWrapper"]
+
+
+class DPWrapper(Strategy):
+    """A strategy of this package with client-level differential privacy.
+
+    ::
+
+        strategy = DPWrapper(FedBN(), noise_multiplier=0.5, clipping_norm=2.0)
+        result = strategy.start(grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=20)
+        print(strategy.guarantee())
+
+    Args:
+        strategy: the strategy; what it takes from clients beside their updates is refused when a run starts.
+        noise_multiplier: z, the noise in the sum of updates in units of ``clipping_norm``.
+        clipping_norm: C, the largest norm of a client's update, in the coordinates of ``privacy.coordinates``.
+        where: who clips: "server", or "client" by the mod ``clipped_update``.
+        noise: for tests: another source of noise than the operating system. No epsilon is stated then.
+        **settings: further fields of ``DPSettings`` without ``dp_``: ``clipping_quantile``, ``delta``, ...
+
+    Raises:
+        ConfigError: a value is out of range, or settings exclude each other.
+    """
+
+    def __init__(
+        self,
+        strategy: FedAvg[Any],
+        noise_multiplier: float = 0.0,
+        clipping_norm: float = 1.0,
+        *,
+        where: Literal["server", "client"] = "server",
+        noise: Noise | None = None,
+        **settings: Any,
+    ) -> None:
+        named = {"noise_multiplier": noise_multiplier, "clipping_norm": clipping_norm, **settings}
+        values: dict[str, Any] = {f"dp_{name}": value for name, value in named.items()}
+        self.privacy = ClientLevelDP(DPSettings(dp=where, **values), noise)
+        self.strategy = strategy
+        strategy.protect(self.privacy)
+
+    def guarantee(self) -> str:
+        """Return what the rounds so far guarantee, in a sentence."""
+        return self.privacy.guarantee()
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """Run the rounds; see ``FedAvg.start``."""
+        return self.strategy.start(*args, **kwargs)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """See ``flwr.serverapp.strategy.Strategy``; so also the calls below."""
+        return self.strategy.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the new model, from the noisy average of the clipped updates."""
+        return self.strategy.aggregate_train(server_round, replies)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return no messages if the clients' metrics are withheld."""
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return the average of the clients' metrics."""
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        """Log the settings."""
+        self.strategy.summary()

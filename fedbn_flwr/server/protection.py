@@ -1,0 +1,67 @@
+"""The place between the clients' replies and the method, where privacy is protected. Here nothing is done.
+
+A protection replaces the replies of a round by what the method may see: one average with noise, or one masked sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.run_state import RunState
+
+__all__ = ["Protection"]
+
+
+class Protection:
+    """No protection; the base of those that protect.
+
+    Attributes:
+        publishes_metrics: whether the clients' metrics go into the reports of the run.
+        secret_sampling: whether nobody may know which clients take part.
+    """
+
+    publishes_metrics = True
+    secret_sampling = False
+
+    def begin(self, method: Method[Any]) -> None:
+        """Prepare a new run.
+
+        Raises:
+            ConfigError: the method, or a setting of it, does not fit.
+        """
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the further config of a training message."""
+        return {}
+
+    def check(self, run: RunState, reply: Reply, before: State) -> None:
+        """Raise ReplyError for a reply that breaks a rule of the protection."""
+
+    def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
+        """Return the replies that the method combines; the report of the round is ``run.report``.
+
+        Args:
+            run: the run.
+            replies: the usable replies, in the order of partition ids.
+            before: the global state that was sent.
+        """
+        return replies
+
+    def stops_after(self, server_round: int) -> bool:
+        """Return whether the run ends after this round, because a further one would cost too much."""
+        return False
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what the summary of a run says of the protection, by key."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to checkpoint, JSON values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of ``state_dict``."""
