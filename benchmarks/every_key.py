@@ -36,6 +36,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fedtan2": {"fedtan-rounds": 2},
     "fedbs": {"num-server-rounds": 7, "fedbs-eps": 9.0},  # its second phase begins after round 5
 }
+CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
 # Each key: another value, and the settings that it needs.
@@ -109,6 +110,11 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fedtan-exchanges": ("2L+1", {}),
     "fedbs-eps": (0.0, {}),
     "fedbs-rounds": (1, {}),
+    "dp": ("server", {"eval-on": "global"}),
+    "dp-clipping-norm": (0.01, CLIPPED),
+    "dp-clipping-quantile": (0.1, CLIPPED),
+    "dp-clipping-rate": (3.0, {**CLIPPED, "dp-clipping-quantile": 0.9}),
+    "dp-statistics-scale": (9.0, CLIPPED),
 }
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
@@ -143,6 +149,13 @@ ELSEWHERE = {
     "series": "tests/client/test_state_folder.py",
     "resume": "tests/experiment/test_resume.py",
     "early-stopping": "tests/experiment/test_early_stopping.py",
+    **dict.fromkeys(  # noise is new in each run
+        (
+            *("dp-noise-multiplier", "dp-delta", "dp-neighbours", "dp-sampling", "dp-target-epsilon"),
+            *("dp-max-epsilon", "dp-metrics"),
+        ),
+        "tests/privacy/test_differential.py",
+    ),
 }
 
 

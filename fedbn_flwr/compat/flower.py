@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ __all__ = [
     "BufferArray",
     "Run",
     "app_error",
+    "calling_dp_wrapper",
     "copied_context",
     "copied_message",
     "empty_run",
@@ -191,6 +193,19 @@ def lacks_function(reply: Message, message_type: str) -> bool:
     category, _, action = message_type.partition(".")
     missing = f"No {category} function registered with name '{action}'"
     return reply.has_error() and is_app_error(reply) and missing in str(reply.error.reason)
+
+
+def calling_dp_wrapper() -> str:
+    """Return the class of Flower's wrapper for differential privacy that calls the caller; "" if there is none.
+
+    A wrapped strategy is not told that it is wrapped, in the Message API or in the legacy one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")):
+            return type(frame.f_locals.get("self")).__name__
+        frame = frame.f_back
+    return ""
 
 
 def is_default_aggregation(function: Any) -> bool:

@@ -731,6 +731,10 @@ class Config(_MethodSettings):
                 if tracks
                 else "it is for norm=batch and batch-renorm",
             ),
+            "dp_statistics_scale": (
+                tracks and not self._keeps_statistics(),
+                f"{self.title} shares no statistics" if tracks else "it is for norm=batch and batch-renorm",
+            ),
             "sgd_momentum": (self.optimizer == "sgd", "it is for optimizer=sgd"),
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
         }

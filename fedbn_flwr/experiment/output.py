@@ -31,6 +31,7 @@ from fedbn_flwr.experiment.yaml_file import read_yaml
 __all__ = [
     "DIVERGED_AT",
     "PLACES",
+    "PRIVACY",
     "STATISTICS_FILE",
     "RunFolder",
     "changed_settings",
@@ -39,6 +40,7 @@ __all__ = [
     "versions",
 ]
 
+PRIVACY = "privacy.jsonl"  # see privacy.accounting
 STATISTICS_FILE = "statistics.jsonl"  # see doctor.history
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
@@ -105,8 +107,8 @@ class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
     ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
-    the model, if the clients share the disk, and ``statistics.jsonl`` is there with ``watch-statistics``. The rounds go
-    to the trackers of the config, too (``TRACKERS``).
+    the model, if the clients share the disk, ``statistics.jsonl`` is there with ``watch-statistics`` and
+    ``privacy.jsonl`` with ``dp``. The rounds go to the trackers of the config, too (``TRACKERS``).
 
     Used in a ``with`` statement, which tells the trackers of a run that fails or is interrupted.
 

@@ -31,7 +31,7 @@ from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
-from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.output import DIVERGED_AT, PRIVACY, RunFolder, lock_folder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
 from fedbn_flwr.experiment.setup import (
@@ -55,6 +55,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.models import InitReport
+from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
 from fedbn_flwr.server.report import RoundReport
@@ -124,6 +125,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
+    if config.dp != "off":
+        strategy.protect(ClientLevelDP(config.dp_settings(), file=out / PRIVACY))
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]

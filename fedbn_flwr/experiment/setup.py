@@ -19,7 +19,6 @@ from fedbn_flwr.experiment.trackers import tracker_problems
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.models import InitReport, build_model, load_initial
 from fedbn_flwr.models.initial import FILES
-from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.server.shared_bn import SHARED_BN
@@ -131,7 +130,7 @@ def local_training(config: Config) -> LocalTraining:
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[Any]:
     """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
-    strategy = config.method()(
+    return config.method()(
         fraction_train=config.fraction_train,
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
@@ -142,9 +141,6 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[An
         **({"loss_key": VALIDATION_LOSS} if config.validation_share and config.strategy == FedBS.name else {}),
         **{**config.params().model_dump(), **_tests(config)},
     )
-    if config.dp != "off":
-        strategy.protect(ClientLevelDP(config.dp_settings()))
-    return strategy
 
 
 def _tests(config: Config) -> dict[str, str]:

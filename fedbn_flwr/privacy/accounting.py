@@ -17,11 +17,17 @@ change, which is 2 C here.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
 __all__ = ["Ledger", "Neighbours", "Release", "require_dp_accounting"]
@@ -45,13 +51,34 @@ class Ledger:
         delta: the probability delta of the guarantee.
         neighbours: which federations the guarantee cannot tell apart.
         secret_sampling: whether nobody knows which clients were drawn.
+        file: where each release is noted before its result exists, so that a run which is killed and repeats rounds
+            counts them twice, as it must; None = in memory only.
         releases: the releases so far.
     """
 
     delta: float
     neighbours: Neighbours
     secret_sampling: bool = False
+    file: Path | None = None
     releases: list[Release] = field(default_factory=list)
+
+    def add(self, release: Release) -> None:
+        """Note a release."""
+        if self.file:
+            with self.file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(release._asdict()) + "\n")
+                lines.flush()
+                os.fsync(lines.fileno())
+        self.releases.append(release)
+
+    def restore(self, releases: Iterable[Release]) -> None:
+        """Restore the releases of a run: those in the file if it has one, else ``releases``."""
+        if self.file and self.file.exists():
+            text = self.file.read_text(encoding="utf-8")
+            complete = text[: text.rfind("\n") + 1]
+            write_atomically(self.file, complete)  # without the line that a killed process did not finish
+            releases = [Release(**json.loads(line)) for line in complete.splitlines()]
+        self.releases = list(releases)
 
     def epsilon(self, more: Iterable[Release] = ()) -> float:
         """Return epsilon of all releases and of ``more``; infinity if one has no noise."""
@@ -61,7 +88,7 @@ class Ledger:
         plain = self._composed(releases)
         if not self.secret_sampling or all(release.sampled == release.population for release in releases):
             return plain
-        return min(plain, self._amplified(releases))
+        return min(plain, _amplified(tuple(sorted(Counter(releases).items())), self.delta))
 
     def noise_for(self, epsilon: float, sampled: int, population: int, num_releases: int) -> float:
         """Return the smallest noise multiplier with which so many releases cost at most ``epsilon``, to 1e-3.
@@ -94,14 +121,16 @@ class Ledger:
         """Return the largest change of the sum, in units of C."""
         return 1 if self.neighbours == "add-remove" and release.sampled == release.population else 2
 
-    def _amplified(self, releases: Sequence[Release]) -> float:
-        library = require_dp_accounting()
-        accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
-        for release in dict.fromkeys(releases):
-            noise, sampled, population = release
-            event = library.SampledWithoutReplacementDpEvent(population, sampled, library.GaussianDpEvent(noise / 2))
-            accountant.compose(event, releases.count(release))
-        return float(accountant.get_epsilon(self.delta))
+
+@functools.lru_cache(maxsize=64)
+def _amplified(counted: tuple[tuple[Release, int], ...], delta: float) -> float:
+    """Return epsilon of so many releases of each kind, for clients that were drawn secretly."""
+    library = require_dp_accounting()
+    accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
+    for (noise, sampled, population), count in counted:
+        event = library.SampledWithoutReplacementDpEvent(population, sampled, library.GaussianDpEvent(noise / 2))
+        accountant.compose(event, count)
+    return float(accountant.get_epsilon(delta))
 
 
 def require_dp_accounting() -> Any:

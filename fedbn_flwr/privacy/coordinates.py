@@ -89,4 +89,4 @@ def _real(array: Array) -> Array:
 
 def _above_zero(variance: Array, deviation: Array) -> Array:
     t = np.maximum(deviation, np.finfo(np.float64).tiny)
-    return np.where(variance < t, t * np.exp(np.minimum(variance / t, 1) - 1), variance)
+    return np.where(variance < t, t * np.exp(np.minimum(variance, t) / t - 1), variance)

@@ -40,7 +40,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from fedbn_flwr.batchnorm.averaging import Array, State
@@ -137,7 +138,7 @@ class ClientLevelDP(Protection):
     Args:
         settings: clipping, noise and accounting; ``dp`` says who clips.
         noise: the source of noise; another one than ``SystemNoise`` is for tests, and no epsilon is stated then.
-        on_release: called with each release before its result is used, for a record that outlives a crash.
+        file: a file for the releases, see ``Ledger``.
 
     Attributes:
         clipping_norm: C of the next round.
@@ -148,10 +149,8 @@ class ClientLevelDP(Protection):
         ConfigError: settings exclude each other, or the library that computes epsilon is not installed.
     """
 
-    def __init__(
-        self, settings: DPSettings, noise: Noise | None = None, on_release: Callable[[Release], None] | None = None
-    ) -> None:
-        self.settings, self.noise, self.on_release = settings, noise or SystemNoise(), on_release
+    def __init__(self, settings: DPSettings, noise: Noise | None = None, file: Path | None = None) -> None:
+        self.settings, self.noise, self._file = settings, noise or SystemNoise(), file
         self.publishes_metrics = settings.dp_metrics == "published"
         self.secret_sampling = settings.dp_sampling == "secret"
         if problems := conflicts(settings):
@@ -175,7 +174,8 @@ class ClientLevelDP(Protection):
         own = self.settings
         self.clipping_norm = own.dp_clipping_norm
         self.noise_multiplier = None if own.dp_target_epsilon else own.dp_noise_multiplier
-        self.ledger = Ledger(own.dp_delta, own.dp_neighbours, self.secret_sampling)
+        self.ledger = Ledger(own.dp_delta, own.dp_neighbours, self.secret_sampling, self._file)
+        self.ledger.restore(())
 
     def config(self) -> Mapping[str, Any]:
         """Return C and s for the mod of a client that clips."""
@@ -238,9 +238,7 @@ class ClientLevelDP(Protection):
                 f"dp-max-epsilon={own.dp_max_epsilon}: round {run.report.server_round} would bring epsilon to "
                 f"{cost:.4g}. Use more noise (dp-noise-multiplier), or more clients."
             )
-        if self.on_release:
-            self.on_release(release)
-        self.ledger.releases.append(release)
+        self.ledger.add(release)
         run.report.privacy = {"clipping-norm": self.clipping_norm, "noise-multiplier": self.noise_multiplier}
         if self.guarantees:
             run.report.privacy |= {"epsilon": self.ledger.epsilon(), "delta": own.dp_delta}
@@ -289,7 +287,7 @@ class ClientLevelDP(Protection):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore C, z and the releases."""
         self.clipping_norm, self.noise_multiplier = state["clipping_norm"], state["noise_multiplier"]
-        self.ledger.releases = [Release(*release) for release in state["releases"]]
+        self.ledger.restore(Release(*release) for release in state["releases"])
 
 
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:

@@ -37,6 +37,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.dispatch import Dispatcher
+from fedbn_flwr.server.dp_wrappers import check_wrapper
 from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
 from fedbn_flwr.server.method import Method, P
 from fedbn_flwr.server.nodes import Node, NodeRegistry
@@ -310,6 +311,7 @@ class Server(Method[P]):
         """
         refuse_own_keys(config=config)
         self.run.know(arrays)
+        check_wrapper(self, self.run.parts, warn=not self.run.begun)
         if not self.run.begun:
             self._begin()
         self.run.before, self.run.reestimated, self.run.metrics = views(arrays), {}, {}

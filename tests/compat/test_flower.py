@@ -30,6 +30,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
+from flwr.common import ndarrays_to_parameters
 from flwr.serverapp.strategy import FedAvg
 
 SEAM = "fedbn_flwr/compat/flower.py"
@@ -268,6 +269,29 @@ def test_lacks_function(seam: ModuleType, message: Message) -> None:
         assert not seam.lacks_function(seam.app_error(message, error.value), "query.other")
         assert not seam.lacks_function(seam.app_error(message, "no data"), "query.some")
         assert not seam.lacks_function(Message(RecordDict(), reply_to=message), "query.some")
+
+
+def test_calling_dp_wrapper(seam: ModuleType) -> None:
+    """Both kinds of wrapper call the strategy from a module named so, as a method of theirs."""
+    todo = f"look where Flower's wrappers for differential privacy are now, and name them in {SEAM}."
+    modules = ("flwr.serverapp.strategy", "flwr.server.strategy")
+    for module, calls in zip(modules, ("configure_train", "configure_fit"), strict=True):
+        with canary(f"the wrappers of {module} are in modules dp_..., and call {calls}", todo):
+            found: list[str] = []
+
+            class Wrapped(importlib.import_module(module).FedAvg):  # type: ignore[misc]
+                def note(self, *args: Any, found: list[str] = found) -> list[Any]:
+                    found.append(seam.calling_dp_wrapper())
+                    return []
+
+                configure_train = configure_fit = note
+
+            wrapper = importlib.import_module(module).DifferentialPrivacyServerSideFixedClipping
+            legacy = calls == "configure_fit"
+            given = (ndarrays_to_parameters([]), None) if legacy else (ArrayRecord(), ConfigRecord(), None)
+            getattr(wrapper(Wrapped(), 0.0, 1.0, 2), calls)(1, *given)
+            assert found == ["DifferentialPrivacyServerSideFixedClipping"]
+    assert seam.calling_dp_wrapper() == ""
 
 
 def test_is_default_aggregation(seam: ModuleType) -> None:

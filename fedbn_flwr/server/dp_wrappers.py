@@ -1,0 +1,44 @@
+"""Flower's own wrappers for differential privacy around a strategy of this package: which work, which are refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.compat.flower import calling_dp_wrapper
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.method import Method
+
+__all__ = ["check_wrapper"]
+
+logger = logging.getLogger("flwr")
+
+_INSTEAD = "fedbn_flwr.privacy.DPWrapper knows the parts of the model"
+
+
+def check_wrapper(method: Method[Any], parts: Parts, warn: bool) -> None:
+    """Check that Flower's wrapper, if it calls the strategy, does with this method what it says.
+
+    ``warn``: warn of counters, which the wrapper treats as weights.
+
+    Raises:
+        ConfigError: something of the clients goes round the wrapper, or the wrapper would fail or break the method.
+    """
+    wrapper = calling_dp_wrapper()
+    if not wrapper:
+        return
+    reasons = list(method.beside_updates().values())
+    if method.local and "ServerSide" in wrapper:
+        reasons.append("it needs the whole model in each reply, and the clients keep a part of it")
+    if method.freezes_bn:
+        reasons.append("it would add noise to frozen statistics")
+    if reasons:
+        raise ConfigError(f"{wrapper} around strategy {method.name!r}: {'; '.join(reasons)}. {_INSTEAD}.")
+    if warn and parts.counters:
+        logger.warning(
+            "%s clips and adds noise to BN's int64 counters and running statistics as if they were weights: the "
+            "counters alone can take up the clipping norm, and variances can become negative. %s.",
+            wrapper,
+            _INSTEAD,
+        )

@@ -1,0 +1,80 @@
+"""The coordinates of an update: linear, with a way back that gives every variance above zero."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import average
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.privacy.coordinates import Coordinates, norm
+
+
+def net() -> nn.Module:
+    """BatchNorm, an InstanceNorm with statistics, a complex and an integer entry."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True)
+    ).double()
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
+    model.register_buffer("table", torch.arange(4))
+    return model
+
+
+def moved(seed: int) -> dict[str, np.ndarray]:
+    rng, state = np.random.default_rng(seed), to_state(net().state_dict())
+    for name, array in state.items():
+        if array.dtype.kind == "f":
+            state[name] = (
+                array * rng.lognormal(0, 1, array.shape) if "var" in name else array + rng.normal(size=array.shape)
+            )
+    return state | {"phase": state["phase"] + 1j * rng.normal(size=2), "1.num_batches_tracked": np.array(7 + seed)}
+
+
+BEFORE = moved(0)
+PARTS = split_state(net())
+
+
+def test_an_average_of_updates_is_the_update_of_the_average() -> None:
+    states = [moved(seed) for seed in (1, 2, 3)]
+    coordinates = Coordinates(BEFORE, PARTS, 0.1)
+    updates = [coordinates.update(state) for state in states]
+    mean = {name: sum(0.5 * w * u[name] for w, u in zip((1.0, 0.5, 0.5), updates, strict=True)) for name in updates[0]}
+    found, expected = coordinates.state(mean, 0.0), average(states, [2, 1, 1], PARTS)
+    for name in expected:
+        if expected[name].dtype.kind in "fc":
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
+        else:
+            assert np.array_equal(found[name], BEFORE[name])
+
+
+def test_the_unit_of_statistics_is_that_of_their_layer() -> None:
+    state = {name: array.copy() for name, array in BEFORE.items()}
+    var = BEFORE["1.running_var"]
+    state["1.running_mean"] = BEFORE["1.running_mean"] + np.sqrt(var + 1e-5)
+    state["2.running_var"] = BEFORE["2.running_var"] * 2 + 1e-5
+    update = Coordinates(BEFORE, PARTS, 0.25).update(state)
+    np.testing.assert_allclose(update["1.running_mean"], 0.25, rtol=1e-12)
+    np.testing.assert_allclose(update["2.running_var"], 0.25, rtol=1e-12)
+    assert norm(update) == pytest.approx(0.25 * np.sqrt(6), rel=1e-12)
+    assert "1.num_batches_tracked" not in update
+    assert "table" not in update
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1e6))
+@settings(max_examples=50, deadline=None)
+def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) -> None:
+    coordinates, rng = Coordinates(BEFORE, PARTS, 0.1), np.random.default_rng(seed)
+    noise = {name: deviation * rng.standard_normal(a.shape) for name, a in coordinates.update(BEFORE).items()}
+    state = coordinates.state(noise, deviation)
+    for name in ("1.running_var", "2.running_var"):
+        assert (state[name] > 0).all()
+        assert np.isfinite(state[name]).all()
+    large = np.asarray(noise["1.running_var"]) > 0  # what noise left large enough stays as it is
+    exact = BEFORE["1.running_var"] + noise["1.running_var"] * (BEFORE["1.running_var"] + 1e-5) / 0.1
+    kept = large & (exact >= deviation * (BEFORE["1.running_var"] + 1e-5) / 0.1)
+    np.testing.assert_allclose(state["1.running_var"][kept], exact[kept], rtol=1e-9)

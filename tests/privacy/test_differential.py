@@ -1,0 +1,390 @@
+"""Client-level differential privacy: the laws of clipping and noise, who is refused, and what a run tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.messages.records import from_record, to_record, to_state
+from fedbn_flwr.mods import clipped_update, local_bn
+from fedbn_flwr.privacy import DPWrapper
+from fedbn_flwr.privacy.coordinates import Coordinates, norm
+from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.noise import SeededNoise, SystemNoise
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.run_state import RunState
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, combined
+
+SIZES = (9, 4, 12)
+IMAGES = (3, 32, 32)
+
+
+class Equal(FedAvg):
+    """FedAvg whose clients weigh the same."""
+
+    def weights(self, replies: Any) -> list[float]:
+        return [1.0] * len(replies)
+
+
+@pytest.mark.parametrize("where", ["server", "client"])
+def test_without_noise_and_clipping_it_is_the_unprotected_run(
+    federate: Any, torchvision_net: Any, points: Any, where: Any
+) -> None:
+    data = [points(size, client, IMAGES) for client, size in enumerate(SIZES)]
+    plain = federate(Equal(), torchvision_net, data, rounds=3)
+    strategy = Equal()
+    DPWrapper(strategy, 0.0, 1e9, where=where)
+    protected = federate(strategy, torchvision_net, data, rounds=3)
+    for server_round, error in ((1, 1e-12), (3, 1e-9)):  # training makes a difference in the last bit larger
+        for name, array in plain.history[server_round].items():
+            found = protected.history[server_round][name]
+            if array.dtype.kind == "f":
+                np.testing.assert_allclose(found, array, rtol=error, atol=error, err_msg=name)
+            else:
+                assert found == server_round
+
+
+def pooled(
+    privacy: ClientLevelDP, before: dict[str, Any], states: list[dict[str, Any]], asked: int = 0
+) -> dict[str, Any]:
+    """What the method gets in place of the replies."""
+    state = RunState("fedavg", split_state(before))
+    state.reports.append(RoundReport(1, "train", asked=asked or len(states)))
+    state.num_able = asked or len(states)
+    (reply,) = privacy.pool(state, [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)], before)
+    return dict(reply.state)
+
+
+def federation(mlp: Any, seed: int, clients: int = 4) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    rng, before = np.random.default_rng(seed), to_state(mlp().state_dict())
+    before["1.running_var"] = rng.lognormal(0, 2, before["1.running_var"].shape)
+
+    def client() -> dict[str, Any]:
+        size = rng.lognormal(0, 2)
+        own = {n: a + size * rng.normal(size=a.shape) if a.dtype.kind == "f" else a + 9 for n, a in before.items()}
+        return own | {"1.running_var": before["1.running_var"] * rng.lognormal(0, 1, 4)}
+
+    return before, [client() for _ in range(clients)]
+
+
+def distance(before: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> float:
+    coordinates = Coordinates(before, split_state(before), 0.1)
+    a, b = coordinates.update(one), coordinates.update(other)
+    return norm({name: a[name] - b[name] for name in a})
+
+
+def test_no_neighbour_changes_the_average_by_more_than_is_stated(mlp: Any) -> None:
+    """Brute force: a client without a reply, and a client with another update, the opposite one included."""
+    c, most_without, most_replaced = 0.7, 0.0, 0.0
+    for seed in range(40):
+        before, states = federation(mlp, seed)
+        privacy = ClientLevelDP(DPSettings(dp="server", dp_clipping_norm=c))
+        whole = pooled(privacy, before, states)
+        opposite = {n: 2 * before[n] - a if n != "1.running_var" else a for n, a in states[0].items()}
+        for other in (opposite, federation(mlp, seed + 1000)[1][0]):
+            most_replaced = max(most_replaced, distance(before, whole, pooled(privacy, before, [other, *states[1:]])))
+        most_without = max(most_without, distance(before, whole, pooled(privacy, before, states[1:], asked=4)))
+    assert most_without <= c / 4 * (1 + 1e-9)
+    assert most_replaced <= 2 * c / 4 * (1 + 1e-9)
+    assert most_without > 0.99 * c / 4  # the bounds are reached
+    assert most_replaced > 0.95 * 2 * c / 4
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.bias", "1.running_mean", "1.running_var"])
+def test_clipping_binds_every_part_of_the_update(mlp: Any, name: str) -> None:
+    before, states = federation(mlp, 0, clients=2)
+    states[0] = {**before, name: before[name] + 1e12}
+    got = pooled(ClientLevelDP(DPSettings(dp="server", dp_clipping_norm=0.5)), before, [states[0], dict(before)])
+    assert distance(before, got, before) == pytest.approx(0.25, rel=1e-6)
+    assert got["1.num_batches_tracked"] == before["1.num_batches_tracked"] + 1
+
+
+def test_noise_has_the_stated_deviation_and_is_new_in_every_draw(mlp: Any) -> None:
+    before, _ = federation(mlp, 0)
+    coordinates = Coordinates(before, split_state(before), 0.1)
+
+    def draw(privacy: ClientLevelDP) -> Any:
+        values = coordinates.update(pooled(privacy, before, [before] * 4))
+        del values["1.running_var"]  # changed where it would be below zero
+        return np.concatenate([v.ravel() for v in values.values()])
+
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_clipping_norm=2.0, dp_noise_multiplier=0.1))
+    draws = np.stack([draw(privacy) for _ in range(60)])
+    assert draws.std() == pytest.approx(0.1 * 2.0 / 4, rel=0.05)
+    assert len(np.unique(draws)) == draws.size
+    values = SystemNoise().normal((200_001,))
+    assert values.shape == (200_001,)
+    assert abs(values.mean()) < 0.012
+    assert values.std() == pytest.approx(1, abs=0.01)
+    assert np.mean(np.abs(values) > 1.959964) == pytest.approx(0.05, abs=0.003)
+    assert abs(np.corrcoef(values[:100_000], values[100_000:200_000])[0, 1]) < 0.015
+
+
+def test_ten_rounds_of_heavy_noise_refuse_no_reply_and_keep_variances_positive(
+    federate: Any, mlp: Any, datasets: Any
+) -> None:
+    strategy = FedAvg()
+    wrapper = DPWrapper(strategy, 10.0, 5.0)
+    got = federate(strategy, mlp, datasets, rounds=10)
+    assert [report.rejected for report in strategy.reports] == [{}] * 10
+    assert all((state["1.running_var"] > 0).all() for state in got.history)
+    assert wrapper.guarantee().startswith("epsilon = ")
+    assert "after 10 rounds: the models hide whether a client took part" in wrapper.guarantee()
+
+
+def test_what_stays_with_the_clients_or_is_frozen_gets_no_noise(federate: Any, mlp: Any, datasets: Any) -> None:
+    fedbn, fixbn = FedBN(), FixBN(freeze_at=1)
+    DPWrapper(fedbn, 1.0, 1.0)
+    DPWrapper(fixbn, 1.0, 1.0)
+    own = federate(fedbn, mlp, datasets, rounds=3)
+    assert (own.local_state(0)["1.running_var"] > 0).all()
+    assert (own.state["1.running_var"] == 1).all()  # of the initial model
+    assert not np.array_equal(own.state["0.weight"], own.history[0]["0.weight"])
+    frozen = federate(fixbn, mlp, datasets, rounds=3)
+    assert np.array_equal(frozen.history[3]["1.running_var"], frozen.history[1]["1.running_var"])
+    assert not np.array_equal(frozen.history[1]["1.running_var"], frozen.history[0]["1.running_var"])
+
+
+def test_clipping_by_the_clients_gives_what_clipping_by_the_server_gives(
+    federate: Any, mlp: Any, datasets: Any
+) -> None:
+    states = []
+    for where in ("server", "client"):
+        strategy = combined(FedBN)()
+        DPWrapper(strategy, 0.3, 0.05, where=where, noise=SeededNoise(1))
+        states.append(federate(strategy, mlp, datasets, rounds=3).state)
+    for name, array in states[0].items():
+        np.testing.assert_allclose(states[1][name], array, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def app_that_adds_five(*mods: Any) -> ClientApp:
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        key, record = next(iter(message.content.array_records.items()))
+        state = {n: a + 5 if a.dtype.kind == "f" else a + 3 for n, a in from_record(record).items()}
+        content = RecordDict({key: to_record(state), "metrics": MetricRecord({"num-examples": 5})})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def test_the_mod_clips_what_leaves_an_app_of_any_kind(run_strategy: Any, mlp: Any) -> None:
+    strategy = FedAvg()
+    DPWrapper(strategy, 0.0, 0.5, where="client")
+    got = run_strategy(strategy, app_that_adds_five(clipped_update, local_bn), mlp().state_dict(), 2, rounds=1)
+    before, after = got.history
+    assert distance(before, after, before) == pytest.approx(0.5, rel=1e-6)
+    replies = [m for m in got.grid.received if m.metadata.message_type == "train"]
+    sent = [from_record(message.content.array_records["arrays"]) for message in replies]
+    assert all(distance(before, own, before) == pytest.approx(0.5, rel=1e-6) for own in sent)
+    assert all(own["1.num_batches_tracked"] == 0 for own in sent)
+
+
+def test_a_client_that_does_not_clip_is_refused_by_name(run_strategy: Any, mlp: Any) -> None:
+    strategy = FedAvg()
+    DPWrapper(strategy, 0.0, 0.5, where="client")
+    with pytest.raises(ClientPartError, match=r"its update has norm .* to clip it to 0\.5\. Make `clipped_update`"):
+        run_strategy(strategy, app_that_adds_five(local_bn), mlp().state_dict(), 2, rounds=1)
+
+
+REFUSED = {
+    "scaffold": "control variates",
+    "fedtan": "exchanges of its first step",
+    "fedtan2": "exchanges of its first step",
+    "feddna": "exchanges of its first step",
+    "fedbs": "losses are the weights",
+    "staticbn": "strategy=staticbn collects statistics",
+    "standalone": "nothing to protect",
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_methods_that_take_more_than_an_update_are_refused_by_name(
+    federate: Any, mlp: Any, wsconv_net: Any, datasets: Any, name: str
+) -> None:
+    strategy = STRATEGIES[name]()
+    DPWrapper(strategy, 0.1, 1.0)
+    model = wsconv_net if name == "fedwon" else mlp
+    if name not in REFUSED:
+        federate(strategy, model, datasets, rounds=1)
+        return
+    with pytest.raises(ConfigError, match=f"strategy '{name}' with dp=server: .*{REFUSED[name]}"):
+        federate(strategy, model, datasets, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"momentum_scope": "global"}, "momentum-scope=global"),
+        ({"variance": "pooled"}, "variance=pooled"),
+        ({"recalibrate": True}, "re-estimated"),
+        ({"eval_on": "recalibrated"}, "re-estimated"),
+        ({"kind": FedBN, "eval_on": "averaged-bn"}, "eval-on=averaged-bn"),
+        ({"kind": FixBN, "freeze_at": "auto", "freeze_window": 2}, "freeze-at=auto follows delta_m"),
+    ],
+)
+def test_settings_that_take_more_are_refused_by_name(
+    federate: Any, mlp: Any, datasets: Any, settings: dict[str, Any], words: str
+) -> None:
+    strategy = settings.pop("kind", FedAvg)(**settings)
+    DPWrapper(strategy, 0.1, 1.0)
+    with pytest.raises(ConfigError, match=words):
+        federate(strategy, mlp, datasets, rounds=3, sgd_momentum=0.9)
+
+
+def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
+    before, states = federation(mlp, 3, clients=20)
+    settings = DPSettings(dp="server", dp_clipping_norm=1e-3, dp_clipping_quantile=0.5, dp_clipping_rate=0.5)
+    privacy = ClientLevelDP(settings, SeededNoise(0))
+    for _ in range(80):
+        pooled(privacy, before, states)
+    lengths = [distance(before, own, before) for own in states]
+    assert np.quantile(lengths, 0.3) < privacy.clipping_norm < np.quantile(lengths, 0.7)
+
+
+@pytest.mark.parametrize(("z", "asked"), [(0.3, 40), (1.0, 4), (2.5, 100)])
+def test_the_noise_of_the_quantile_is_paid_for(z: float, asked: int) -> None:
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=z, dp_clipping_quantile=0.5))
+    of_bits, of_updates = privacy._split(z, asked)
+    assert 1 / of_updates**2 + 1 / (2 * of_bits) ** 2 == pytest.approx(1 / z**2, rel=1e-12)
+    assert of_updates < 1.16 * z
+
+
+def test_clients_metrics_and_secret_participants_are_withheld(federate: Any, mlp: Any, datasets: Any) -> None:
+    strategy = FedAvg(fraction_train=0.67)
+    DPWrapper(strategy, 1.0, 1.0, sampling="secret", neighbours="replace-one")
+    got = federate(strategy, mlp, datasets, rounds=2)
+    for report in strategy.reports:
+        assert (report.clients, report.metrics, report.evaluations, report.participants) == ({}, {}, {}, [])
+        assert report.asked == 2
+    assert not got.result.train_metrics_clientapp
+    assert not got.result.evaluate_metrics_clientapp
+    published = FedAvg()
+    DPWrapper(published, 1.0, 1.0, metrics="published")
+    got = federate(published, mlp, datasets, rounds=1)
+    assert "train-loss" in got.result.train_metrics_clientapp[1]
+    assert published.reports[0].participants == [0, 1, 2]
+
+
+def test_secret_samples_do_not_follow_the_seed(federate: Any, mlp: Any, points: Any) -> None:
+    data = [points(4, client) for client in range(8)]
+
+    def drawn(sampling: Any) -> list[frozenset[int]]:
+        strategy = FedAvg(fraction_train=0.5, fraction_evaluate=0.0, seed=3)
+        DPWrapper(strategy, 1.0, 1.0, sampling=sampling, neighbours="replace-one")
+        got = federate(strategy, mlp, data, rounds=3)
+        sent = [m for m in got.grid.sent if m.metadata.message_type == "train"]
+        return [
+            frozenset(got.grid.partition(m.metadata.dst_node_id) for m in part)
+            for part in (sent[:4], sent[4:8], sent[8:])
+        ]
+
+    assert drawn("known") == drawn("known")
+    assert drawn("secret") != drawn("secret")
+
+
+DIGITS = {"dataset": "digits", "num-clients": 4, "num-server-rounds": 4, "local-steps": 2, "checkpoint-every": 2}
+
+
+def quick(tmp_path: Path, name: str, **keys: Any) -> dict[str, Any]:
+    return run(
+        Config.make(DIGITS | {key.replace("_", "-"): value for key, value in keys.items()}), tmp_path / name, workers=0
+    )
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
+    summary = quick(tmp_path, "run", dp="server", dp_target_epsilon=5.0)
+    lines = lines_of(tmp_path / "run")
+    assert summary["privacy"]["epsilon"] == lines[-1]["epsilon"]
+    assert 4.98 < lines[-1]["epsilon"] <= 5.0
+    assert lines[0]["epsilon"] < lines[1]["epsilon"]
+    assert all(line["delta"] == 1e-5 and line["clipping-norm"] == 1.0 for line in lines)
+    assert not any(key.startswith("train-") for line in lines for key in line)
+    assert summary["privacy"]["guarantee"].startswith(
+        f"epsilon = {lines[-1]['epsilon']:.4g} at delta = 1e-05 after 4 rounds"
+    )
+
+
+def test_a_budget_ends_the_run_before_the_round_that_would_exceed_it(tmp_path: Path) -> None:
+    whole = quick(tmp_path, "whole", dp="server", dp_noise_multiplier=2.0)
+    lines = lines_of(tmp_path / "whole")
+    limit = (lines[1]["epsilon"] + lines[2]["epsilon"]) / 2
+    assert quick(tmp_path, "short", dp="server", dp_noise_multiplier=2.0, dp_max_epsilon=limit)["rounds"] == 2
+    assert whole["rounds"] == 4
+    with pytest.raises(ConfigError, match=r"dp-max-epsilon=0\.1: round 1 would bring epsilon to"):
+        quick(tmp_path, "none", dp="server", dp_noise_multiplier=2.0, dp_max_epsilon=0.1)
+
+
+def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbn_flwr.experiment.recorder import Recorder
+
+    original = Recorder.after_round
+
+    def killed(self: Any, server_round: int, arrays: ArrayRecord) -> Any:
+        if server_round == 3:
+            raise KeyboardInterrupt  # after the release of round 3, whose checkpoint is that of round 2
+        return original(self, server_round, arrays)
+
+    keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 1.0, "dp_clipping_quantile": 0.5}
+    monkeypatch.setattr(Recorder, "after_round", killed)
+    with pytest.raises(KeyboardInterrupt):
+        quick(tmp_path, "run", **keys)
+    monkeypatch.setattr(Recorder, "after_round", original)
+    summary = quick(tmp_path, "run", **keys, resume=True)
+    assert "after 5 rounds" in summary["privacy"]["guarantee"]
+    whole = quick(tmp_path, "whole", **keys)
+    assert summary["privacy"]["epsilon"] > whole["privacy"]["epsilon"]
+    assert lines_of(tmp_path / "run")[2]["clipping-norm"] != 1.0  # C went on from round 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"eval-on": "personal-own"}, "eval-on=personal-own reports results on the clients' data"),
+        ({"strategy": "fedbn"}, "eval-on=personal-own reports"),
+        ({"validation-share": 0.2}, "validation-share reports"),
+        ({"strategy": "scaffold"}, "strategy 'scaffold' with dp=server: the changes of the control variates"),
+        ({"strategy": "centralized"}, "no clients"),
+        ({"dp-noise-multiplier": 1.0, "dp-target-epsilon": 1.0}, "leave dp-noise-multiplier=1.0 out"),
+        ({"dp-max-epsilon": 1.0}, "dp-max-epsilon=1.0 needs noise"),
+        ({"dp-sampling": "secret"}, "dp-sampling=secret needs dp-neighbours=replace-one"),
+        ({"dp-clipping-rate": 0.3}, "dp-clipping-rate=0.3 has no effect: it is for dp-clipping-quantile"),
+        ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: it is for dp=server"),
+        ({"watch-statistics": 1}, "watch-statistics=1 has no effect: dp=server leaves only an average"),
+        ({"dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_any_work(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.make({"dp": "server", **keys})
+    assert words in str(error.value)
+
+
+def test_without_noise_or_with_seeded_noise_no_epsilon_is_stated(mlp: Any) -> None:
+    before, states = federation(mlp, 0)
+    without = ClientLevelDP(DPSettings(dp="server"))
+    pooled(without, before, states)
+    assert without.guarantee() == "No privacy is guaranteed: updates are clipped, without noise."
+    assert "epsilon" not in without.outcome()["privacy"]
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0), SeededNoise(0))
+    assert privacy.guarantee() == "No privacy is guaranteed: the noise can be repeated."
+    assert not privacy.guarantees
+    assert np.array_equal(SeededNoise(1).normal((3,)), SeededNoise(1).normal((3,)))
