@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding
 from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
@@ -53,7 +55,7 @@ def small_batch(m: Measured) -> Finding | None:
 def label_skew(m: Measured) -> Finding | None:
     """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not _skewed(skew) or not _affects(shift):
+    if skew is None or shift is None or not _skewed(skew) or not _affects(shift) or _by_classes(m) < MIN_SHIFT:
         return None
     worst = shift.worst
     evidence = [
@@ -166,13 +168,21 @@ def unanswered(m: Measured) -> list[str]:
 def remarks(m: Measured) -> list[str]:
     """Return what a reader of an answer without a finding must know, one line each."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not _skewed(skew) or _affects(shift):
+    if skew is None or shift is None or not _skewed(skew) or (_affects(shift) and _by_classes(m) >= MIN_SHIFT):
         return []
     return [
         f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f}), but "
-        f"BatchNorm's statistics hardly differ with them ({shift.excess:.2f} standard deviations above chance). It is "
-        "not BatchNorm that this skew harms."
+        f"BatchNorm's statistics hardly differ with them ({_by_classes(m):.2f} standard deviations above chance). It "
+        "is not BatchNorm that this skew harms."
     ]
+
+
+def _by_classes(m: Measured) -> float:
+    """Return the excess of the shift that the classes make: without what remains with the classes held fixed."""
+    excess = m.shift.excess if m.shift else 0.0
+    if m.within is None or m.within.share < MIN_SHARE:
+        return excess
+    return math.sqrt(max(0.0, excess**2 - m.within.excess**2))
 
 
 def _of_gradients(m: Measured) -> list[str]:

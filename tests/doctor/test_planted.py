@@ -214,6 +214,25 @@ def test_label_skew_and_the_number_of_local_steps(trained: nn.Module, digits) ->
     assert any("since fixbn is a remedy" in note for note in handled.notes)
 
 
+def _three_clients(feature: float, label: float) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Inputs of three clients: x depends on the class, client 1 is shifted, and classes lean towards a client."""
+    generator, owner = torch.Generator().manual_seed(0), torch.arange(3).repeat_interleave(200)
+    leaning = torch.rand(600, generator=generator) < label
+    classes = torch.where(leaning, owner, torch.randint(3, (600,), generator=generator))
+    inputs = torch.randn(600, 8, generator=generator) + 0.2 * classes[:, None]
+    inputs[owner == 1] += feature
+    return [[(inputs[owner == k], classes[owner == k])] for k in range(3)]
+
+
+def test_a_feature_shift_beside_a_mild_class_mix_is_no_label_skew() -> None:
+    """Almost all of the difference between the clients is there with the classes held fixed, too."""
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    found = diagnose(model, _three_clients(feature=1.0, label=0.25))
+    assert found.measures["class-skew"]["p_value"] == 0.001
+    assert [f.id for f in found.findings] == ["feature-shift"]
+    assert any("BatchNorm's statistics hardly differ with them" in note for note in found.notes)
+
+
 def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders: Loaders, tmp_path: Path) -> None:
     found = diagnose(trained.train(), loaders())
     trained.eval()
