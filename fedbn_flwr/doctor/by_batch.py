@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
+from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.loop import takes_one_example
 from fedbn_flwr.training.memory_format import inputs_for
 
@@ -42,10 +43,14 @@ def layers_of(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def normalising_by_batch(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode whose BatchNorm layers use the batch's statistics, and change no running ones."""
+    """Return a copy in eval mode whose BatchNorm layers use the batch's statistics, and change no running ones.
+
+    Layers that ``hold_eval`` keeps in eval mode use their running statistics, as in training.
+    """
     found = copy.deepcopy(model).eval()
     for layer in layers_of(found).values():
-        layer.training, layer.track_running_stats = True, False
+        if not holds_eval(layer):
+            layer.training, layer.track_running_stats = True, False
     return found
 
 

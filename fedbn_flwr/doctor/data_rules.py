@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding
@@ -34,7 +35,7 @@ def small_batch(m: Measured) -> Finding | None:
     """Batches of up to four examples: the statistics of a batch are mostly noise."""
     sizes = [m.training.batch_size] if m.training.batch_size else [*m.batch_sizes]
     small = [size for size in sizes if size <= SMALL_BATCH]
-    if len(small) * 2 < max(1, len(sizes)):
+    if len(small) * 2 < max(1, len(sizes)) or (m.num_layers and len(m.held) == m.num_layers):
         return None
     if m.noise and max(m.noise.values()) < MIN_NOISE and min(small) > 2:  # large images: many values per channel
         return None
@@ -167,14 +168,25 @@ def unanswered(m: Measured) -> list[str]:
 
 def remarks(m: Measured) -> list[str]:
     """Return what a reader of an answer without a finding must know, one line each."""
+    found = []
+    if m.held:
+        found.append(
+            f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode ({_listed(m.held)}): in training "
+            "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
+        )
     skew, shift = m.skew, m.shift
     if skew is None or shift is None or not _skewed(skew) or (_affects(shift) and _by_classes(m) >= MIN_SHIFT):
-        return []
+        return found
     return [
+        *found,
         f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f}), but "
         f"BatchNorm's statistics hardly differ with them ({_by_classes(m):.2f} standard deviations above chance). It "
-        "is not BatchNorm that this skew harms."
+        "is not BatchNorm that this skew harms.",
     ]
+
+
+def _listed(paths: Collection[str]) -> str:
+    return ", ".join([*paths][:3]) + (", ..." if len(paths) > 3 else "")
 
 
 def _by_classes(m: Measured) -> float:

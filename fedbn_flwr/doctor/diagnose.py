@@ -111,7 +111,7 @@ def diagnose_clients(
     """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own."""
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
-    m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training and not holds_eval(layer)]
+    m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = [_number(m.num_layers, "BatchNorm layer"), _number(len(clients), "client")]
     about = f"{', '.join(sizes)}, {sum(map(len, clients)):,} examples."
@@ -180,6 +180,7 @@ def _of_state(
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
     m.starting = zero_at_first(parts, state)
+    m.held = [path for path, layer in layers.items() if holds_eval(layer)]
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None or shared_keys is not None:
         m.missed = missed_entries(parts, _local(parts, local_keys, shared_keys))

@@ -46,6 +46,8 @@ class Measured:
         gammas: see ``state.tiny_gammas``.
         starting: see ``state.zero_at_first``.
         missed: see ``state.missed_entries``.
+        held: BatchNorm layers that are kept in eval mode in training, too: the rules for batches and clients leave
+            them out.
         training_layers: BatchNorm layers that are in train mode in the model as it was given.
         untracked: BatchNorm layers without running statistics.
         num_layers: BatchNorm layers.
@@ -70,6 +72,7 @@ class Measured:
     gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     starting: Collection[str] = ()
     missed: Missed | None = None
+    held: Collection[str] = ()
     training_layers: Sequence[str] = ()
     untracked: Sequence[str] = ()
     num_layers: int = 0

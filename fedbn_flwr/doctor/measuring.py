@@ -86,9 +86,11 @@ class Measuring:
             if any(own):
                 self._rows[path] |= _of_batches(layer, own)
         known = {path: [n for n in row.get("batch-noise", ()) if n is not None] for path, row in self._rows.items()}
-        self._m.noise = {path: sum(values) / len(values) for path, values in known.items() if values}
+        self._m.noise = {
+            p: sum(values) / len(values) for p, values in known.items() if values and p not in self._m.held
+        }
         running = running_distances(self._model, moments)
-        self._m.running = {path: found.mean for path, found in running.items()}
+        self._m.running = {path: found.mean for path, found in running.items() if path not in self._m.held}
         for path, found in running.items():
             self._rows[path]["running"] = found._asdict()
         return {}
@@ -112,12 +114,15 @@ class Measuring:
 
     def _differences(self, seen: Features) -> Figures:
         eps = {path: layer.eps for path, layer in self._layers.items()}
-        self._m.shift = shift(seen.layers, seen.owner, eps, self._generator)
+        layers = {path: found for path, found in seen.layers.items() if path not in self._m.held}
+        if not layers:
+            return {}
+        self._m.shift = shift(layers, seen.owner, eps, self._generator)
         figures = {"shift": self._of_shift("shift", self._m.shift)}
         if seen.classes is not None:
             self._m.skew = class_skew(seen.classes, seen.owner, self._generator)
             figures["class-skew"] = {"mean": self._m.skew.mean, **vars(self._m.skew)}
-            self._m.within = shift(seen.layers, seen.owner, eps, self._generator, seen.classes)
+            self._m.within = shift(layers, seen.owner, eps, self._generator, seen.classes)
             figures["shift-within-classes"] = self._of_shift("shift-within-classes", self._m.within)
         return figures
 

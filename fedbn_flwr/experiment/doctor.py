@@ -32,6 +32,7 @@ from fedbn_flwr.experiment.setup import make_model, on_device
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.strategies.fixbn import Freezing
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "read_names"]
@@ -59,10 +60,11 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
         notes.append(f"the data of the run are not here, so its state alone was looked at: {error}")
-        found = diagnose_state(state, model=model, training=_training(config))
+        found = diagnose_state(state, model=model, training=_training(config, run))
         found = replace(found, notes=notes)
     else:
-        found = _with_data(model, config, clients, tests, state=state, notes=notes)
+        training = _training(config, run)
+        found = _with_data(model, config, clients, tests, training=training, state=state, notes=notes)
     for client, entries in kept.items():
         own = diagnose_state({**state, **entries}, model=model).findings
         own = [replace(f, what=f"Client {client}: {f.what[0].lower()}{f.what[1:]}") for f in own]
@@ -100,7 +102,8 @@ def diagnose_model(
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
     clients, tests = _examples_of(config, max_examples, notes)
-    return _with_data(built, config, clients, tests, state=saved, notes=notes, **(split or {}))
+    training = _training(config)
+    return _with_data(built, config, clients, tests, training=training, state=saved, notes=notes, **(split or {}))
 
 
 def diagnose_saved_state(
@@ -144,11 +147,9 @@ def read_names(path: Path) -> list[str]:
 def _with_data(
     model: nn.Module, config: Config, clients: list[ClientData], tests: list[ClientData], **options: Any
 ) -> Diagnosis:
-    loss, training = config.learning_task().loss, _training(config)
+    loss = config.learning_task().loss
     with threads(config.torch_threads):  # as in training: the last digits depend on it
-        return diagnose_clients(
-            on_device(model, config), clients, tests, loss=loss, training=training, seed=config.seed, **options
-        )
+        return diagnose_clients(on_device(model, config), clients, tests, loss=loss, seed=config.seed, **options)
 
 
 def _examples_of(config: Config, max_examples: int, notes: list[str]) -> tuple[list[ClientData], list[ClientData]]:
@@ -184,13 +185,18 @@ def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> li
     return found
 
 
-def _training(config: Config) -> Training:
+def _training(config: Config, run: Path | None = None) -> Training:
+    """Return what the settings say of the training; a run's folder says whether its statistics are frozen by now."""
     tested = config.evaluations()[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
     method, handled = config.method(), set[str]()
     if method.freezes_bn or method.synchronises:
         handled |= {"label-skew", "clients-differ"}
+    if run and issubclass(method, Freezing) and Part.STATISTICS in method.freezes(config.params())[2]:
+        lines = read_metrics(run / "metrics.jsonl")
+        if lines and lines[-1]["phase"] == "frozen":  # training and test normalise by the same statistics by now
+            handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in method.local:
         handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
     if Part.REST in method.local:

@@ -17,6 +17,7 @@ from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Finding, Training, diagnose_state
 from fedbn_flwr.doctor.state_file import named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
+from fedbn_flwr.training.freezing import hold_eval
 
 NUM_CLIENTS = 4
 Loaders = Callable[..., list[torch.utils.data.DataLoader]]
@@ -231,6 +232,25 @@ def test_a_feature_shift_beside_a_mild_class_mix_is_no_label_skew() -> None:
     assert found.measures["class-skew"]["p_value"] == 0.001
     assert [f.id for f in found.findings] == ["feature-shift"]
     assert any("BatchNorm's statistics hardly differ with them" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("held", ["1", "1 and 4"])
+def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, trained: nn.Module, digits) -> None:
+    """Its training normalises by fixed statistics: neither the batch size nor the other clients' data reach it."""
+    model, order = copy.deepcopy(trained), torch.argsort(digits[1])
+    for path in held.split(" and "):
+        hold_eval(model[int(path)])
+    by_class = [
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(digits[0][own], digits[1][own]), batch_size=2)
+        for own in order.chunk(NUM_CLIENTS)
+    ]
+    found = diagnose(model, by_class)
+    ids = [f.id for f in found.findings]
+    assert ids[:2] == (["small-batch", "label-skew"] if held == "1" else []), ids
+    assert all(f.numbers["layer"] == "4" for f in found.findings[:2])
+    assert any(f"BatchNorm layers are held in eval mode ({held.replace(' and', ',')})" in note for note in found.notes)
+    assert ("shift" in found.measures) == (held == "1")
+    assert found.measures["layers"]["1"]["batch-deviation"]["mean"][0] > 0, "figures stay"
 
 
 def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders: Loaders, tmp_path: Path) -> None:

@@ -107,6 +107,17 @@ def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> Non
     assert "The run's first test is global-batch-statistics" in found.findings[0].evidence[0]
 
 
+@pytest.mark.parametrize("freeze_at", [1, 2])
+def test_a_run_whose_statistics_are_frozen_has_no_small_batches(freeze_at: int, tmp_path: Path, quick_config) -> None:
+    """After T* training does not use the batch's statistics."""
+    settings = {"strategy": "fixbn", "freeze-at": freeze_at, "batch-size": 2}
+    run(quick_config(**settings), tmp_path / "run", workers=0)
+    found = diagnose_run(tmp_path / "run", 100)
+    assert ("small-batch" in [f.id for f in found.findings]) == (freeze_at == 2), "2 of 2 rounds"
+    noted = any("since fixbn is a remedy: The batches are too small" in note for note in found.notes)
+    assert noted == (freeze_at == 1)
+
+
 def test_an_unfinished_run_whose_clients_keep_batchnorm(tmp_path: Path, quick_config) -> None:
     """The checkpoint and the clients' folders are read; the fault of one client is named with it."""
 
