@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import seeded
@@ -27,14 +29,14 @@ class ClientData:
         inputs: (N, ...).
         targets: (N, ...).
         batch_size: examples in the loader's largest batch.
-        complete: whether these are all examples of the loader.
+        left_out: "" if these are all examples of the loader; else "drawn" at random from all, or its "first".
     """
 
     name: str
     inputs: Tensor
     targets: Tensor
     batch_size: int
-    complete: bool = True
+    left_out: Literal["", "drawn", "first"] = ""
 
     def __len__(self) -> int:
         """Return N."""
@@ -68,11 +70,18 @@ def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
 
 
 def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientData | None:
-    """Return the first examples of a loader, in whole batches; None if it has none."""
-    inputs, targets, largest, count, complete = list[Tensor](), list[Tensor](), 0, 0, True
+    """Return up to ``max_examples`` examples of a loader; None if it has none.
+
+    Of more examples they are drawn at random, since a loader may be sorted, by class say; where that needs a pass over
+    all data, which has no indices, they are the first, in whole batches.
+    """
+    inputs, targets, largest, count = list[Tensor](), list[Tensor](), 0, 0
+    left_out: Literal["", "drawn", "first"] = ""
+    if (drawn := _drawn(loader, max_examples)) is not None:
+        loader, largest, left_out = *drawn, "drawn"
     for batch in loader:
         if count >= max_examples:
-            complete = False
+            left_out = "first"
             break
         if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
             raise DataError(
@@ -85,13 +94,40 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
     if not count:
         return None
     try:
-        return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, complete)
+        return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, left_out)
     except RuntimeError as error:
         shapes = sorted({str(tuple(batch.shape)) for batch in inputs})
         raise DataError(
             f"the loader of client {name} yields batches that cannot be joined, inputs of {', '.join(shapes)}: "
             f"{error} Pad or crop the examples to one shape."
         ) from error
+
+
+def _drawn(loader: Iterable[Any], count: int) -> tuple[DataLoader[Any], int] | None:
+    """Return a loader of random examples of an epoch, and the size of the epoch's largest batch.
+
+    None if the epoch has no more, or if the examples have no indices: a stream, another class with its own iteration.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    data, sampler = loader.dataset, loader.batch_sampler
+    if sampler is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        return None
+    batches = [list(batch) for batch in islice(sampler, len(data))]  # a sampler may be endless
+    order = [index for batch in batches for index in batch]
+    if len(order) <= count:
+        return None
+    chosen = [order[place] for place in torch.randperm(len(order))[:count].tolist()]
+    largest = max(map(len, batches))
+    chosen_batches = [chosen[start : start + largest] for start in range(0, count, largest)]
+    drawn = DataLoader(
+        data,
+        batch_sampler=chosen_batches,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+    )
+    return drawn, largest
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:

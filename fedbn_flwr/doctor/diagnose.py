@@ -67,7 +67,8 @@ def diagnose(
         state: a state dict as saved, which may hold what loading hides, float counters say; None = the model's.
         local_keys: names of the entries that stay with the client in your own FedBN.
         shared_keys: in place of ``local_keys``, the names of those that are sent.
-        max_examples: examples of each client to use, the first of its loader.
+        max_examples: examples of each client to use. Of more they are drawn at random, if the loader is a
+            ``DataLoader`` of a data set with indices; else they are the first of the loader, and a note says so.
         seed: of the regroupings.
 
     Raises:
@@ -78,9 +79,14 @@ def diagnose(
     clients, tests = read_clients(client_loaders, max_examples), read_clients(test_loaders, max_examples)
     if not clients:
         raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
-    notes = [
-        f"client {c.name}: the first {len(c):,} examples of its loader were used." for c in clients if not c.complete
-    ]
+    notes = []
+    if drawn := [c.name for c in clients if c.left_out == "drawn"]:
+        notes.append(f"{_of_clients(drawn)}: {max_examples:,} examples were drawn at random.")
+    if first := [c for c in clients if c.left_out == "first"]:
+        notes.append(
+            f"{_of_clients([c.name for c in first])}: the first {len(first[0]):,} examples of its loader were used. If "
+            "they come in an order, by class say, clients seem to differ that do not: shuffle them."
+        )
     return diagnose_clients(
         model,
         clients,
@@ -159,6 +165,12 @@ def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str,
     """Return the state under the model's names, without a wrapper's prefix; None = the model's own."""
     own = model.state_dict()
     return own if state is None else named(state, own)
+
+
+def _of_clients(names: Sequence[str]) -> str:
+    """Return what to call the clients in a note: at most three by name."""
+    named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"client {named}" if len(names) == 1 else f"each of {len(names)} clients ({named})"
 
 
 def _number(count: int, what: str) -> str:

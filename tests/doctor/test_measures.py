@@ -195,6 +195,30 @@ def test_counters_that_are_no_counters() -> None:
     assert averaged_counters(split_state(state), state) == {}
 
 
+class _Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(torch.tensor([float(n)]), n) for n in range(20)])
+
+
+@pytest.mark.parametrize("kind", ["sorted", "of a subset", "stream"])
+def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None:
+    """The first of a loader that is sorted by class are of a few classes: that is no skew."""
+    data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
+    sampler = torch.utils.data.SubsetRandomSampler([*range(10, 20)]) if kind == "of a subset" else None
+    data = _Stream() if kind == "stream" else data
+    seen = read_clients([torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)], 8)[0]
+    assert seen.inputs.flatten().tolist() == seen.targets.tolist()
+    assert (len({*seen.targets.tolist()}), seen.batch_size) == (8, 4)
+    if kind == "stream":
+        assert (seen.targets.tolist(), seen.left_out) == ([*range(8)], "first")
+        model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 20)).eval()
+        found = diagnose(model, [torch.utils.data.DataLoader(data, batch_size=4)], max_examples=8)
+        assert any("client 0: the first 8 examples of its loader were used" in note for note in found.notes)
+    else:
+        assert max(seen.targets.tolist()) > 10
+        assert (min(seen.targets.tolist()) >= 10) == (kind == "of a subset")
+
+
 # --- loaders ---------------------------------------------------------------------------------------------------------
 
 
@@ -204,8 +228,10 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
     before = torch.get_rng_state()
     first, second = (read_clients({"a": loader, "none": []}, 10) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert [(c.name, len(c), c.batch_size, c.complete) for c in first] == [("a", 16, 8, False)]
+    assert [(c.name, len(c), c.batch_size, c.left_out) for c in first] == [("a", 10, 8, "drawn")]
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
     assert not all(a < b for a, b in pairwise(first[0].targets.tolist())), "shuffled"
+    whole = read_clients([loader], 20)[0]
+    assert (len(whole), whole.left_out) == (20, "")
     with pytest.raises(DataError, match=r"the loader of client 0 yields dict; it must yield \(inputs, targets\)"):
         read_clients([[{"x": torch.zeros(1)}]], 10)
