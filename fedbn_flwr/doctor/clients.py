@@ -28,7 +28,7 @@ class ClientData:
         name: the client.
         inputs: (N, ...).
         targets: (N, ...).
-        batch_size: examples in the loader's largest batch.
+        batch_size: examples in the largest batch of its training: the loader's, unless another is known.
         left_out: "" if these are all examples of the loader; else "drawn" at random from all, or its "first".
     """
 

@@ -33,7 +33,7 @@ __all__ = [
 
 def small_batch(m: Measured) -> Finding | None:
     """Batches of up to four examples: the statistics of a batch are mostly noise."""
-    sizes = [m.training.batch_size] if m.training.batch_size else [*m.batch_sizes]
+    sizes = [size for size in [*m.batch_sizes] or [m.training.batch_size] if size]  # 0 = not known
     small = [size for size in sizes if size <= SMALL_BATCH]
     if len(small) * 2 < max(1, len(sizes)) or (m.num_layers and len(m.held) == m.num_layers):
         return None

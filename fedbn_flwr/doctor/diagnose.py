@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -77,6 +78,8 @@ def diagnose(
         StateError: the state does not fit the model.
     """
     clients, tests = read_clients(client_loaders, max_examples), read_clients(test_loaders, max_examples)
+    if size := training.batch_size:
+        clients = [replace(c, batch_size=size if c.left_out else min(size, len(c))) for c in clients]
     if not clients:
         raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
     notes = []

@@ -152,8 +152,8 @@ class Measuring:
         }
 
     def _batch(self, client: ClientData) -> Batch:
-        """Return a random batch of a client, of training's size (0 = the loader's), at least 2 examples."""
-        count = min(len(client), max(2, self._m.training.batch_size or client.batch_size))
+        """Return a random batch of a client, at least 2 examples."""
+        count = min(len(client), max(2, client.batch_size))
         return client.batch(torch.randperm(len(client), generator=self._generator)[:count])
 
     def _mismatch(self) -> Figures:

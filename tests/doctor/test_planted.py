@@ -97,6 +97,18 @@ def test_batch_size_2(trained: nn.Module, loaders: Loaders) -> None:
     assert found.findings[0].numbers["noise"] > 0.5
 
 
+@pytest.mark.parametrize("first_batch", ["own", "training's"])
+def test_clients_that_hold_less_than_a_batch(first_batch: str, trained: nn.Module, digits) -> None:
+    """The batch size of the training is not that of a client with three examples."""
+    sizes = [3, 3, 3, 60] if first_batch == "own" else [60, 60, 60, 60]
+    parts = zip(digits[0][: sum(sizes)].split(sizes), digits[1][: sum(sizes)].split(sizes), strict=True)
+    found = diagnose(trained, [[one] for one in parts], training=Training(batch_size=32))
+    assert found.measures["batch-sizes"] == ([3, 3, 3, 32] if first_batch == "own" else [32] * 4)
+    small = [f for f in found.findings if f.id == "small-batch"]
+    assert len(small) == (first_batch == "own")
+    assert all("Batches have 3 examples at 3 of 4 clients." in f.evidence for f in small)
+
+
 @pytest.mark.parametrize("fault", ["gamma", "beta"])
 def test_a_dead_layer(fault: str, trained: nn.Module, loaders: Loaders) -> None:
     model = copy.deepcopy(trained)
