@@ -50,7 +50,9 @@ def small_batch(m: Measured) -> Finding | None:
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
     evidence += _of_gradients(m)
-    return Finding("small-batch", "The batches are too small for BatchNorm.", evidence, numbers, remedies.SMALL_BATCH)
+    # A larger batch is no remedy where clients have no more examples.
+    chosen = remedies.SMALL_BATCH[m.training.batch_size > SMALL_BATCH :]
+    return Finding("small-batch", "The batches are too small for BatchNorm.", evidence, numbers, chosen)
 
 
 def label_skew(m: Measured) -> Finding | None:

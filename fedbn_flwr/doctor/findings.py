@@ -124,9 +124,10 @@ class Diagnosis:
             tries = "\n".join(
                 _wrapped(remedy.format(place, r.setting, r.why), "   ") for place, r in enumerate(one.remedies, 1)
             )
+            tries = tries and f"\n\nTry, in order:\n\n{tries}"
             title = finding.format(index, one.what)
             title = title if heading else _wrapped(title, "")  # a heading of Markdown is one line
-            blocks.append(f"{title}\n\n{bullets}\n\nTry, in order:\n\n{tries}")
+            blocks.append(f"{title}\n\n{bullets}{tries}")
         for title, lines in (("Not measured", self.not_measured), ("Notes", self.notes)):
             if lines:
                 rows = "\n".join(_wrapped(f"- {line}", "  ") for line in lines)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from fedbn_flwr.client.saved_state import ABSENT, read_state
 from fedbn_flwr.data import Subset
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
-from fedbn_flwr.doctor.findings import Diagnosis
+from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
 from fedbn_flwr.doctor.measured import Training
 from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
 from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.doctor.trends import trends
-from fedbn_flwr.errors import ConfigError, DataError, StateError
-from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
+from fedbn_flwr.experiment.config import CENTRALIZED, Config, read_overrides
 from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.saved_model import run_config
@@ -35,7 +36,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies.fixbn import Freezing
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "read_names"]
+__all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "fitting", "read_names", "training_of"]
 
 State = Mapping[str, Tensor]
 Split = Mapping[str, Any]
@@ -60,10 +61,10 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
         notes.append(f"the data of the run are not here, so its state alone was looked at: {error}")
-        found = diagnose_state(state, model=model, training=_training(config, run))
+        found = diagnose_state(state, model=model, training=training_of(config, run))
         found = replace(found, notes=notes)
     else:
-        training = _training(config, run)
+        training = training_of(config, run)
         found = _with_data(model, config, clients, tests, training=training, state=state, notes=notes)
     for client, entries in kept.items():
         own = diagnose_state({**state, **entries}, model=model).findings
@@ -71,6 +72,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         known = {(f.id, *f.evidence) for f in found.findings}
         found = replace(found, findings=[*(f for f in own if (f.id, *f.evidence) not in known), *found.findings])
     lines = read_metrics(run / STATISTICS_FILE)
+    found = replace(found, findings=fitting(found.findings, config))
     if lines:
         return replace(found, measures={**found.measures, "history": trends(lines)})
     missing = "changes from round to round: the run has no statistics.jsonl (watch-statistics=0)."
@@ -102,8 +104,9 @@ def diagnose_model(
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
     clients, tests = _examples_of(config, max_examples, notes)
-    training = _training(config)
-    return _with_data(built, config, clients, tests, training=training, state=saved, notes=notes, **(split or {}))
+    training = training_of(config)
+    found = _with_data(built, config, clients, tests, training=training, state=saved, notes=notes, **(split or {}))
+    return replace(found, findings=fitting(found.findings, config))
 
 
 def diagnose_saved_state(
@@ -142,6 +145,40 @@ def read_names(path: Path) -> list[str]:
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{str(path)!r} holds no names. Write one a line, or a JSON list of names.")
     return list(names)
+
+
+def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
+    """Return the findings with the remedies that a run with these settings can take and has not taken yet.
+
+    Of a remedy with two settings the first one is left, where the second one does not fit.
+    """
+    try:
+        settings = config.to_mapping()
+        Config.make(settings)
+    except FedBNError:  # own data that are not here: nothing can be said
+        return [*findings]
+    del settings["eval-on"]  # another test is no obstacle
+
+    def fits(setting: str) -> bool:
+        if not all(word.partition("=")[0] in settings for word in setting.split()):
+            return True  # a call, or a sentence
+        asked = read_overrides(setting.split())
+        full_batch = "batch-size" in asked and not config.batch_size
+        if full_batch or ("strategy" in asked and config.strategy == CENTRALIZED):
+            return False
+        with suppress(FedBNError):
+            Config.make_of_shared(settings, asked)
+            return any(settings[key] != value for key, value in asked.items())
+        return False
+
+    def of(remedy: Remedy) -> Iterator[Remedy]:
+        shorter = remedy.setting.split()[0]
+        if fits(remedy.setting):
+            yield remedy
+        elif shorter != remedy.setting and fits(shorter):
+            yield replace(remedy, setting=shorter)
+
+    return [replace(f, remedies=[one for remedy in f.remedies for one in of(remedy)]) for f in findings]
 
 
 def _with_data(
@@ -185,13 +222,14 @@ def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> li
     return found
 
 
-def _training(config: Config, run: Path | None = None) -> Training:
+def training_of(config: Config, run: Path | None = None) -> Training:
     """Return what the settings say of the training; a run's folder says whether its statistics are frozen by now."""
     tested = config.evaluations()[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
     method, handled = config.method(), set[str]()
-    if method.freezes_bn or method.synchronises:
+    steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
+    if method.freezes_bn or (method.synchronises and steps == 1):  # of more steps only the first one is synchronised
         handled |= {"label-skew", "clients-differ"}
     if run and issubclass(method, Freezing) and Part.STATISTICS in method.freezes(config.params())[2]:
         lines = read_metrics(run / "metrics.jsonl")
@@ -199,9 +237,10 @@ def _training(config: Config, run: Path | None = None) -> Training:
             handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in method.local:
         handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
+    if config.reestimates():
+        handled |= {"train-test-mismatch"}
     if Part.REST in method.local:
         handled |= {"label-skew"}
-    steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
     return Training(steps, config.batch_size, config.title, frozenset(handled), tested)
 
 

@@ -107,6 +107,7 @@ def test_clients_that_hold_less_than_a_batch(first_batch: str, trained: nn.Modul
     small = [f for f in found.findings if f.id == "small-batch"]
     assert len(small) == (first_batch == "own")
     assert all("Batches have 3 examples at 3 of 4 clients." in f.evidence for f in small)
+    assert "batch-size=16" not in [remedy.setting for f in small for remedy in f.remedies], "it is 32"
 
 
 @pytest.mark.parametrize("fault", ["gamma", "beta"])
@@ -280,6 +281,7 @@ def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders
 def test_a_heading_of_the_page_is_one_line_and_text_is_not() -> None:
     long = Finding("id", "word " * 30 + "end.", ["evidence"], {}, [])
     found = Diagnosis("about", [long])
+    assert not any("Try" in text for text in (str(found), found.markdown())), "there is no remedy"
     assert f"\n## 1. {long.what}\n" in found.markdown()
     assert max(map(len, str(found).splitlines())) <= 100
 

@@ -15,9 +15,9 @@ from torchvision.models import resnet18
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
-from fedbn_flwr.doctor import remedies
+from fedbn_flwr.doctor import Finding, remedies
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.doctor import diagnose_model, diagnose_run
+from fedbn_flwr.experiment.doctor import diagnose_model, diagnose_run, fitting, training_of
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from tests.support.versioned import Versioned
@@ -98,6 +98,42 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
             Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
             tried.add(pairs[0][0])
     assert tried >= {"strategy", "norm", "batch-size", "recalibrate", "bn-momentum", "gradient-clip-norm"}
+
+
+ACCUSED = [Finding("a", "", [], {}, remedies.MISMATCH), Finding("b", "", [], {}, remedies.SMALL_BATCH)]
+EVERY = ["recalibrate=true", "bn-momentum=0.3", "strategy=fixbn lr-decay-at=freeze", "batch-size=16", "norm=group"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({}, []),
+        ({"recalibrate": True}, ["recalibrate=true"]),
+        ({"strategy": "staticbn"}, ["recalibrate=true", "bn-momentum=0.3"]),
+        ({"strategy": "fedbn"}, ["recalibrate=true"]),
+        ({"strategy": "centralized"}, ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"]),
+        ({"batch-size": 0, "bn-momentum": 0.3}, ["batch-size=16", "bn-momentum=0.3"]),
+    ],
+)
+def test_remedies_that_the_run_has_or_cannot_take_are_left_out(settings: dict[str, Any], lost: list[str]) -> None:
+    run_settings = {"num-clients": 3} if settings.get("strategy") != "centralized" else {}
+    found = fitting(ACCUSED, Config.make({"dataset": "digits", "model": "mlp", **run_settings, **settings}))
+    left = {remedy.setting for finding in found for remedy in finding.remedies}
+    assert sorted({*EVERY} - left) == sorted(lost)
+
+
+def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
+    config = Config.make({"dataset": "digits", "model": "mlp", "learning-rate-schedule": "cosine"})
+    assert fitting(ACCUSED[:1], config)[0].remedies[-1].setting == "strategy=fixbn"
+
+
+@pytest.mark.parametrize(
+    ("settings", "handled"), [({"local-steps": 1}, True), ({"local-steps": 5}, False), ({}, False)]
+)
+def test_fedtan_is_the_remedy_for_label_skew_with_one_local_step(settings: dict[str, Any], handled: bool) -> None:
+    """With more steps it synchronises the first of them alone."""
+    config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fedtan", **settings})
+    assert ("label-skew" in training_of(config).handled) == handled
 
 
 def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
