@@ -12,6 +12,7 @@ from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.thresholds import (
     MIN_GAP,
     MIN_NOISE,
+    MIN_PEAK,
     MIN_SHARE,
     MIN_SHIFT,
     MIN_SKEW,
@@ -58,14 +59,14 @@ def small_batch(m: Measured) -> Finding | None:
 def label_skew(m: Measured) -> Finding | None:
     """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not _skewed(skew) or not _affects(shift) or _by_classes(m) < MIN_SHIFT:
+    if skew is None or shift is None or not _skewed(skew) or not _affects(shift) or not _with_classes(m):
         return None
     worst = shift.worst
     evidence = [
         f"The class mix of a client is {skew.mean:.2f} away from that of all clients (total variation, 0 to 1); chance "
         f"gives {skew.by_chance:.2f} (p = {skew.p_value:.3f}).",
         f"BatchNorm sees it: statistics of a client are {shift.layers[worst]:.2f} standard deviations from those of "
-        f"all in {worst}, chance gives {shift.by_chance[worst]:.2f} (p = {shift.p_value:.3f}).",
+        f"all in {worst}, chance gives {shift.by_chance[worst]:.2f} ({_p(shift)}).",
     ]
     if m.within is not None and m.within.share >= MIN_SHARE:
         evidence.append(
@@ -94,7 +95,7 @@ def feature_shift(m: Measured) -> Finding | None:
     worst = within.worst
     evidence = [
         f"Among examples of the same class, statistics of a client are {within.layers[worst]:.2f} standard deviations "
-        f"from those of all in {worst}; chance gives {within.by_chance[worst]:.2f} (p = {within.p_value:.3f}).",
+        f"from those of all in {worst}; chance gives {within.by_chance[worst]:.2f} ({_p(within)}).",
         f"So the classes are not the cause. {within.share:.0%} of the examples are of classes that two or more clients "
         "have.",
     ]
@@ -119,7 +120,7 @@ def clients_differ(m: Measured) -> Finding | None:
         "BatchNorm's statistics differ between clients; feature shift and label skew cannot be told apart here.",
         [
             f"Statistics of a client are {m.shift.layers[worst]:.2f} standard deviations from those of all in {worst}; "
-            f"chance gives {m.shift.by_chance[worst]:.2f} (p = {m.shift.p_value:.3f})."
+            f"chance gives {m.shift.by_chance[worst]:.2f} ({_p(m.shift)})."
         ],
         {"shift": m.shift.layers[worst], "by-chance": m.shift.by_chance[worst], "layer": worst},
         remedies.CLIENTS_DIFFER,
@@ -177,7 +178,7 @@ def remarks(m: Measured) -> list[str]:
             "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
         )
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not _skewed(skew) or (_affects(shift) and _by_classes(m) >= MIN_SHIFT):
+    if skew is None or shift is None or not _skewed(skew) or (_affects(shift) and _with_classes(m)):
         return found
     return [
         *found,
@@ -191,12 +192,19 @@ def _listed(paths: Collection[str]) -> str:
     return ", ".join([*paths][:3]) + (", ..." if len(paths) > 3 else "")
 
 
-def _by_classes(m: Measured) -> float:
-    """Return the excess of the shift that the classes make: without what remains with the classes held fixed."""
-    excess = m.shift.excess if m.shift else 0.0
-    if m.within is None or m.within.share < MIN_SHARE:
-        return excess
-    return math.sqrt(max(0.0, excess**2 - m.within.excess**2))
+def _by_classes(m: Measured, layer: str = "") -> float:
+    """Return the excess of the shift that the classes make: without what remains with the classes held fixed.
+
+    "" = of all layers together.
+    """
+    free, within = (0.0 if s is None else s.excess_in(layer) if layer else s.excess for s in (m.shift, m.within))
+    known = m.within is not None and m.within.share >= MIN_SHARE
+    return math.sqrt(max(0.0, free**2 - within**2)) if known else free
+
+
+def _with_classes(m: Measured) -> bool:
+    """Return whether the part of the shift that the classes make affects BatchNorm, in all layers or in one."""
+    return _by_classes(m) >= MIN_SHIFT or (m.shift is not None and _by_classes(m, m.shift.worst) >= MIN_PEAK)
 
 
 def _of_gradients(m: Measured) -> list[str]:
@@ -218,4 +226,9 @@ def _skewed(skew: ClassSkew) -> bool:
 
 
 def _affects(shift: Shift) -> bool:
-    return _certain(shift.p_value) and shift.excess >= MIN_SHIFT
+    everywhere = _certain(shift.p_value) and shift.excess >= MIN_SHIFT
+    return everywhere or (_certain(shift.peak_p_value) and shift.excess_in(shift.worst) >= MIN_PEAK)
+
+
+def _p(shift: Shift) -> str:
+    return f"p = {min(shift.p_value, shift.peak_p_value):.3f}"

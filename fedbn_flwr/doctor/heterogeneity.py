@@ -11,6 +11,7 @@ clients, a feature shift. A class that one client alone has says nothing about t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class Shift:
         by_chance: the same under regrouping, the root of the mean square.
         excess: of all layers together, what is above chance: sqrt(mean square - mean square by chance).
         p_value: share of the regroupings with a mean square as large, the data among them.
+        peak_p_value: share of the regroupings in which any layer is as far above its chance as the worst one is here.
         share: share of the examples that can be compared; 1 where classes are not held fixed.
     """
 
@@ -61,12 +63,17 @@ class Shift:
     by_chance: dict[str, float]
     excess: float
     p_value: float
+    peak_p_value: float
     share: float = 1.0
 
     @property
     def worst(self) -> str:
         """The layer that is furthest above chance."""
         return max(self.layers, key=lambda path: self.layers[path] ** 2 - self.by_chance[path] ** 2)
+
+    def excess_in(self, path: str) -> float:
+        """Return what is above chance in one layer; a mean over many layers hides it."""
+        return math.sqrt(max(0.0, self.layers[path] ** 2 - self.by_chance[path] ** 2))
 
 
 def total_variation(counts: Tensor) -> Tensor:
@@ -84,8 +91,8 @@ def class_skew(classes: Tensor, owner: Tensor, generator: torch.Generator) -> Cl
         return total_variation(torch.bincount(order * width + known, minlength=clients * width).view(clients, width))
 
     found = measured(owner)
-    chance = _chance(found.mean(), lambda: measured(shuffled(owner, None, generator)).mean().reshape(1))
-    return ClassSkew(found.tolist(), float(chance.mean()), _p_value(found.mean(), chance))
+    chance = _chance(found.mean()[None], lambda: measured(shuffled(owner, None, generator)).mean()[None])
+    return ClassSkew(found.tolist(), float(chance.mean()), _p_values(found.mean()[None], chance)[0])
 
 
 def units(layer: LayerFeatures, eps: float) -> Tensor:
@@ -135,13 +142,13 @@ def shift(
         return torch.stack([part.square().mean() for part in torch.split(scaled, widths, 1)])
 
     found = squares(owner) * clients
-    chance = _chance(found.mean(), lambda: squares(shuffled(owner, classes, generator)) * clients)
+    chance = _chance(found, lambda: squares(shuffled(owner, classes, generator)) * clients)
     by_chance = chance.mean(0)
     return Shift(
         dict(zip(rows, found.sqrt().tolist(), strict=True)),
         dict(zip(rows, by_chance.sqrt().tolist(), strict=True)),
         float((found.mean() - by_chance.mean()).clamp(min=0).sqrt()),
-        _p_value(found.mean(), chance),
+        *_p_values(found, chance),
         share,
     )
 
@@ -172,17 +179,24 @@ def _without_class_means(values: Tensor, classes: Tensor) -> Tensor:
 
 
 def _chance(found: Tensor, draw: Callable[[], Tensor]) -> Tensor:
-    """Return the regroupings' values (R, L), given that of the data, a mean over the L."""
+    """Return the regroupings' values (R, L), given those of the data (L,)."""
     with threads(1):
         rows = [draw() for _ in range(REGROUPINGS[0])]
-        if _reached(found, torch.stack(rows)) == 0:
+        if 0 in _reached(found, torch.stack(rows)):
             rows += [draw() for _ in range(REGROUPINGS[1] - len(rows))]
         return torch.stack(rows)
 
 
-def _p_value(found: Tensor, chance: Tensor) -> float:
-    return (1 + _reached(found, chance)) / (1 + len(chance))
+def _p_values(found: Tensor, chance: Tensor) -> tuple[float, float]:
+    of_mean, of_peak = ((1 + reached) / (1 + len(chance)) for reached in _reached(found, chance))
+    return of_mean, of_peak
 
 
-def _reached(found: Tensor, chance: Tensor) -> int:
-    return int((~(chance.mean(1) < found * (1 - 1e-6))).sum())  # NaN counts as reached
+def _reached(found: Tensor, chance: Tensor) -> tuple[int, int]:
+    """Return how many regroupings reach the mean over the L, and how many the largest excess of one of the L."""
+    usual = chance.mean(0)
+    mean, peak = (
+        chance.mean(1) < found.mean() * (1 - 1e-6),
+        (chance - usual).amax(1) < (found - usual).max() * (1 - 1e-6),
+    )
+    return int((~mean).sum()), int((~peak).sum())  # NaN counts as reached

@@ -129,7 +129,10 @@ class Measuring:
     def _of_shift(self, name: str, found: Shift) -> Figures:
         for path, value in found.layers.items():
             self._rows[path] |= {name: value, f"{name}-by-chance": found.by_chance[path]}
-        return {"excess": found.excess, "p-value": found.p_value, "share": found.share}
+        return {
+            **{"excess": found.excess, "p-value": found.p_value, "share": found.share},
+            **{"peak": found.excess_in(found.worst), "peak-p-value": found.peak_p_value},
+        }
 
     def _gradients(self) -> Figures:
         chosen = [client for client in self._clients if len(client) > 1][:MAX_CLIENTS_B]

@@ -12,11 +12,13 @@ from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.doctor.by_batch import batch_moments, deviation, noise, pooled, window_variance
-from fedbn_flwr.doctor.by_example import features
+from fedbn_flwr.doctor.by_example import LayerFeatures, features
 from fedbn_flwr.doctor.clients import ClientData, read_clients
+from fedbn_flwr.doctor.data_rules import clients_differ
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.distances import Statistics, distance
 from fedbn_flwr.doctor.heterogeneity import class_skew, comparable, shift, shuffled, total_variation
+from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.state import averaged_counters, missed_entries
 from fedbn_flwr.errors import DataError
@@ -142,6 +144,30 @@ def test_the_two_regroupings_tell_the_causes_apart(cause: str) -> None:
     assert (skew.p_value < 0.01) == (cause == "labels")
     assert (free.p_value < 0.01, free.excess > 0.15) == ((cause != "none"),) * 2
     assert (within.p_value < 0.01, within.excess > 0.15) == ((cause == "features"),) * 2
+
+
+def _of_layers(shift_of_one: float, count: int = 50) -> tuple[dict[str, LayerFeatures], torch.Tensor]:
+    """Layers of two channels over 300 examples of 3 clients; in one of them client 0 is shifted."""
+    generator, owner = _generator(), torch.arange(3).repeat_interleave(100)
+    found = {}
+    for layer in range(count):
+        first = torch.randn(300, 2, generator=generator)
+        first[owner == 0] += shift_of_one if layer == 7 else 0.0
+        zero = torch.zeros(2)
+        found[f"norm{layer}"] = LayerFeatures(zero, first, first.square(), zero, zero)
+    return found, owner
+
+
+@pytest.mark.parametrize("shifted", [0.0, 1.0])
+def test_a_shift_in_one_of_many_layers_is_seen(shifted: float) -> None:
+    """The mean over 50 layers hides it; the largest of the layers is compared with the largest of each regrouping."""
+    layers, owner = _of_layers(shifted)
+    found = shift(layers, owner, dict.fromkeys(layers, 1e-5), _generator())
+    assert found.excess < 0.15
+    assert (found.worst == "norm7", found.excess_in(found.worst) > 0.3, found.peak_p_value <= 0.001) == (
+        (shifted > 0),
+    ) * 3
+    assert (clients_differ(Measured(shift=found)) is not None) == (shifted > 0)
 
 
 # --- training and test -----------------------------------------------------------------------------------------------
