@@ -21,15 +21,15 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
 
     Returns:
         ``rounds``; ``change-l1``: norm of the global change, by round; ``local-l1``: by client, norm of the deviation
-        of its batch statistics; ``window-variance``: by client, the variance of its recorded statistics over the last
+        of its batch statistics over the layers that it ever tracked; ``window-variance``: by client, the variance of its recorded statistics over the last
         ``window`` lines in which it took part, the mean over layers and channels; ``delta-variance``: the same of its
-        ``local-l1`` (section B.6). A value is None where the client has none, or not two in the window. Variances are
-        unbiased; the paper's B.6 divides by W.
+        ``local-l1`` (section B.6). A value is None where the client has none, or not two in the window, and a sum where
+        one of its layers has none. Variances are unbiased; the paper's B.6 divides by W.
     """
     clients = list(dict.fromkeys(client for line in lines for client in line["clients"] or ()))
     found: dict[str, Any] = {"rounds": [line["round"] for line in lines], "window": window}
-    found["change-l1"] = [_total([layer["change"]["l1"] for layer in line["layers"].values()]) for line in lines]
-    found["local-l1"] = {client: [_local(line, client, _l1) for line in lines] for client in clients}
+    found["change-l1"] = _sums([{p: layer["change"]["l1"] for p, layer in line["layers"].items()} for line in lines])
+    found["local-l1"] = {client: _sums([_local(line, client, _l1) or {} for line in lines]) for client in clients}
     samples = {client: [_local(line, client, _sampled) for line in lines] for client in clients}
     width = max((len(row) for rows in samples.values() for row in rows if row), default=0)
     for client, rows in samples.items():  # a round in which a layer did not track has fewer columns
@@ -46,22 +46,24 @@ def _local(line: Mapping[str, Any], client: str, read: Any) -> Any:
     """Return what ``read`` finds of a client in a line; None if it took no part, or tracked nothing."""
     if client not in (line["clients"] or ()):
         return None
-    return read(line["layers"].values(), line["clients"].index(client))
+    return read(line["layers"], line["clients"].index(client))
 
 
-def _l1(layers: Any, at: int) -> float | None:
-    return _total([layer["clients"]["l1"][at] for layer in layers])
+def _l1(layers: Mapping[str, Any], at: int) -> dict[str, float | None]:
+    return {path: layer["clients"]["l1"][at] for path, layer in layers.items()}
 
 
-def _sampled(layers: Any, at: int) -> list[float] | None:
-    rows = [layer["sample"][name][at] for layer in layers for name in Statistics._fields]
+def _sampled(layers: Mapping[str, Any], at: int) -> list[float] | None:
+    rows = [layer["sample"][name][at] for layer in layers.values() for name in Statistics._fields]
     values = [value for row in rows if row for value in row]
     return values if values and None not in values else None
 
 
-def _total(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _sums(rows: Sequence[Mapping[str, float | None]]) -> list[float | None]:
+    """Return the sum of each row over the layers that any row knows; None where one is missing."""
+    known = dict.fromkeys(path for row in rows for path, value in row.items() if value is not None)
+    columns = [[value for path in known if (value := row.get(path)) is not None] for row in rows]
+    return [sum(values) if values and len(values) == len(known) else None for values in columns]
 
 
 def _rolling(rows: Sequence[Sequence[float] | None], window: int) -> list[float | None]:

@@ -112,3 +112,10 @@ def test_trends_over_recorded_lines_against_numpy() -> None:
     assert found["window-variance"]["a"] == pytest.approx(expected)
     assert [value is None for value in found["window-variance"]["b"]] == [True, True, False, True]
     assert found["delta-variance"]["a"][1] == pytest.approx(float(np.var(sums[:2], ddof=1)))
+    lines[1]["layers"]["1"]["clients"]["l1"][0] = lines[2]["layers"]["0"]["change"]["l1"] = None
+    found = trends(lines, window=2)
+    assert found["local-l1"]["a"] == pytest.approx([sums[0], None, sums[2], None]), "a sum of fewer layers is no fall"
+    assert found["change-l1"] == pytest.approx([0.2, 0.4, None, 0.8])
+    for one in lines:  # a layer that never tracks is no layer of the sum
+        one["layers"]["1"]["clients"]["l1"] = [None] * len(one["clients"])
+    assert trends(lines)["local-l1"]["a"] == [one["layers"]["0"]["clients"]["l1"][0] for one in lines]
