@@ -21,6 +21,7 @@ from fedbn_flwr.batchnorm.sync import combine, synchronised
 from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import outputs_of
 from fedbn_flwr.doctor.threads import threads
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Batch", "Deviation", "deviations", "regrouped"]
@@ -48,7 +49,7 @@ def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[D
     BatchNorm is in train mode, all other layers (dropout) in eval mode.
 
     Raises:
-        NormLayerError: a layer cannot be synchronised, or a batch is too small for it.
+        NormLayerError: a layer cannot be synchronised, a batch is too small for it, or the clients call other layers.
     """
     with threads(1):
         return _deviations(model, batches, loss)
@@ -90,24 +91,31 @@ def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
 def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
     """Return each client's gradient with the statistics of all batches; the clients run in threads, in step."""
     sizes = [len(inputs) for inputs, _ in batches]
-    sent: dict[int, Tensor] = {}
+    sent: dict[int, tuple[str, Tensor]] = {}
     meeting = threading.Barrier(len(batches))
 
-    def reducer(client: int) -> Callable[[str, Tensor], Tensor]:
-        def reduce(tag: str, tensor: Tensor) -> Tensor:
-            sent[client] = tensor
-            meeting.wait()  # all have sent
-            answer = combine(tag, [sent[index] for index in range(len(batches))], sizes)
-            meeting.wait()  # all have read
-            return answer
+    def gather(client: int, tag: str, tensor: Tensor) -> list[Tensor]:
+        sent[client] = tag, tensor
+        meeting.wait()  # all have sent
+        tags, tensors = zip(*(sent[index] for index in range(len(batches))), strict=True)
+        if len({*tags}) > 1:
+            raise NormLayerError(
+                f"the clients' exchanges differ: {', '.join(sorted({*tags}))}. The model must call the same BatchNorm "
+                "layers for every batch."
+            )
+        meeting.wait()  # all have read
+        return list(tensors)
 
-        return reduce
+    def reducer(client: int) -> Callable[[str, Tensor], Tensor]:
+        return lambda tag, tensor: combine(tag, gather(client, tag, tensor), sizes)
 
     def run(client: int) -> Tensor:
         try:
             working, size = _training_copy(model), sizes[client]
             with synchronised(working, reducer(client), batch_size=size, union_batch_size=sum(sizes)):
-                return _gradient(working, batches[client], loss)
+                found = _gradient(working, batches[client], loss)
+            gather(client, "end", found)  # so nobody waits for a client that calls fewer layers
+            return found
         except BaseException:
             meeting.abort()  # the others must not wait
             raise

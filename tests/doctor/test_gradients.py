@@ -12,6 +12,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedbn_flwr.doctor.diagnose import default_loss
 from fedbn_flwr.doctor.gradients import deviations, regrouped
+from fedbn_flwr.errors import NormLayerError
 
 SIZES = (6, 4)
 Pair = list[Tensor]
@@ -109,6 +110,24 @@ def test_an_error_of_one_client_reaches_the_caller(batches: list[tuple[Tensor, T
     bad = [batches[0], (batches[1][0], torch.full((4,), 99))]
     with pytest.raises(IndexError):
         deviations(model, bad, default_loss)
+
+
+def test_clients_that_do_not_call_the_same_layers_end_with_an_error(batches: list[tuple[Tensor, Tensor]]) -> None:
+    """One that has no more to exchange leaves nobody waiting."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.LazyLinear(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.head((self.second(x) if len(x) == SIZES[0] else x).flatten(1))
+
+    model = Branches().double()
+    model(batches[0][0])
+    with pytest.raises(NormLayerError, match="the clients' exchanges differ: end, mean/1"):
+        deviations(model, batches, default_loss)
 
 
 def test_regrouped_batches_hold_the_same_examples(batches: list[tuple[Tensor, Tensor]]) -> None:
