@@ -47,12 +47,16 @@ class ClientData:
         return self.inputs[positions], self.targets[positions]
 
     @property
+    def binary(self) -> bool:
+        """Whether the targets are one 0 or 1 an example."""
+        return self.targets.numel() == len(self) and bool(((self.targets == 0) | (self.targets == 1)).all())
+
+    @property
     def classes(self) -> Tensor | None:
         """The class of each example, int64 (N,); None if the targets are not one integer, or one 0 or 1, an example."""
         if self.targets.numel() != len(self):
             return None
-        flat = self.targets.reshape(len(self))
-        return flat.long() if not flat.is_floating_point() or bool(((flat == 0) | (flat == 1)).all()) else None
+        return self.targets.reshape(len(self)).long() if self.binary or not self.targets.is_floating_point() else None
 
 
 def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:

@@ -16,7 +16,7 @@ from fedbn_flwr.doctor.data_rules import remarks, unanswered
 from fedbn_flwr.doctor.findings import Diagnosis
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.measuring import Measuring
-from fedbn_flwr.doctor.mismatch import Loss, default_loss
+from fedbn_flwr.doctor.mismatch import LogitLoss, Loss, default_loss
 from fedbn_flwr.doctor.rules import findings
 from fedbn_flwr.doctor.state import (
     averaged_counters,
@@ -29,6 +29,7 @@ from fedbn_flwr.doctor.state import (
 from fedbn_flwr.doctor.state_file import named
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import holds_eval
+from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
 
 __all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
@@ -62,8 +63,8 @@ def diagnose(
         client_loaders: a loader of training data for each client, in order or by name; it yields (inputs, targets).
         test_loaders: the same of test data; without them the mismatch of training and test is measured on training
             data, and a note says so.
-        loss: returns the mean loss of a batch, from outputs and targets; by default cross-entropy for classes, mean
-            squared error for numbers.
+        loss: returns the mean loss of a batch, from outputs and targets; by default cross-entropy for classes, binary
+            cross-entropy for one logit and targets 0 and 1, mean squared error for numbers.
         training: E, the batch size, the method, as far as you know them: the remedies depend on it.
         state: a state dict as saved, which may hold what loading hides, float counters say; None = the model's.
         local_keys: names of the entries that stay with the client in your own FedBN.
@@ -126,8 +127,17 @@ def diagnose_clients(
     about = f"{', '.join(sizes)}, {sum(map(len, clients)):,} examples."
     if not m.num_layers:
         return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
+    if loss is default_loss and all(c.binary for c in (*clients, *tests)):
+        loss = LogitLoss()
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
-    measures = measuring.everything()
+    with seeded(seed):  # a forward pass may draw
+        measures = measuring.everything()
+    if isinstance(loss, LogitLoss) and loss.used:
+        notes = [
+            *notes,
+            "the model has one output an example, and targets are 0 and 1: it was taken for a logit, with binary "
+            "cross-entropy as loss. Pass loss= if it is another.",
+        ]
     if not tests:
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
     found, handled = findings(m)

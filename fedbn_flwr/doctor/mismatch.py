@@ -18,7 +18,7 @@ from fedbn_flwr.doctor.distances import Distance, Statistics, distance
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.memory_format import inputs_for
 
-__all__ = ["Loss", "Mismatch", "accuracy_by_class", "default_loss", "mismatch", "running_distances"]
+__all__ = ["LogitLoss", "Loss", "Mismatch", "accuracy_by_class", "default_loss", "mismatch", "running_distances"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Returns the mean loss of a batch, from outputs and targets, as ``nn.CrossEntropyLoss()`` does."""
@@ -52,6 +52,24 @@ class Mismatch:
     def accuracy_lost(self) -> float:
         """Accuracy under batch statistics minus that under running ones; 0 if the targets are not classes."""
         return (self.batch_accuracy or 0.0) - (self.running_accuracy or 0.0)
+
+
+@dataclass
+class LogitLoss:
+    """``default_loss`` for targets 0 and 1, to which one output an example is a logit: binary cross-entropy.
+
+    Attributes:
+        used: whether the model had one output an example.
+    """
+
+    used: bool = False
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss."""
+        if outputs.numel() != len(targets):
+            return default_loss(outputs, targets)
+        self.used = True
+        return functional.binary_cross_entropy_with_logits(outputs.reshape(-1), targets.reshape(-1).to(outputs.dtype))
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,35 @@ def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(trained: nn.Mod
     assert torch.equal(torch.get_rng_state(), draws)
     assert not trained.training
     assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+
+
+class _Draws(nn.Module):
+    """A forward pass that draws from the generators of torch, NumPy and Python, in eval mode, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1e-3 * torch.randn(x.shape) + 1e-3 * np.random.rand() + 1e-3 * random.random()
+
+
+def test_a_model_that_draws_in_forward_leaves_the_generators_alone(digits) -> None:
+    model = nn.Sequential(_Draws(), nn.BatchNorm1d(64), nn.Linear(64, 10)).eval()
+    before = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+    loaders = [[(digits[0][k : k + 8], digits[1][k : k + 8])] for k in (0, 8)]
+    first, second = (diagnose(model, loaders).to_json()["measures"] for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (str(np.random.get_state()), random.getstate()) == before[1:]
+    assert first["shift"] == second["shift"]
+
+
+@pytest.mark.parametrize("targets", ["0 and 1", "numbers"])
+def test_one_logit_with_targets_0_and_1_has_the_loss_of_a_logit(targets: str, digits) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 1)).eval()
+    values = (digits[1] < 5).float() if targets == "0 and 1" else digits[1].float()
+    found = diagnose(model, [[(digits[0][k : k + 32], values[k : k + 32])] for k in (0, 32)])
+    with torch.no_grad():
+        losses = nn.functional.binary_cross_entropy_with_logits, nn.functional.mse_loss
+        wanted = losses[targets == "numbers"](model(digits[0][:64])[:, 0], values[:64])
+    assert found.measures["train-test-mismatch"]["running_loss"] == pytest.approx(float(wanted), rel=1e-5)
+    assert any("taken for a logit" in note for note in found.notes) == (targets == "0 and 1")
 
 
 def test_train_mode(trained: nn.Module, loaders: Loaders) -> None:
