@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding
 from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.doctor.thresholds import (
     MIN_GAP,
     MIN_NOISE,
@@ -41,7 +41,7 @@ def small_batch(m: Measured) -> Finding | None:
     if m.noise and max(m.noise.values()) < MIN_NOISE and min(small) > 2:  # large images: many values per channel
         return None
     where = f" at {len(small)} of {len(sizes)} clients" if len(sizes) > 1 else ""
-    evidence = [f"Batches have {min(small)} examples{where}."]
+    evidence = [f"Batches have {number_of(min(small), 'example')}{where}."]
     numbers: dict[str, object] = {"batch-sizes": sizes}
     if m.noise:
         worst = max(m.noise, key=lambda path: m.noise[path])
@@ -174,7 +174,7 @@ def remarks(m: Measured) -> list[str]:
     found = []
     if m.held:
         found.append(
-            f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode ({_listed(m.held)}): in training "
+            f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode ({listed(m.held)}): in training "
             "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
         )
     skew, shift = m.skew, m.shift
@@ -186,10 +186,6 @@ def remarks(m: Measured) -> list[str]:
         f"BatchNorm's statistics hardly differ with them ({_by_classes(m):.2f} standard deviations above chance). It "
         "is not BatchNorm that this skew harms.",
     ]
-
-
-def _listed(paths: Collection[str]) -> str:
-    return ", ".join([*paths][:3]) + (", ..." if len(paths) > 3 else "")
 
 
 def _by_classes(m: Measured, layer: str = "") -> float:
@@ -211,8 +207,10 @@ def _of_gradients(m: Measured) -> list[str]:
     relative, chance = m.relative_deviation, m.deviation_by_chance
     if relative is None or chance is None:
         return []
+    measured, clients = len(m.deviations), len(m.names)
+    over = f"the first {measured} of {clients} clients" if measured < clients else "the clients"
     return [
-        f"Gradient deviation B_i (FedTAN, Assumption 1): {relative:.2f} of the gradient's norm, mean over the clients; "
+        f"Gradient deviation B_i (FedTAN, Assumption 1): {relative:.2f} of the gradient's norm, mean over {over}; "
         f"{chance:.2f} with the same examples dealt to the clients at random."
     ]
 

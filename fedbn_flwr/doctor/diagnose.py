@@ -27,6 +27,7 @@ from fedbn_flwr.doctor.state import (
     zero_at_first,
 )
 from fedbn_flwr.doctor.state_file import named
+from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.randomness import seeded
@@ -85,7 +86,7 @@ def diagnose(
         raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
     notes = []
     if drawn := [c.name for c in clients if c.left_out == "drawn"]:
-        notes.append(f"{_of_clients(drawn)}: {max_examples:,} examples were drawn at random.")
+        notes.append(f"{_of_clients(drawn)}: {number_of(max_examples, 'example')} were drawn at random.")
     if first := [c for c in clients if c.left_out == "first"]:
         notes.append(
             f"{_of_clients([c.name for c in first])}: the first {len(first[0]):,} examples of its loader were used. If "
@@ -123,8 +124,8 @@ def diagnose_clients(
     m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
     m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
-    sizes = [_number(m.num_layers, "BatchNorm layer"), _number(len(clients), "client")]
-    about = f"{', '.join(sizes)}, {sum(map(len, clients)):,} examples."
+    sizes = {"BatchNorm layer": m.num_layers, "client": len(clients), "example": sum(map(len, clients))}
+    about = f"{', '.join(number_of(count, what) for what, count in sizes.items())}."
     if not m.num_layers:
         return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
     if loss is default_loss and all(c.binary for c in (*clients, *tests)):
@@ -170,7 +171,7 @@ def diagnose_state(
     lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
-    about = f"{_number(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
+    about = f"{number_of(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
     return Diagnosis(about, findings(m)[0], {}, lacking)
 
 
@@ -181,13 +182,7 @@ def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str,
 
 
 def _of_clients(names: Sequence[str]) -> str:
-    """Return what to call the clients in a note: at most three by name."""
-    named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"client {named}" if len(names) == 1 else f"each of {len(names)} clients ({named})"
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"client {names[0]}" if len(names) == 1 else f"each of {len(names)} clients ({listed(names)})"
 
 
 def _of_state(

@@ -12,7 +12,8 @@ clients, a feature shift. A class that one client alone has says nothing about t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,17 @@ from fedbn_flwr.doctor.by_example import LayerFeatures
 from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.doctor.thresholds import MAX_CHANNELS, REGROUPINGS
 
-__all__ = ["ClassSkew", "Shift", "class_skew", "comparable", "shift", "shuffled", "total_variation", "units"]
+__all__ = [
+    "ClassSkew",
+    "Shift",
+    "class_skew",
+    "comparable",
+    "regroupings",
+    "shift",
+    "shuffled",
+    "total_variation",
+    "units",
+]
 
 
 @dataclass(frozen=True)
@@ -169,6 +180,16 @@ def shuffled(owner: Tensor, classes: Tensor | None, generator: torch.Generator) 
     found = torch.empty_like(owner)
     found[places] = owner[mixed[torch.argsort(classes[mixed], stable=True)]]
     return found
+
+
+def regroupings(sizes: Sequence[int], most: int) -> int:
+    """Return in how many ways, at most ``most``, examples can be dealt to clients of these sizes.
+
+    Clients of one size may change their places: that is no other way.
+    """
+    ways = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
+    ways -= sum(math.lgamma(clients + 1) for clients in Counter(sizes).values())
+    return round(math.exp(min(ways, math.log(most))))
 
 
 def _without_class_means(values: Tensor, classes: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from fedbn_flwr.doctor.by_example import Features, features
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.distances import Distance, Statistics
 from fedbn_flwr.doctor.gradients import Batch, deviations, regrouped
-from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, shift
+from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, regroupings, shift
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
-from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B
+from fedbn_flwr.doctor.texts import listed, number_of
+from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, REGROUPINGS
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 
 __all__ = ["Measuring"]
@@ -106,13 +107,21 @@ class Measuring:
     def _examples(self) -> Features:
         seen = features(self._model, self._clients)
         if seen.left_out:
-            self.lacking.append(f"differences of the clients in {', '.join(seen.left_out)}: no row an example.")
+            self.lacking.append(f"differences of the clients in {listed(seen.left_out)}: no row an example.")
+        if uncalled := sorted({*self._layers} - {*seen.layers, *seen.left_out}):
+            it = "it" if len(uncalled) == 1 else "them"
+            self.lacking.append(f"{listed(uncalled)}: the model does not call {it} in eval mode.")
         self._m.constant = {path: (int(f.constant().sum()), len(f.low)) for path, f in seen.layers.items()}
         for path, (dead, channels) in self._m.constant.items():
             self._rows[path] |= {"constant-channels": dead, "channels": channels}
         return seen
 
     def _differences(self, seen: Features) -> Figures:
+        if (ways := regroupings([len(client) for client in self._clients], REGROUPINGS[1])) < REGROUPINGS[1]:
+            sizes = f"{number_of(len(seen.owner), 'example')} can be dealt to {number_of(len(self._clients), 'client')}"
+            self.lacking.append(
+                f"differences between clients: {sizes} in {number_of(ways, 'way')}, too few for a test."
+            )
         eps = {path: layer.eps for path, layer in self._layers.items()}
         layers = {path: found for path, found in seen.layers.items() if path not in self._m.held}
         if not layers:

@@ -21,10 +21,11 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
 
     Returns:
         ``rounds``; ``change-l1``: norm of the global change, by round; ``local-l1``: by client, norm of the deviation
-        of its batch statistics over the layers that it ever tracked; ``window-variance``: by client, the variance of its recorded statistics over the last
-        ``window`` lines in which it took part, the mean over layers and channels; ``delta-variance``: the same of its
-        ``local-l1`` (section B.6). A value is None where the client has none, or not two in the window, and a sum where
-        one of its layers has none. Variances are unbiased; the paper's B.6 divides by W.
+        of its batch statistics over the layers that it ever tracked; ``window-variance``: by client, the variance of
+        its recorded statistics over the last ``window`` lines in which it took part, the mean over layers and channels;
+        ``delta-variance``: the same of its ``local-l1`` (section B.6). A value is None where the client has none, or
+        not two in the window, and a sum where one of its layers has none. Variances are unbiased; the paper's B.6
+        divides by W.
     """
     clients = list(dict.fromkeys(client for line in lines for client in line["clients"] or ()))
     found: dict[str, Any] = {"rounds": [line["round"] for line in lines], "window": window}

@@ -296,6 +296,32 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, trained: nn
     assert found.measures["layers"]["1"]["batch-deviation"]["mean"][0] > 0, "figures stay"
 
 
+class _Auxiliary(nn.Module):
+    """A second head that is called in train mode alone, as in GoogLeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.aux, self.head = nn.BatchNorm1d(64), nn.BatchNorm1d(64), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x) + self.aux(x)) if self.training else self.head(self.norm(x))
+
+
+def test_what_few_examples_and_layers_that_are_not_called_leave_open(digits) -> None:
+    one_each = [[(digits[0][k : k + 1], digits[1][k : k + 1])] for k in range(2)]
+    found = diagnose(_Auxiliary().eval(), one_each)
+    assert "1 BatchNorm layer" not in found.about
+    assert found.findings[0].evidence[0] == "Batches have 1 example at 2 of 2 clients."
+    assert "2 BatchNorm layers, 2 clients, 2 examples." in found.about
+    open_ = " ".join(found.not_measured)
+    assert "aux: the model does not call it in eval mode" in open_
+    assert "2 examples can be dealt to 2 clients in 1 way," in open_
+    ten = [[(digits[0][k : k + 2], digits[1][k : k + 2])] for k in range(0, 20, 2)]
+    found = diagnose(_Auxiliary().eval(), ten)
+    assert any("mean over the first 8 of 10 clients" in line for f in found.findings for line in f.evidence)
+    assert "can be dealt" not in " ".join(found.not_measured)
+
+
 def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders: Loaders, tmp_path: Path) -> None:
     found = diagnose(trained.train(), loaders())
     trained.eval()
