@@ -31,6 +31,7 @@ from fedbn_flwr.engines.ray_cluster import Machine, connect, machines, on_each
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
 from fedbn_flwr.experiment.partitioned_data import load_data
+from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.models.own import is_own as is_own_model
 from fedbn_flwr.models.own import own_module
 
@@ -110,9 +111,24 @@ class RaySession:
                 f"{config.cache_gib:g}, or augment={config.augment!r} needs the originals), and {path} is not on "
                 f"{without}. Put it there, or on a disk that all machines share; or raise cache-gib."
             )
-
         if config.state_dir not in ("", STATE_IN_OUT):
             self.check_shared("state-dir", Path(config.state_dir))
+
+    def check_files_of_run(self, config: Config) -> None:
+        """Check that every machine has the files of a whole run: also the server's, and the folder of a tracker.
+
+        Raises:
+            ConfigError: as ``check_files``; a machine lacks the initial weights, or MLflow's folder.
+            DataError: data are missing.
+        """
+        self.check_files(config)
+        if config.init.endswith(FILES) and (without := self._without(Path(config.init))):
+            raise ConfigError(
+                f"init={config.init!r} is not on {without}: a run reads it there. Put it on a disk that all machines "
+                "share."
+            )
+        if Path(config.mlflow).is_absolute():  # else a URI, or none
+            self.check_shared("mlflow", Path(config.mlflow))
 
     def check_shared(self, setting: str, folder: Path) -> None:
         """Check that every machine sees what this one writes into a folder, which is made if it is absent.

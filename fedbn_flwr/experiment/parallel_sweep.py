@@ -77,7 +77,7 @@ def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | N
             folder of the study is one that all its machines share.
 
     Raises:
-        ConfigError: (by the runner) a run needs more memory than stated, or a machine does not see the folder.
+        ConfigError: (by the runner) a run needs more memory than stated, or a machine does not see a folder or file.
         EngineError: (by the runner) the cluster does not answer.
     """
 
@@ -91,7 +91,7 @@ def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | N
             if ray_address:
                 session.check_shared("out", out)
                 for config in configs:
-                    session.check_files(config)
+                    session.check_files_of_run(config)
             needs = _needs(cells, ray_address)
             yield from _on_ray(cells, needs, session.share(configs), out, follower)
 

@@ -6,6 +6,7 @@ import socket
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fedbn_flwr.engines import ray_cluster
 from fedbn_flwr.engines.ray_cluster import Machine, check_versions, connect
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 from fedbn_flwr.experiment import cluster as cluster_module
+from fedbn_flwr.experiment import parallel_sweep
 from fedbn_flwr.experiment.cluster import RaySession, user_modules
 from fedbn_flwr.experiment.cluster_clients import check_cluster, check_room
 from fedbn_flwr.experiment.config import Config
@@ -31,8 +33,8 @@ from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.parallel_sweep import in_parallel
 from fedbn_flwr.experiment.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.study import Cell, Study
+from fedbn_flwr.experiment.sweep import LogFollower, sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 
 ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")
@@ -240,6 +242,41 @@ def test_files_that_a_machine_does_not_see_are_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(cluster_module, "in_memory", lambda data: False)
     with pytest.raises(ConfigError, match=r"stays on the disk .* and .*rows\.npz is not on b\. Put it there"):
         session.check_files(Config.make(on_disk))
+
+
+@pytest.mark.parametrize("lacking", ["init", "mlflow"])
+def test_files_of_a_whole_run_that_a_machine_does_not_see_are_refused(
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sweep each machine does whole runs, with the server's initial weights and its trackers."""
+
+    class Started(Exception):
+        pass
+
+    def start(*args: Any) -> None:
+        raise Started
+
+    seen = {"init": "weights.pt", "mlflow": "tracked"}
+    monkeypatch.setattr(RaySession, "_without", lambda self, path: "b" if seen[lacking] in str(path) else "")
+    session = RaySession("host:1")
+    monkeypatch.setattr(parallel_sweep, "cluster", lambda *args, **options: nullcontext(session))
+    monkeypatch.setattr(parallel_sweep, "_needs", start)
+    said = {
+        "init": r"init=.*weights\.pt' is not on b: a run reads it there. Put it on a disk that all machines share.",
+        "mlflow": "mlflow=.*tracked' is not one folder for all machines: b does not see",
+    }
+
+    def begin(**settings: Any) -> None:
+        runner = in_parallel(ray_address="host:1")
+        next(runner([Cell("m", "s", 0, settings, SMALL)], tmp_path / "out", LogFollower()))
+
+    named = {lacking: str(tmp_path / seen[lacking])}
+    session.check_files(Config.make({**SMALL, **named}))  # of one run the clients alone are on other machines
+    with pytest.raises(ConfigError, match=said[lacking]):
+        begin(**named)
+    for elsewhere in ({"init": "torchvision:resnet18"}, {"mlflow": "http://127.0.0.1:1"}):
+        with pytest.raises(Started):
+            begin(**elsewhere)
 
 
 # --- a cluster -------------------------------------------------------------------------------------------------------
