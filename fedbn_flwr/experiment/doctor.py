@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,13 +162,14 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
         if not all(word.partition("=")[0] in settings for word in setting.split()):
             return True  # a call, or a sentence
         asked = read_overrides(setting.split())
-        full_batch = "batch-size" in asked and not config.batch_size
-        if full_batch or ("strategy" in asked and config.strategy == CENTRALIZED):
+        try:
+            then, _ = Config.make_of_shared(settings, asked)
+        except FedBNError:
             return False
-        with suppress(FedBNError):
-            Config.make_of_shared(settings, asked)
-            return any(settings[key] != value for key, value in asked.items())
-        return False
+        full_batch, alone = not config.batch_size, config.strategy == CENTRALIZED
+        if (full_batch and then.batch_size) or (alone and then.strategy != CENTRALIZED):
+            return False  # a larger batch than all examples, and clients where there are none
+        return any(settings[key] != value for key, value in asked.items())
 
     def of(remedy: Remedy) -> Iterator[Remedy]:
         shorter = remedy.setting.split()[0]
