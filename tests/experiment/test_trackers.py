@@ -20,6 +20,7 @@ from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.experiment.trackers import TRACKERS, delivery
 from fedbn_flwr.experiment.trackers.interface import group_of, name_of
+from fedbn_flwr.experiment.trackers.tensorboard import TensorBoard
 
 LINE = {"phase": "train", "test-accuracy": 0.5, "participants": [0], "kept-previous": True, "seconds": 1.0}
 DOMAINS = {"domains": {"test-accuracy": {"svhn": 0.25}}, "clients": {"0": {"own-accuracy": 1.0}}}
@@ -175,6 +176,28 @@ def test_tensorboard_shows_the_values_of_metrics_jsonl(tmp_path: Path) -> None:
     assert found == [(1, 0.125), (2, 0.25), (3, 0.75)]
     assert [event.value for event in read.Scalars("test-accuracy/svhn")] == [0.25, 0.25]
     assert not (RunFolder(tmp_path / "other", Config.make({})).path / "tensorboard").exists()
+
+
+def test_tensorboard_has_each_round_once_after_a_kill(tmp_path: Path) -> None:
+    """Rounds that the killed process had on their way are there; those that are repeated are not there twice."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    lines = [{"round": number, **LINE, "test-accuracy": number / 8} for number in range(1, 7)]
+    config = Config.make({"tensorboard": True})
+    with RunFolder(tmp_path / "run", config.model_copy(update={"tensorboard": False})) as first:
+        for line in lines[:4]:
+            first.add_round(line)
+    killed = TensorBoard(config, tmp_path / "run", 0)
+    killed.open()
+    for number in (1, 2, 5):  # 3 and 4 were on their way; 5 was lost with the machine, but not here
+        killed.add_round(number, {"test-accuracy": 0.0})
+    with RunFolder(tmp_path / "run", config, after=4) as resumed:
+        for line in lines[4:]:
+            resumed.add_round(line)
+    events = [e for f in sorted((tmp_path / "run/tensorboard").iterdir()) for e in EventFileLoader(str(f)).Load()]
+    found = [(e.step, v.tensor.float_val[0]) for e in events for v in e.summary.value if v.tag == "test-accuracy"]
+    assert found == [(n, n / 8) for n in range(1, 7)]
 
 
 def _interrupted_and_resumed(out: Path, settings: Mapping[str, Any]) -> None:

@@ -12,7 +12,11 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard:
-    """Writes event files that ``tensorboard --logdir`` can read during the run; it drops rounds that are repeated."""
+    """Writes an event file that ``tensorboard --logdir`` can read during the run.
+
+    A resumed run writes it anew, from ``metrics.jsonl``: a process that was killed leaves rounds out that it had not
+    written yet, and leaves others that are repeated.
+    """
 
     key: ClassVar[str] = "tensorboard"
     module: ClassVar[str] = "tensorboard"
@@ -20,7 +24,7 @@ class TensorBoard:
     def __init__(self, config: Config, folder: Path, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._make, self._folder, self._after = SummaryWriter, folder / "tensorboard", after
+        self._make, self._folder = SummaryWriter, folder / "tensorboard"
         self._writer: Any = None
 
     @staticmethod
@@ -29,10 +33,11 @@ class TensorBoard:
         return ""
 
     def open(self) -> int:
-        """Open a new event file beside those of the run so far."""
-        begun = self._folder.is_dir() and any(self._folder.iterdir())
-        self._writer = self._make(str(self._folder), purge_step=self._after + 1)
-        return self._after if begun else 0
+        """Open a new event file in place of those of the run so far; return 0."""
+        for earlier in self._folder.glob("events.out.tfevents.*"):
+            earlier.unlink()
+        self._writer = self._make(str(self._folder), purge_step=0)  # a TensorBoard that is open drops what it has read
+        return 0
 
     def add_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Write and flush the numbers."""
