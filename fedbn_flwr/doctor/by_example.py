@@ -7,7 +7,6 @@ without another pass over the network, and a regrouping at random shows what cha
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
+from fedbn_flwr.doctor.thresholds import MAX_CHANNELS
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Features", "LayerFeatures", "features"]
@@ -31,10 +32,12 @@ _RELU = (functional.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, fu
 class LayerFeatures:
     """One layer over N examples. x is its input, (N, C) or (N, C, *); averages are over the positions *.
 
+    D of the C channels are kept, at most 64, evenly spread: they say enough.
+
     Attributes:
-        centre: a mean (C,) of some examples, subtracted first, so that squares do not cancel.
-        first: the average of x - centre, (N, C).
-        second: the average of (x - centre)^2, (N, C).
+        centre: a mean (D,) of some examples, subtracted first, so that squares do not cancel.
+        first: the average of x - centre, (N, D).
+        second: the average of (x - centre)^2, (N, D).
         low: smallest output of the layer, (C,).
         high: largest output, (C,).
         before_relu: whether a ReLU takes the layer's output as it is.
@@ -49,12 +52,12 @@ class LayerFeatures:
 
     @property
     def mean(self) -> Tensor:
-        """The mean of x over all examples, (C,)."""
+        """The mean of x over all examples, (D,)."""
         return self.centre + self.first.mean(0)
 
     @property
     def variance(self) -> Tensor:
-        """The biased variance of x over all examples, (C,)."""
+        """The biased variance of x over all examples, (D,)."""
         return (self.second.mean(0) - self.first.mean(0).square()).clamp(min=0)
 
     def constant(self) -> Tensor:
@@ -95,18 +98,22 @@ def features(model: nn.Module, clients: Sequence[ClientData]) -> Features:
             layer.register_forward_hook(lambda _, args, output, path=path: watch.leave(path, output)),
         )
     ]
-    inputs = torch.cat([client.inputs for client in clients])
+    count = sum(map(len, clients))
     with torch.no_grad(), watch:
-        # Parts of nearly equal size: a last one of one example fails in a layer without running statistics.
-        for batch in torch.tensor_split(inputs, math.ceil(len(inputs) / _BATCH)):
-            watch.begin(len(batch))
-            working(prepared(batch))
+        for positions in parts(torch.arange(count), examples_a_pass(clients, _BATCH)):
+            watch.begin(len(positions))
+            working(prepared(inputs_at(clients, positions)))
     for handle in handles:
         handle.remove()
     owner = torch.cat([torch.full((len(client),), index) for index, client in enumerate(clients)])
     classes = [client.classes for client in clients]
     known = torch.cat([c for c in classes if c is not None]) if all(c is not None for c in classes) else None
-    return Features(watch.layers(len(inputs)), owner, known, sorted(watch.refused))
+    return Features(watch.layers(count), owner, known, sorted(watch.refused))
+
+
+def chosen_channels(count: int) -> Tensor:
+    """Return the channels that are kept of so many, at most 64, evenly spread."""
+    return torch.linspace(0, count - 1, min(MAX_CHANNELS, count)).round().long()
 
 
 class _Watch(TorchFunctionMode):
@@ -136,7 +143,8 @@ class _Watch(TorchFunctionMode):
             self.refused.add(path)
             return
         self._called.add(path)
-        x = value.detach().float().flatten(2) if value.dim() > 2 else value.detach().float()[..., None]
+        value = value.detach()[:, chosen_channels(value.shape[1]).to(value.device)].float()
+        x = value.flatten(2) if value.dim() > 2 else value[..., None]
         centre = self._centre.setdefault(path, x.mean((0, 2)))
         x = x - centre[:, None]
         self._seen.setdefault(path, []).append((x.mean(2).cpu(), x.square().mean(2).cpu()))
@@ -151,8 +159,8 @@ class _Watch(TorchFunctionMode):
 
     def layers(self, count: int) -> dict[str, LayerFeatures]:
         found = {}
-        for path, parts in self._seen.items():
-            first, second = (torch.cat(column) for column in zip(*parts, strict=True))
+        for path, pieces in self._seen.items():
+            first, second = (torch.cat(column) for column in zip(*pieces, strict=True))
             if path in self.refused or len(first) != count:
                 self.refused.add(path)
                 continue

@@ -142,7 +142,9 @@ def diagnose_clients(
     if not tests:
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
     found, handled = findings(m)
-    return Diagnosis(about, found, measures, [*measuring.lacking, *unanswered(m)], [*notes, *handled, *remarks(m)])
+    return Diagnosis(
+        about, found, measures, [*measuring.lacking, *unanswered(m)], [*notes, *measuring.notes, *handled, *remarks(m)]
+    )
 
 
 def diagnose_state(

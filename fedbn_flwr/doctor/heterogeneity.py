@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedbn_flwr.doctor.by_example import LayerFeatures
 from fedbn_flwr.doctor.threads import threads
-from fedbn_flwr.doctor.thresholds import MAX_CHANNELS, REGROUPINGS
+from fedbn_flwr.doctor.thresholds import REGROUPINGS
 
 __all__ = [
     "ClassSkew",
@@ -107,13 +107,12 @@ def class_skew(classes: Tensor, owner: Tensor, generator: torch.Generator) -> Cl
 
 
 def units(layer: LayerFeatures, eps: float) -> Tensor:
-    """Return each example's share in the layer's statistics without units, (N, 2 C) with at most 2 x 64 columns.
+    """Return each example's share in the layer's statistics without units, (N, 2 D).
 
-    The first C columns are (x_n - mu) / sqrt(var + eps), the others ((x_n - mu)^2 - var) / (var + eps), both averaged
+    The first D columns are (x_n - mu) / sqrt(var + eps), the others ((x_n - mu)^2 - var) / (var + eps), both averaged
     over the positions of the example. Their averages over a client are its deviation in mean and in variance.
     """
-    chosen = torch.linspace(0, len(layer.centre) - 1, min(MAX_CHANNELS, len(layer.centre))).round().long()
-    first, second = layer.first[:, chosen].double(), layer.second[:, chosen].double()
+    first, second = layer.first.double(), layer.second.double()
     mean = first.mean(0)
     square = second - 2 * first * mean + mean.square()
     variance = square.mean(0)

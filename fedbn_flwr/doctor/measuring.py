@@ -19,6 +19,7 @@ from fedbn_flwr.doctor.gradients import Batch, deviations, regrouped
 from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, regroupings, shift
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
+from fedbn_flwr.doctor.passes import examples_of_b
 from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, REGROUPINGS
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
@@ -26,6 +27,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 __all__ = ["Measuring"]
 
 _REGROUPED = 3  # regroupings of B_i: each is two forward and backward passes of every client
+_BATCH_B = 256  # examples of a client in B_i at most
 _SORTED = 32  # examples in a batch of sorted test examples
 
 Figures = dict[str, Any]
@@ -44,6 +46,7 @@ class Measuring:
 
     Attributes:
         lacking: what could not be measured, and why.
+        notes: how a measurement differs from the training.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Measuring:
         seed: int,
         found: Measured,
     ) -> None:
-        self.lacking: list[str] = []
+        self.lacking, self.notes = list[str](), list[str]()
         self._model, self._clients, self._tests, self._loss = model, clients, tests, loss
         self._generator = torch.Generator().manual_seed(seed)
         self._layers = layers_of(model)
@@ -149,7 +152,10 @@ class Measuring:
             raise ConfigError("no parameter of the model is trainable.")
         if len(chosen) < 2:
             raise ConfigError("it needs two clients with two examples each.")
-        batches = [self._batch(client) for client in chosen]
+        most = examples_of_b(chosen, _BATCH_B)
+        if any(min(len(client), client.batch_size) > most for client in chosen):
+            self.notes.append(f"B_i: batches of {most} examples were used, fewer than in training, for their memory.")
+        batches = [self._batch(client, most) for client in chosen]
         own = deviations(self._model, batches, self._loss)
         mixed = [regrouped(batches, self._generator) for _ in range(_REGROUPED)]
         chance = [one.relative for some in mixed for one in deviations(self._model, some, self._loss)]
@@ -163,9 +169,9 @@ class Measuring:
             }
         }
 
-    def _batch(self, client: ClientData) -> Batch:
+    def _batch(self, client: ClientData, most: int) -> Batch:
         """Return a random batch of a client, at least 2 examples."""
-        count = min(len(client), max(2, client.batch_size))
+        count = min(len(client), max(2, client.batch_size), most)
         return client.batch(torch.randperm(len(client), generator=self._generator)[:count])
 
     def _mismatch(self) -> Figures:

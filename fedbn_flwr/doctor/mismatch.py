@@ -15,6 +15,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.doctor.by_batch import BatchMoments, layers_of, normalising_by_batch
 from fedbn_flwr.doctor.clients import ClientData, outputs_of
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
+from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.memory_format import inputs_for
 
@@ -90,16 +91,15 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator) -> Mismatch:
     """Return the mismatch of training and test on the examples of all clients; the model does not change."""
-    inputs, targets = torch.cat([c.inputs for c in clients]), torch.cat([c.targets for c in clients])
-    order = torch.randperm(len(inputs), generator=generator)
-    batches = list(order.tensor_split(math.ceil(len(order) / _BATCH)))
-    running = _run(copy.deepcopy(model).eval(), inputs, targets, batches, loss)
-    by_batch = _run(normalising_by_batch(model), inputs, targets, batches, loss)
+    targets = torch.cat([c.targets for c in clients])
+    batches = parts(torch.randperm(len(targets), generator=generator), examples_a_pass(clients, _BATCH))
+    running = _run(copy.deepcopy(model).eval(), clients, targets, batches, loss)
+    by_batch = _run(normalising_by_batch(model), clients, targets, batches, loss)
     difference = running[0] - by_batch[0]
     error = float(difference.std()) / math.sqrt(len(difference))
     z = float(difference.mean()) / error if error else 0.0
     first, second = (None if right is None else float(right.mean()) for _, right in (running, by_batch))
-    return Mismatch(len(inputs), float(running[0].mean()), float(by_batch[0].mean()), first, second, z)
+    return Mismatch(len(targets), float(running[0].mean()), float(by_batch[0].mean()), first, second, z)
 
 
 def accuracy_by_class(model: nn.Module, clients: Sequence[ClientData], batch_size: int) -> float | None:
@@ -107,24 +107,24 @@ def accuracy_by_class(model: nn.Module, clients: Sequence[ClientData], batch_siz
 
     Under running statistics the order makes no difference.
     """
-    inputs, classes = torch.cat([c.inputs for c in clients]), [c.classes for c in clients]
+    classes = [c.classes for c in clients]
     known = [c for c in classes if c is not None]
     if len(known) < len(classes):
         return None
     targets = torch.cat(known)
     batches = [b for b in torch.split(torch.argsort(targets, stable=True), max(2, batch_size)) if len(b) > 1]
-    _, right = _run(normalising_by_batch(model), inputs, targets, batches, default_loss)
+    _, right = _run(normalising_by_batch(model), clients, targets, batches, default_loss)
     return None if right is None else float(right.mean())
 
 
 def _run(
-    model: nn.Module, inputs: Tensor, targets: Tensor, batches: Sequence[Tensor], loss: Loss
+    model: nn.Module, clients: Sequence[ClientData], targets: Tensor, batches: Sequence[Tensor], loss: Loss
 ) -> tuple[Tensor, Tensor | None]:
     """Return each example's loss, float64 (N,), and whether it is right; None if targets are not classes."""
     losses, right, prepared = [], [], inputs_for(model)
     with torch.no_grad():
         for positions in batches:
-            outputs = outputs_of(model, prepared(inputs[positions])).float()
+            outputs = outputs_of(model, prepared(inputs_at(clients, positions))).float()
             wanted = targets[positions].to(outputs.device)  # the loss may hold class weights there
             losses += [loss(outputs[n : n + 1], wanted[n : n + 1]).double() for n in range(len(positions))]
             if not wanted.is_floating_point() and outputs.dim() == 2 and outputs.shape[1] > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.doctor import passes
 from fedbn_flwr.doctor.by_batch import batch_moments, deviation, noise, pooled, window_variance
 from fedbn_flwr.doctor.by_example import LayerFeatures, features
 from fedbn_flwr.doctor.clients import ClientData, read_clients
@@ -243,6 +245,55 @@ def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None
     else:
         assert max(seen.targets.tolist()) > 10
         assert (min(seen.targets.tolist()) >= 10) == (kind == "of a subset")
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class _Sizes(nn.Sequential):
+    """Notes the number of examples of each pass, in all copies."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        return super().forward(x)
+
+
+def test_passes_of_large_examples_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass holds so many values of inputs, and B_i so many of all clients; the figures of tests stay."""
+    model, generator = _Sizes(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, 2)).eval(), _generator()
+    inputs, classes = torch.randn(300, 1, 4, 4, generator=generator), torch.randint(2, (300,), generator=generator)
+    loaders = [[(inputs[k : k + 150], classes[k : k + 150])] for k in (0, 150)]
+    whole = diagnose(model, loaders)
+    assert max(_Sizes.seen) == 150
+    _Sizes.seen.clear()
+    monkeypatch.setattr(passes, "VALUES", 16 * 40)
+    monkeypatch.setattr(passes, "VALUES_B", 2 * 16 * 10)
+    parts = diagnose(model, loaders)
+    assert _Sizes.seen[:2] == [150, 150], "the batches of the clients"
+    assert 30 < max(_Sizes.seen[2:]) <= 40
+    assert parts.measures["shift"]["excess"] == pytest.approx(whole.measures["shift"]["excess"], rel=1e-4)
+    gaps = [found.measures["train-test-mismatch"]["running_loss"] for found in (parts, whole)]
+    assert gaps[0] == pytest.approx(gaps[1], rel=1e-6)
+    assert any("B_i: batches of 10 examples" in note for note in parts.notes)
+    assert not any("B_i" in note for note in whole.notes)
+
+
+def test_examples_of_several_clients_by_position() -> None:
+    """As of the joined tensors, without joining them."""
+    inputs, targets = torch.randn(10, 2, generator=_generator()), torch.arange(10)
+    clients = [_client(inputs[a:b], targets[a:b]) for a, b in ((0, 3), (3, 4), (4, 10))]
+    order = torch.randperm(10, generator=_generator())
+    assert torch.equal(passes.inputs_at(clients, order), inputs[order])
+
+
+def test_of_a_wide_layer_some_channels_are_kept() -> None:
+    inputs = torch.randn(10, 200, generator=_generator())
+    layer = features(nn.Sequential(nn.BatchNorm1d(200)).eval(), [_client(inputs)]).layers["0"]
+    chosen = torch.linspace(0, 199, 64).round().long()
+    torch.testing.assert_close(layer.mean, inputs.mean(0)[chosen])
+    assert (layer.first.shape, len(layer.low)) == ((10, 64), 200)
 
 
 # --- loaders ---------------------------------------------------------------------------------------------------------
