@@ -237,7 +237,7 @@ def training_of(config: Config, run: Path | None = None) -> Training:
             handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in method.local:
         handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
-    if config.reestimates():
+    if method.reestimates or config.recalibrate:
         handled |= {"train-test-mismatch"}
     if Part.REST in method.local:
         handled |= {"label-skew"}

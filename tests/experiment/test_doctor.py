@@ -128,12 +128,19 @@ def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "handled"), [({"local-steps": 1}, True), ({"local-steps": 5}, False), ({}, False)]
+    ("finding", "settings", "handled"),
+    [
+        ("label-skew", {"strategy": "fedtan", "local-steps": 1}, True),
+        ("label-skew", {"strategy": "fedtan", "local-steps": 5}, False),  # it synchronises the first of them alone
+        ("label-skew", {"strategy": "fedtan"}, False),
+        ("train-test-mismatch", {"recalibrate": True}, True),
+        ("train-test-mismatch", {"strategy": "staticbn"}, True),
+        ("train-test-mismatch", {"eval-on": "global,recalibrated"}, False),  # the first test is of the running ones
+    ],
 )
-def test_fedtan_is_the_remedy_for_label_skew_with_one_local_step(settings: dict[str, Any], handled: bool) -> None:
-    """With more steps it synchronises the first of them alone."""
-    config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fedtan", **settings})
-    assert ("label-skew" in training_of(config).handled) == handled
+def test_what_a_method_is_a_remedy_for(finding: str, settings: dict[str, Any], handled: bool) -> None:
+    config = Config.make({"dataset": "digits", "model": "mlp", **settings})
+    assert (finding in training_of(config).handled) == handled
 
 
 def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
