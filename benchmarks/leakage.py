@@ -17,28 +17,111 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
+from measure import facts, table, write_block
 
+from fedbn_flwr import global_state
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.data import Subset
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.setup import local_training, make_model
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.differential import clipped
 from fedbn_flwr.privacy.leakage import ClassMixAttack, class_mix, shadow_clients
 from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.seeds import numpy_generator, torch_generator
 from fedbn_flwr.training import train
 from fedbn_flwr.training.wrappers import load_state
-from measure import facts, table, write_block
 
 CLIENTS, SHADOWS, ALPHA = 20, 200, 0.3
+C, Z, SCALE = 0.3, 1.0, 0.1
 DATA: dict[str, dict[str, Any]] = {
     "digits": {"dataset": "digits", "num-server-rounds": 5, "local-epochs": 2},
     "MNIST": {"dataset": "mnist", "num-server-rounds": 5, "local-steps": 60},
 }
 Updates = Sequence[Mapping[str, Any]]
+
+
+def main(
+    data_dir: Annotated[str, typer.Option(help="Folder with MNIST; without it digits alone.")] = "",
+    write: Annotated[Path | None, typer.Option(help="Page with places for the tables.")] = None,
+) -> None:
+    """Print the tables."""
+    logging.disable(logging.CRITICAL)
+    for name in [name for name in DATA if name == "digits" or data_dir]:
+        text = f"{table(HEAD, _rows(name, data_dir))}\n\n{facts()}"
+        print(f"{name}\n\n{text}\n")
+        if write:
+            write_block(write, f"leakage-{name}", text)
+
+
+HEAD = ("the attacker has", "statistics", "everything else", "both")
+
+
+def _rows(name: str, data_dir: str) -> list[list[str]]:
+    """Return a row for each protection: the share of the class mix that each part of a reply tells."""
+    settings = {**DATA[name], "partition": "dirichlet", "partition-alpha": ALPHA, "num-clients": CLIENTS}
+    config = Config.make(settings | ({"data-dir": data_dir} if name != "digits" else {}))
+    with tempfile.TemporaryDirectory() as folder:
+        run(config, Path(folder) / "out", workers=0)
+        config, _ = preflight(config, Path(folder) / "next")
+        data = partitioned_data(config, CLIENTS)
+        before = {key: value.numpy() for key, value in global_state(Path(folder) / "out").items()}
+    size = int(np.median([len(own) for own in data.train]))
+    public, classes = data.dataset.test.labels.numpy(), data.dataset.num_classes
+    rng = numpy_generator(0, "shadows")
+    shadows = shadow_clients(public, classes, number=SHADOWS, examples=size, alpha=ALPHA, rng=rng)
+    of_shadows = [
+        _trained(config, before, Subset(data.dataset.test, own, mean=data.dataset.mean, std=data.dataset.std), f"s{i}")
+        for i, own in enumerate(shadows)
+    ]
+    of_clients = [_trained(config, before, data.train_view(i), f"c{i}") for i in range(CLIENTS)]
+    mixes = np.stack([class_mix(public[own], classes) for own in shadows])
+    truth = np.stack([class_mix(data.dataset.train.labels.numpy()[own], classes) for own in data.train])
+    parts = split_state(make_model(config))
+    mean = {key: sum(update[key] for update in of_clients) / CLIENTS for key in of_clients[0]}
+    ways: dict[str, tuple[Updates, Updates]] = {  # what the shadow clients send, what the attacker has of the clients
+        "the reply": (of_shadows, of_clients),
+        "the average of all replies (masked sums)": (of_shadows, [mean] * CLIENTS),
+        f"the reply, clipped to {C} (dp=client)": (_clipped(of_shadows), _clipped(of_clients)),
+        f"the average of clipped replies, with noise (z = {Z})": (_clipped(of_shadows), [_noisy(of_clients)] * CLIENTS),
+    }
+    chosen = (parts.statistics, (*parts.affine, *parts.rest), tuple(of_clients[0]))
+
+    def share(names: Sequence[str], known: Updates, seen: Updates) -> str:
+        attack = ClassMixAttack([_only(update, names) for update in known], mixes)
+        return f"{attack.measure([_only(update, names) for update in seen], truth).share:.2f}"
+
+    return [[way, *(share(names, *pair) for names in chosen)] for way, pair in ways.items()]
+
+
+def _clipped(updates: Updates) -> Updates:
+    return [clipped(update, C)[0] for update in updates]
+
+
+def _trained(config: Config, before: State, data: Subset, name: str) -> dict[str, Any]:
+    """Return the update of a client after the next round's training, in the coordinates of differential privacy."""
+    model, settings = make_model(config), local_training(config)
+    load_state(model, tensors(before))
+    rate = settings.learning_rate.at(config.num_server_rounds + 1)
+    train(model, data, settings, learning_rate=rate, stream=functools.partial(torch_generator, config.seed, name))
+    state = {key: array.copy() for key, array in to_state(model.state_dict()).items()}
+    return Coordinates(before, split_state(model), SCALE).update(state)
+
+
+def _noisy(updates: Updates) -> dict[str, Any]:
+    noise, total = SystemNoise(), _clipped(updates)
+    mean = {key: sum(update[key] for update in total) / len(total) for key in total[0]}
+    return {key: array + Z * C / len(total) * noise.normal(array.shape) for key, array in mean.items()}
+
+
+def _only(update: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: update[name] for name in names if name in update}
+
+
+if __name__ == "__main__":
+    typer.run(main)
