@@ -1,4 +1,4 @@
-"""Curves of runs: score and loss over rounds."""
+"""Curves of runs: score and loss over rounds, and epsilon where a run has it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 __all__ = ["draw_curves"]
 
+EPSILON = "epsilon"  # in metrics.jsonl, see privacy.differential
 _TESTS = ("test", "test-batch", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated")
 
 
@@ -23,12 +24,13 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    epsilon = any(line.get(EPSILON) is not None for lines in runs.values() for line in lines)
+    panels = [(score, _curves(score)), ("loss", _curves("loss")), *([(EPSILON, [EPSILON])] if epsilon else [])]
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2)
+    axes = figure.subplots(1, len(panels))
     frozen = [line["round"] for lines in runs.values() for line in lines if line.get("phase") == "frozen"]
-    for axis, label in zip(axes, (score, "loss"), strict=True):
-        keys = [f"{name}-{label}" for name in (*_TESTS, "train")]
+    for axis, (label, keys) in zip(axes, panels, strict=True):
         for name, lines in runs.items():
             present = [key for key in keys if any(line.get(key) is not None for line in lines)]
             for key in present if len(runs) == 1 else present[:1]:
@@ -49,3 +51,7 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
+
+
+def _curves(label: str) -> list[str]:
+    return [f"{name}-{label}" for name in (*_TESTS, "train")]

@@ -235,6 +235,8 @@ def test_on_round_is_called_with_the_line_of_each_round(quick_config, tmp_path: 
 def test_curves_without_points_are_still_a_picture() -> None:
     for runs in ({}, {"": []}, {"a": [{"round": 1, "train-loss": None}], "b": []}):
         assert image.imread(io.BytesIO(draw_curves(runs, "title"))).shape == (400, 1000, 4)
+    private = {"": [{"round": 1, "test-accuracy": 0.5, "epsilon": 2.0}]}
+    assert image.imread(io.BytesIO(draw_curves(private))).shape == (400, 1500, 4)  # a panel for epsilon
 
 
 def test_yaml_of_the_config_is_plain(runs) -> None:

@@ -95,6 +95,8 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "time", duration(sum(line["seconds"] for line in run.lines))
     if (frozen := run.summary.get("frozen-after")) is not None:
         yield "BN frozen after", f"round {frozen}"
+    if privacy := run.summary.get("privacy"):
+        yield "privacy", privacy["guarantee"]
 
 
 def run_warnings(run: RunFiles) -> list[str]:
