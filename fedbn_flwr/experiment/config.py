@@ -436,9 +436,15 @@ class Config(_MethodSettings):
         found += [f"strategy {self.title!r} with dp={self.dp}: {what}" for what in method.beside_updates().values()]
         if self.early_stopping:
             found.append(f"early-stopping={self.early_stopping} chooses a round by the clients' validation examples")
+        if self.standardise_as() == "federated":
+            found.append(
+                "standardise=federated collects sums of the clients' inputs, which epsilon does not cover: use "
+                "standardise=local or none"
+            )
         if self.dp_metrics == "withheld":
             tests = [name for name in self.evaluations() if name.startswith("personal")]
-            of_clients = {f"eval-on={','.join(tests)}": tests, "validation-share": self.validation_share}
+            of_clients: dict[str, Any] = {f"eval-on={','.join(tests)}": tests}
+            of_clients |= {"validation-share": self.validation_share, "held-out-clients": self.held_out_clients}
             found += [
                 f"{key} reports results on the clients' data, which epsilon does not cover: leave it out, or set "
                 "dp-metrics=published"

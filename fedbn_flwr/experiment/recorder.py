@@ -146,7 +146,8 @@ class Recorder:
         if domains:
             line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
-        line["rejected"] = list(report.rejected.values())
+        secret = self._strategy is not None and self._strategy.protection.secret_sampling
+        line["rejected"] = ["withheld"] * len(report.rejected) if secret else list(report.rejected.values())
         if report.kept_previous:
             line["kept-previous"] = True
         if report.diverged:

@@ -360,6 +360,7 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
     [
         ({"eval-on": "personal-own"}, "eval-on=personal-own reports results on the clients' data"),
         ({"strategy": "fedbn"}, "eval-on=personal-own reports"),
+        ({"held-out-clients": "1"}, "held-out-clients reports"),
         ({"validation-share": 0.2}, "validation-share reports"),
         ({"strategy": "scaffold"}, "strategy 'scaffold' with dp=server: the changes of the control variates"),
         ({"strategy": "centralized"}, "no clients"),
@@ -388,3 +389,12 @@ def test_without_noise_or_with_seeded_noise_no_epsilon_is_stated(mlp: Any) -> No
     assert privacy.guarantee() == "No privacy is guaranteed: the noise can be repeated."
     assert not privacy.guarantees
     assert np.array_equal(SeededNoise(1).normal((3,)), SeededNoise(1).normal((3,)))
+
+
+def test_sums_of_the_clients_inputs_are_refused(tmp_path: Path) -> None:
+    rows = "\n".join(f"{i},{i % 2},{i % 3}" for i in range(30))
+    (tmp_path / "t.csv").write_text(f"a,label,site\n{rows}\n")
+    keys = {"dp": "server", "dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "label", "client-column": "site"}
+    with pytest.raises(ConfigError, match="standardise=federated collects sums of the clients' inputs"):
+        Config.make(keys)
+    assert Config.make({**keys, "standardise": "local"}).dp == "server"
