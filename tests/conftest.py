@@ -34,10 +34,11 @@ from torchvision.models.shufflenetv2 import ShuffleNetV2
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.experiment import curves, study_tables
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
-from tests.support import federation
+from tests.support import federation, pictures
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
 
@@ -59,6 +60,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _undrawn_curves() -> Iterator[None]:
+    """Runs and sweeps make their figures and do not draw them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (curves, study_tables):
+            patch.setattr(module, "draw_curves", pictures.undrawn)
+        yield
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -33,6 +33,7 @@ from fedbn_flwr.messages.records import state_sha256, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
+from tests.support.pictures import drawn
 from tests.support.versioned import Versioned
 
 METHODS = [*STRATEGIES, CENTRALIZED]
@@ -48,16 +49,17 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     folder = tmp_path_factory.mktemp("runs")
     settings = {"num-clients": 3, "num-server-rounds": 3, "local-steps": 4, "batch-size": 16, "learning-rate": 0.2}
     made = {}
-    for name in METHODS:
-        both_phases = {"fedtan-rounds": 1} if name == "fedtan2" else {}
-        config = Config.make({**settings, **needs(name), **both_phases, "strategy": name})
-        if name == CENTRALIZED:
-            summary = run(config, folder / name)
-        else:  # two threads, on any machine
-            config, out = preflight(config, folder / name)
-            with InProcessGrid(client_app, 3, run_config=config.to_mapping(), threads=2) as grid:
-                summary = serve(grid, config, out)
-        made[name] = summary, folder / name
+    with drawn():
+        for name in METHODS:
+            both_phases = {"fedtan-rounds": 1} if name == "fedtan2" else {}
+            config = Config.make({**settings, **needs(name), **both_phases, "strategy": name})
+            if name == CENTRALIZED:
+                summary = run(config, folder / name)
+            else:  # two threads, on any machine
+                config, out = preflight(config, folder / name)
+                with InProcessGrid(client_app, 3, run_config=config.to_mapping(), threads=2) as grid:
+                    summary = serve(grid, config, out)
+            made[name] = summary, folder / name
     return made
 
 
