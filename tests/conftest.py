@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from fedbn_flwr.experiment import curves, study_tables
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
-from tests.support import federation, pictures
+from tests.support import federation, pictures, preloaded
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
 
@@ -97,6 +98,14 @@ def await_end() -> Callable[[Path], list[str]]:
         return left
 
     return do
+
+
+@pytest.fixture(scope="session")
+def at_once() -> Iterator[dict[str, str]]:
+    """An environment in which ``fedbn-flwr`` and ``python`` need not import torch and Flower: see ``preloaded``."""
+    with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as folder, preloaded.commands(Path(folder)) as commands:
+        path = (str(commands), str(Path(sys.executable).parent), os.environ["PATH"])
+        yield {**os.environ, "PATH": os.pathsep.join(path)}
 
 
 MakePoints = Callable[..., Points]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -117,11 +115,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def env() -> dict[str, str]:
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-
-
 def test_every_block_is_run_or_says_why_not() -> None:
     assert {block.language for block in BLOCKS} <= {"sh", "python", "yaml", "toml", "text", "diff"}
     assert {(block.page, block.reason) for block in BLOCKS if block.reason} == NOT_RUN
@@ -130,11 +123,11 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("block", to_run("python"), ids=str)
-def test_python(block: Block, folder: Path, env: dict[str, str]) -> None:
+def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", block.text],
+        ["python", "-c", block.text],
         cwd=folder,
-        env=env,
+        env=at_once,
         capture_output=True,
         text=True,
         check=False,
@@ -148,11 +141,11 @@ def test_python(block: Block, folder: Path, env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("block", shell_scripts(), ids=str)
-def test_shell(block: Block, folder: Path, env: dict[str, str]) -> None:
+def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text],
         cwd=folder,
-        env=env,
+        env=at_once,
         capture_output=True,
         text=True,
         check=False,

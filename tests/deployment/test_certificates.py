@@ -6,7 +6,6 @@ import shutil
 import ssl
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,13 +94,13 @@ def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> No
         assert (certs / f"clientapp-{n}/superexec.secret").read_bytes() == secrets[f"node-{n}"]
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, at_once: dict[str, str]) -> None:
     folder = tmp_path / "certs"
-    command = [sys.executable, "-m", "fedbn_flwr.deployment", "certs", str(folder), "--nodes", "1"]
-    first = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["python", "-m", "fedbn_flwr.deployment", "certs", str(folder), "--nodes", "1"]
+    first = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
     assert first.returncode == 0, first.stderr
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    again = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
     assert again.returncode == 1
     assert "is in use: keys are never overwritten" in again.stderr
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -241,11 +241,12 @@ END
 
 
 @pytest.mark.parametrize("end", ["time.sleep(600)", "sys.exit(3)", "os._exit(3)"], ids=["killed", "exit", "crash"])
-def test_no_process_outlives_the_command(tmp_path, end: str) -> None:
+def test_no_process_outlives_the_command(tmp_path, at_once: dict[str, str], end: str) -> None:
     """Also busy ones, and where the grid was never closed."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("END", end))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as command:
+    python = sys.executable if "600" in end else "python"  # the signal is for the command itself
+    with subprocess.Popen([python, str(script)], env=at_once, stdout=subprocess.PIPE, text=True) as command:
         workers = [int(pid) for pid in command.stdout.readline().split()]
         assert len(workers) == 2
         if "600" in end:

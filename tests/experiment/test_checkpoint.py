@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -119,16 +117,17 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch,
     assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole
 
 
-def test_a_limit_on_file_sizes_is_named_and_the_run_can_be_resumed(tmp_path: Path, whole: str) -> None:
+def test_a_limit_on_file_sizes_is_named_and_the_run_can_be_resumed(
+    tmp_path: Path, whole: str, at_once: dict[str, str]
+) -> None:
     """The real thing: the kernel refuses to write past 20 kB; the model needs more."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
         "from fedbn_flwr.cli import main; main()"
     )
     settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-c", code, "run", "--set", "strategy=fedbn", *settings, "--out", str(tmp_path / "run")]
-    env = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    command = ["python", "-c", code, "run", "--set", "strategy=fedbn", *settings, "--out", str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
     assert ended.returncode == 1, ended.stderr
     assert "the checkpoint of round 0 cannot be written to" in ended.stderr
     assert "File too large" in ended.stderr

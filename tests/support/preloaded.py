@@ -1,0 +1,114 @@
+"""``fedbn-flwr`` and ``python`` that start at once: forks of a process that has imported torch, Flower and the package.
+
+To import them takes a fresh process seconds, and the tests start dozens. What a fresh process imports is tested in
+tests/test_startup.py and tests/test_packaging.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+COMMAND = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+    line.connect({address!r})
+    asked = json.dumps([{name!r}, sys.argv[1:], os.getcwd(), dict(os.environ)])
+    socket.send_fds(line, [asked.encode()], [0, 1, 2])
+    code = int(line.recv(16))
+sys.exit(code)
+"""
+
+
+@contextmanager
+def commands(folder: Path) -> Iterator[Path]:
+    """Yield a folder with the two commands, for the start of a PATH; ``folder`` has a short path."""
+    address = str(folder / "socket")
+    for name in ("fedbn-flwr", "python"):
+        (folder / name).write_text(COMMAND.format(python=sys.executable, address=address, name=name))
+        (folder / name).chmod(0o755)
+    server = subprocess.Popen([sys.executable, "-m", __name__, address], cwd=ROOT, stdin=subprocess.DEVNULL)
+    try:
+        while not os.path.exists(address):
+            assert server.poll() is None, "the process cannot be started"
+            time.sleep(0.05)
+        yield folder
+    finally:
+        server.kill()
+        server.wait()
+
+
+def serve(address: str) -> None:
+    """Do commands, each in a fork."""
+    gc.freeze()  # a fork need not copy what its garbage collection looks at
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(f"{address}.new")
+        door.listen()
+        os.rename(f"{address}.new", address)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while True:
+            line, _ = door.accept()
+            asked, files, _, _ = socket.recv_fds(line, 1 << 18, 3)
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                door.close()
+                work = multiprocessing.get_context("fork").Process(target=do, args=(files, *json.loads(asked)))
+                work.start()
+                work.join()
+                line.send(str((work.exitcode or 0) % 256).encode())
+                os._exit(0)
+            line.close()
+            for file in files:
+                os.close(file)
+
+
+def do(files: list[int], name: str, arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
+    """Run a command as a fresh interpreter does."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    multiprocessing.process._parent_process = None
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0] = ""
+    if name == "fedbn-flwr":
+        sys.argv = [name, *arguments]
+        app()
+        return
+    first, *rest = arguments
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first in ("-", "-c"):
+        code = rest.pop(0) if first == "-c" else sys.stdin.read()
+        sys.argv = [first, *rest]
+        module = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), module.__dict__)
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+
+    import fedbn_flwr.experiment.run  # noqa: F401
+    from fedbn_flwr.cli import app
+
+    serve(sys.argv[1])
