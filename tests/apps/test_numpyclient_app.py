@@ -14,15 +14,16 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.engines.flower_run import flower_run
+from tests.support.bundles import unpacked
 
 APP = Path(__file__).parents[2] / "apps/numpyclient"
 NODES, ROUNDS = 3, 3
 
 
 @pytest.fixture
-def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """The project's ServerApp and ClientApp, imported as Flower does: from the project's folder."""
-    monkeypatch.syspath_prepend(str(APP))
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """The project's ServerApp and ClientApp, imported as Flower does: from the project's bundle."""
+    monkeypatch.syspath_prepend(str(unpacked(APP, tmp_path / "bundle")))
     yield tuple(importlib.import_module(f"numpyclient.{name}").app for name in ("server_app", "client_app"))  # type: ignore[misc]
     for name in [name for name in sys.modules if name.split(".")[0] == "numpyclient"]:
         del sys.modules[name]

@@ -25,6 +25,7 @@ from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training.loop import LocalTraining
+from tests.support.bundles import unpacked
 from tests.support.diffs import changed_lines
 
 APPS = Path(__file__).parents[2] / "apps"
@@ -33,13 +34,14 @@ NODES = 3
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``project(name, diff=None, **run_config)``: a copy of an app, changed by a diff, run in process."""
+    """``project(name, diff=None, **run_config)``: the bundle of an app, changed by a diff, run in process."""
 
     def run(name: str, diff: str | None = None, **run_config: Any) -> SimpleNamespace:
         folder = tmp_path / name
         shutil.copytree(APPS / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
         if diff:
             subprocess.run(["git", "apply", str(APPS / name / f"{diff}.diff")], cwd=folder, check=True)
+        folder = unpacked(folder, tmp_path / f"{name}-bundle")
         monkeypatch.syspath_prepend(folder)
         parts = ("client_app", "server_app", "task")
         client, server, task = (importlib.import_module(f"{name}.{part}") for part in parts)
@@ -157,6 +159,7 @@ def test_the_hospitals_have_different_data() -> None:
     assert all(torch.equal(a[0][5][0], b[0][5][0]) for a, b in zip(sets, again, strict=True)), "seeded"
 
 
+@pytest.mark.slow  # its bundle runs in process above, and tests/experiment/test_matrix.py has an app in Ray
 @pytest.mark.simulation
 @pytest.mark.parametrize("app", ["hospitals"])
 def test_the_projects_run_with_flwr_run(app: str) -> None:
