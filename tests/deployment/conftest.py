@@ -34,10 +34,14 @@ def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def federation(scratch: Path) -> Iterator[Federation]:
-    """A SuperLink, its SuperExec, and three SuperNodes with theirs: TLS, node keys and secrets on."""
+def federation(scratch: Path, request: pytest.FixtureRequest) -> Iterator[Federation]:
+    """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with theirs.
+
+    TLS, node keys and secrets are on.
+    """
+    nodes = getattr(request.module, "NODES", NODES)
     environment = {"MPLCONFIGDIR": str(scratch / "matplotlib")}
-    with Federation(ROOT / "docker-compose.yml", NODES, folder=scratch / "net", environment=environment) as found:
+    with Federation(ROOT / "docker-compose.yml", nodes, folder=scratch / "net", environment=environment) as found:
         yield found
 
 

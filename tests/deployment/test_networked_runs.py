@@ -15,17 +15,10 @@ import pytest
 from fedbn_flwr.deployment import Federation, make_certificates
 from fedbn_flwr.engines.processes import Process, running
 
-pytestmark = [pytest.mark.network, pytest.mark.xdist_group("network")]
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
 
-def test_fedbn_keeps_its_part_over_the_network(networked, in_process, same_run) -> None:
-    ours, theirs = networked(strategy="fedbn"), in_process(strategy="fedbn")
-    same_run(ours, theirs)
-    assert ours["rejected"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fixbn", "fedtan"])
+@pytest.mark.parametrize("strategy", ["fedbn", "fixbn", "fedtan"])
 def test_the_bits_are_those_of_the_run_in_process(strategy, networked, in_process, same_run) -> None:
     """Here FedTAN uses messages."""
     ours, theirs = networked(strategy=strategy, fedtan_transport="messages"), in_process(strategy=strategy)
@@ -33,7 +26,6 @@ def test_the_bits_are_those_of_the_run_in_process(strategy, networked, in_proces
     assert ours["rejected"] == 0
 
 
-@pytest.mark.slow
 def test_fedtan_by_channel_among_intruders(
     federation: Federation, networked, in_process, same_run, tmp_path: Path
 ) -> None:
