@@ -44,8 +44,12 @@ from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none."""
+    """Skip the tests that need a GPU where there is none; those whose commands start at once share a process."""
+    for item in items:
+        if "at_once" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("at_once"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

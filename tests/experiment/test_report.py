@@ -42,6 +42,8 @@ from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.study import Study
 from fedbn_flwr.experiment.sweep import sweep
 
+pytestmark = pytest.mark.xdist_group("report")  # one process, and so one run and one study to report
+
 EVIL = "</script><script>alert(1)</script><b>&amp;"
 SETTINGS = {
     **{"strategy": "fixbn", "freeze-at": 2, "num-clients": 3, "num-server-rounds": 4, "local-steps": 2},
