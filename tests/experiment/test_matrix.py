@@ -1,6 +1,7 @@
 """Every strategy of the registry learns: in process on an even and an uneven split, and in Ray on the uneven one.
 
-Both matrices are the registry itself, so that a new strategy is in them.
+Both matrices are the registry itself, so that a new strategy is in them. In Ray there is also an app of Flower's older
+kind, in Flower's own loop.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support import legacy_loop
 
-SHARED = Path(__file__).parents[2].parent / "shared/data"
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared/data"
 SETTINGS = {"num-clients": 5, "num-server-rounds": 8, "eval-every": 8, "local-steps": 5, "batch-size": 16}
 SETTINGS |= {"learning-rate": 0.1, "bn-momentum": 0.5, "fedtan-rounds": 4}
 CHANCE = {"iid": 1 / 10, "classes": 1 / 10}
@@ -56,7 +59,7 @@ def test_every_strategy_learns_mnist(strategy: str, partition: str, needs: Needs
 # --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time --------------
 
 APP = '''
-"""Serves each config of a folder in turn; the file "current" tells the clients which."""
+"""Serves each config of a folder in turn, and then another app; the file "current" tells the clients which."""
 
 import json
 import traceback
@@ -70,6 +73,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.node import client_fn
+from numpyclient import client_app as other_client, server_app as other_server
 
 answer = client_app(client_fn)
 
@@ -84,7 +88,7 @@ class Current(ClientApp):
             context.state = RecordDict({"current": ConfigRecord({"name": name})})
         settings = json.loads((folder / f"{name}.json").read_text())
         own = Context(context.run_id, context.node_id, context.node_config, context.state, settings)
-        reply = answer(message, own)
+        reply = (other_client.app if name == "numpyclient" else answer)(message, own)
         context.state = own.state
         return reply
 
@@ -99,6 +103,10 @@ def main(grid, context):
     for path in sorted(folder.glob("*.json")):
         (folder / "current").write_text(path.stem)
         try:
+            if path.stem == "numpyclient":
+                settings = json.loads(path.read_text())
+                other_server.app(grid, Context(context.run_id, context.node_id, {}, RecordDict(), settings))
+                continue
             serve(grid, Config.make(json.loads(path.read_text()), complete=True), folder / path.stem)
         except Exception:
             (folder / f"{path.stem}.error").write_text(traceback.format_exc())
@@ -126,7 +134,7 @@ folder = ""
 
 @pytest.fixture(scope="module")
 def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every strategy."""
+    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every strategy; ``log`` is Flower's."""
     app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
     (app / "matrix_app.py").write_text(APP)
     (app / "pyproject.toml").write_text(PYPROJECT)
@@ -137,11 +145,15 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         given, _ = Config.make_of_shared(shared, {**needs(name), "strategy": name, **transport})
         config, _ = preflight(given, folder / name)
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
-    federation = {"num-supernodes": 3, "client-resources-num-cpus": 1, "init-args-num-cpus": 3}
+    (folder / "numpyclient.json").write_text(json.dumps(legacy_loop.settings("fedbn")))
+    lines: list[str] = []
+    federation = {"num-supernodes": legacy_loop.NODES, "client-resources-num-cpus": 1, "init-args-num-cpus": 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
-        flower_run(app, run_config={"folder": str(folder)}, federation_config=federation)
+        paths = (str(ROOT), str(legacy_loop.APP), os.environ.get("PYTHONPATH", ""))
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        flower_run(app, run_config={"folder": str(folder)}, federation_config=federation, on_line=lines.append)
+    (folder / "log").write_text("\n".join(lines))
     return folder
 
 
@@ -157,3 +169,16 @@ def test_ray_gives_the_bits_of_the_run_in_process(strategy: str, ray_runs: Path,
     same_run(summary, here)
     lines = read_metrics(ray_runs / strategy / "metrics.jsonl")
     assert [(line["round"], line["participants"]) for line in lines] == [(1, [0, 1, 2]), (2, [0, 1, 2])]
+
+
+@pytest.mark.simulation
+@pytest.mark.xdist_group("ray-matrix")
+def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(
+    ray_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The NumPyClient project; tests/apps/test_numpyclient_app.py has it on its own, through ``flwr run``."""
+    error = ray_runs / "numpyclient.error"
+    assert not error.exists(), error.read_text()
+    found = legacy_loop.accuracies((ray_runs / "log").read_text().splitlines())
+    with legacy_loop.imported(tmp_path, monkeypatch) as project:
+        assert found == legacy_loop.in_process(project, caplog, "fedbn")
