@@ -68,6 +68,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _no_wait_for_the_disk() -> Iterator[None]:
+    """A run waits for the disk some thirty times, so that a power cut loses nothing; here none comes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _undrawn_curves() -> Iterator[None]:
     """Runs and sweeps make their figures and do not draw them."""
     with pytest.MonkeyPatch.context() as patch:
