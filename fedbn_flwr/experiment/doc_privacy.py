@@ -1,0 +1,26 @@
+"""The table of methods and protections in the guide *privacy*: what works, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
+
+__all__ = ["privacy_table"]
+
+Refusals = Callable[[FedAvg[Any]], Sequence[str]]
+
+PROTECTIONS: Mapping[str, Refusals] = {
+    "differential privacy of clients": lambda method: list(method.beside_updates().values()),
+}
+
+
+def privacy_table() -> str:
+    """Return a table of the strategies with their default settings: "works", or the reason of the refusal."""
+    lines = [f"| method | {' | '.join(PROTECTIONS)} |", "|---" * (1 + len(PROTECTIONS)) + "|"]
+    for name, kind in STRATEGIES.items():
+        method = kind()
+        cells = ["; ".join(refusals(method)) or "works" for refusals in PROTECTIONS.values()]
+        lines.append(f"| [`{name}`](../methods/{name}.md) | {' | '.join(cells)} |")
+    return "\n".join(lines)
