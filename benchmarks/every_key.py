@@ -47,6 +47,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "activation": ("identity", {"norm": "wsconv", "model": "lenet"}),
     "renorm-rmax": (300.0, {"norm": "batch-renorm"}),
     "renorm-dmax": (500.0, {"norm": "batch-renorm"}),
+    "feature-norm": (True, {}),
+    "feature-norm-scale": ("1", {"feature-norm": True}),
     "model": ("digits-cnn", {}),
     "num-classes": (12, {}),
     "dataset": ("digits-domains", {"model": "lenet"}),

@@ -34,7 +34,7 @@ from fedbn_flwr.experiment.method_settings import fields_of, method_fields, meth
 from fedbn_flwr.experiment.yaml_file import UNREADABLE, read_yaml
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, input_shape, model_info
-from fedbn_flwr.norms import NORMS
+from fedbn_flwr.norms import NORMS, FeatureScale
 from fedbn_flwr.privacy import differential
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
@@ -96,6 +96,12 @@ class Config(_MethodSettings):
     activation: str = _key("what", "relu", "activation for which `norm=wsconv` scales: relu or identity")
     renorm_rmax: float = _key("what", 3.0, "r_max of `norm=batch-renorm`", ge=1)
     renorm_dmax: float = _key("what", 5.0, "d_max of `norm=batch-renorm`", ge=0)
+    feature_norm: bool = _key(
+        "what", False, "the features before the classifier get a fixed length (FN); beside any norm but fixup"
+    )
+    feature_norm_scale: FeatureScale = _key(
+        "what", "sqrt-d", "that length, in units of the root of their number: sqrt-d; or 1"
+    )
     model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function")
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
     dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
@@ -686,6 +692,7 @@ class Config(_MethodSettings):
             "activation": (self.norm == "wsconv", "it is for norm=wsconv"),
             "renorm_rmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "renorm_dmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
+            "feature_norm_scale": (self.feature_norm, "it is for feature-norm=true"),
             "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
             "frozen_bn": (bool(self.train_only) and tracks, "it is for train-only, with norm=batch and batch-renorm"),
             "mlp_hidden": (self.model == "mlp", "it is for model=mlp"),

@@ -86,6 +86,7 @@ def build_options(config: Config) -> dict[str, Any]:
             "activation": config.activation,
             "gain": config.wsconv_gain,
         },
+        **({"feature_norm": config.feature_norm_scale} if config.feature_norm else {}),
         "seed": config.seed,
     }
 

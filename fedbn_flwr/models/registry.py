@@ -21,7 +21,7 @@ from fedbn_flwr.models.own import OWN, is_own, own_info
 from fedbn_flwr.models.resnet import resnet_shape, small_resnet
 from fedbn_flwr.models.segmentation import SEGMENTATION_PREFIX, segmentation_info, segmentation_names
 from fedbn_flwr.models.zoo import PREFIX, zoo_info, zoo_names
-from fedbn_flwr.norms import NORMS, replace_norm
+from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
 from fedbn_flwr.seeds import derive_seed
 
 __all__ = ["MODELS", "build_model", "input_shape", "model_info"]
@@ -134,6 +134,7 @@ def build_model(
     norm: str = "batch",
     norm_groups: int = 2,
     norm_options: Mapping[str, object] | None = None,
+    feature_norm: FeatureScale | None = None,
     seed: int = 0,
 ) -> nn.Module:
     """Return a model on the CPU in training mode that maps inputs to logits (N, num_classes, ...).
@@ -154,6 +155,7 @@ def build_model(
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
         norm_options: other options of norms by name, see ``replace_norm``; options of other norms are ignored.
+        feature_norm: the scale to which the features before the classifier are normalised; None = as they are.
         seed: seed of the run.
 
     Raises:
@@ -174,7 +176,8 @@ def build_model(
         if option not in known:
             raise unknown_name("option of a norm", option, known)
     taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
-    return replace_norm(model, norm, **taken)[0]
+    model = replace_norm(model, norm, **taken)[0]
+    return use_feature_norm(model, feature_norm)[0] if feature_norm else model
 
 
 def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[int, ...]) -> Callable[[], nn.Module]:

@@ -1,0 +1,74 @@
+r"""``feature-norm``: the features before the classifier get a fixed length; beside any ``norm``.
+
+The vector $x$ of $d$ numbers that enters the last linear layer becomes $\sqrt{d} \, x / \max(\lVert x \rVert,
+10^{-12})$ (scale "sqrt-d") or the same without the root (scale "1"), in training and in evaluation. There is no
+parameter and no state. Under label skew a client with one class lowers its loss without end by longer features; this
+closes that way. ``norm=layer`` does so only if no ReLU, sum or pooling stands between its last layer and the
+classifier, as in every residual network here: there use both.
+
+Source: Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in Label-Skewed Federated
+Learning", TMLR, arXiv:2308.09565 (FN is ``norm=none`` with it, FedLN ``norm=layer`` with it), read in the authors' code
+and in notes of a reader; Kim, Lee, Oh, Yun 2023, "FedFN", arXiv:2311.13267.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms.report import NormReport, Replacement
+from fedbn_flwr.norms.swap import describe
+
+__all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
+
+FeatureScale = Literal["sqrt-d", "1"]
+
+_SMALLEST = 1e-12  # a length below it divides as this one
+
+
+class NormalisedLinear(nn.Linear):
+    """A linear layer on features of a fixed length; a Linear becomes one in place, and its entries keep their names."""
+
+    feature_scale: FeatureScale = "sqrt-d"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map features (N, ..., in); their length is taken in float32 or wider."""
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(_SMALLEST)
+        scale = self.in_features**0.5 if self.feature_scale == "sqrt-d" else 1.0
+        return super().forward((wide * (scale / length)).to(input.dtype))
+
+
+def use_feature_norm(model: nn.Module, scale: FeatureScale = "sqrt-d") -> tuple[nn.Module, NormReport]:
+    """Normalise the features before the classifier, the last linear layer of the model, in place.
+
+    Args:
+        model: changed in place.
+        scale: "sqrt-d" for features of length sqrt(d), "1" for length 1.
+
+    Returns:
+        The model, and a report with the path of that layer.
+
+    Raises:
+        NormLayerError: the model has no linear classifier, or one that is changed already.
+    """
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    name = type(model).__name__
+    if not found:
+        raise NormLayerError(
+            f"feature-norm normalises the features before a linear classifier, and {name} has no linear layer. Use a "
+            "model with one, or feature-norm=false."
+        )
+    path, head = found[-1]
+    if type(head) is not nn.Linear:
+        raise NormLayerError(
+            f"feature-norm: the last linear layer of {name}, '{path}', is a {type(head).__name__}, which has a rule "
+            "of its own for its input. Use another norm than fixup, or feature-norm=false."
+        )
+    old = describe(head)
+    head.__class__ = NormalisedLinear
+    head.feature_scale = scale  # type: ignore[assignment]
+    return model, NormReport("feature-norm", (Replacement(path, old, describe(head)),))
