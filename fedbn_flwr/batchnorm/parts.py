@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.freezing import holds_eval
 
-__all__ = ["BatchNormLayer", "Part", "Parts", "learning_parts", "split_state"]
+__all__ = ["BatchNormLayer", "Part", "Parts", "fixed_entries", "learning_parts", "split_state"]
 
 
 class Part(StrEnum):
@@ -107,6 +107,20 @@ class Parts:
         """Return a SHA-256 of names, parts and shapes; a client's saved part is used only if it has the same one."""
         text = "\n".join(f"{name} {self.part_of[name]} {tuple(shapes[name])}" for name in self.names)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fixed_entries(model: nn.Module) -> frozenset[str]:
+    """Return the entries that local training does not change (see ``train_only``).
+
+    These are parameters without ``requires_grad``, and the statistics and counters of layers that are kept in eval
+    mode.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    fixed = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for layer in split_state(model).layers:
+        if holds_eval(modules[layer.path]):
+            fixed.update(name for leaf, name in layer.entries.items() if _LEAF[leaf] != Part.AFFINE)
+    return frozenset(fixed)
 
 
 def learning_parts(model: nn.Module) -> Parts:

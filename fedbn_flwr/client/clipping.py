@@ -6,6 +6,7 @@ from flwr.app import ArrayRecord, Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import merged_config
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.privacy.coordinates import Coordinates
@@ -18,7 +19,11 @@ def clipped_update(message: Message, context: Context, call_next: ClientAppCalla
     """Return the app's reply with its update clipped as the server asks: a Flower mod.
 
     It must be the first mod, so that it sees what leaves the client: ``ClientApp(mods=[clipped_update, local_bn])``.
-    Counters leave as they came, since they tell the number of batches. Without ``dp=client`` nothing changes.
+    Counters leave as they came, since they tell the number of batches. Without ``dp=client`` nothing changes. Metrics
+    leave as they are.
+
+    Raises:
+        StateError: the reply does not hold the model as it was received; nothing is sent.
     """
     config = merged_config(message)
     if CLIP not in config or message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
@@ -26,11 +31,16 @@ def clipped_update(message: Message, context: Context, call_next: ClientAppCalla
     key, received = next(iter(message.content.array_records.items()))
     before = views(ArrayRecord(dict(received)))
     reply = call_next(message, context)
-    if reply.has_content() and key in reply.content.array_records:
+    if reply.has_content():
+        if key not in reply.content.array_records:
+            raise StateError(f"clipped_update: the reply has no ArrayRecord '{key}'; nothing is sent")
         state = views(reply.content.array_records[key])
-        sent = {name: before[name] for name in state if name in before}
-        if len(sent) == len(state):  # the server refuses others
-            coordinates = Coordinates(sent, split_state(sent), float(config[SCALE]))
-            update, _ = clipped(coordinates.update(state), float(config[CLIP]))
-            reply.content[key] = to_record(coordinates.state(update, 0.0))
+        if odd := [name for name in state if name not in before or state[name].shape != before[name].shape]:
+            raise StateError(
+                f"clipped_update: the reply's entry '{odd[0]}' is not one that was received; nothing is sent"
+            )
+        sent = {name: before[name] for name in state}
+        coordinates = Coordinates(sent, split_state(sent), float(config[SCALE]))
+        update, _ = clipped(coordinates.update(state), float(config[CLIP]))
+        reply.content[key] = to_record(coordinates.state(update, 0.0))
     return reply

@@ -40,6 +40,7 @@ from fedbn_flwr.messages.numpy_client import Config, describe, open_message, rep
 from fedbn_flwr.messages.protocol import CLIENT_WORDS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.failures import losses_not_finite
+from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.strategies import FedAvg
 
 __all__ = ["LegacyStrategy", "to_legacy"]
@@ -97,6 +98,11 @@ def to_legacy(
         raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
     config_fns = on_fit_config_fn, on_evaluate_config_fn
     metrics_fns = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
+    if type(strategy.protection) is not Protection:
+        raise ConfigError(
+            "differential privacy works on Flower's Message API alone: the legacy loop hands the clients' metrics to "
+            "the project's functions, and secure aggregation gives averages whose parts were not clipped"
+        )
     return LegacyStrategy(strategy, initial_arrays, evaluate_fn, config_fns, metrics_fns)
 
 

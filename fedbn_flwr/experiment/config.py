@@ -440,6 +440,12 @@ class Config(_MethodSettings):
         found = differential.conflicts(self.dp_settings())
         method = self.method()(**{**self.params().model_dump(), "eval_on": ",".join(self.evaluations())})
         found += [f"strategy {self.title!r} with dp={self.dp}: {what}" for what in method.beside_updates().values()]
+        if self.min_replies > 1:
+            found.append(
+                f"min-replies={self.min_replies}: a round with noise has a result whoever answers; leave it out"
+            )
+        if self.norm == "batch-renorm":
+            found.append("norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds")
         if self.early_stopping:
             found.append(f"early-stopping={self.early_stopping} chooses a round by the clients' validation examples")
         if self.standardise_as() == "federated":

@@ -11,6 +11,7 @@ __all__ = ["privacy_table"]
 
 Refusals = Callable[[FedAvg[Any]], Sequence[str]]
 
+PUBLISHED = "dp-metrics=published"
 PROTECTIONS: Mapping[str, Refusals] = {
     "differential privacy of clients": lambda method: list(method.beside_updates().values()),
 }
@@ -21,6 +22,7 @@ def privacy_table() -> str:
     lines = [f"| method | {' | '.join(PROTECTIONS)} |", "|---" * (1 + len(PROTECTIONS)) + "|"]
     for name, kind in STRATEGIES.items():
         method = kind()
-        cells = ["; ".join(refusals(method)) or "works" for refusals in PROTECTIONS.values()]
+        works = f"works; tests by the clients need `{PUBLISHED}`" if method.local else "works"
+        cells = ["; ".join(refusals(method)) or works for refusals in PROTECTIONS.values()]
         lines.append(f"| [`{name}`](../methods/{name}.md) | {' | '.join(cells)} |")
     return "\n".join(lines)

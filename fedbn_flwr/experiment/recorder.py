@@ -58,6 +58,7 @@ GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
 GLOBAL_TESTS |= {name: f"test-{name}" for name in _COMPLETED}
 """Each test of the global model, and the prefix of its metrics."""
 
+REFUSED = "a reply was refused; the server's log has the reason"
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 _WHAT_MEAN = " (mean over clients)"
@@ -86,8 +87,9 @@ class Recorder:
             self._interface = replace(self._interface, mean=scale.mean, std=scale.std)
         self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
+        self._withheld = strategy is not None and not strategy.protection.publishes_metrics
         self._held_out = HeldOut(data, self._task) if data and data.held_out else None
-        self._domains = data.domain_views() if data else {}
+        self._domains = data.domain_views() if data and not self._withheld else {}
         self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
         untrained = [name for name in config.evaluations() if name.startswith("global")]
         if strategy and untrained and strategy.local:
@@ -134,8 +136,9 @@ class Recorder:
         line |= _personal(report, self._trained, self._task)
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task)
         clients = report.clients.values() or [report.metrics]
-        line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
-        line[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
+        if not self._withheld:
+            line["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
+            line[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
         line |= {"participants": report.participants, **_moved(report.train), **report.privacy}
         if report.evaluate.exchanges:
             line |= _moved(report.evaluate, "evaluation-")
@@ -146,8 +149,7 @@ class Recorder:
         if domains:
             line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
-        secret = self._strategy is not None and self._strategy.protection.secret_sampling
-        line["rejected"] = ["withheld"] * len(report.rejected) if secret else list(report.rejected.values())
+        line["rejected"] = [REFUSED] * len(report.rejected) if self._withheld else list(report.rejected.values())
         if report.kept_previous:
             line["kept-previous"] = True
         if report.diverged:
@@ -239,12 +241,16 @@ class Recorder:
         summary |= strategy.outcome(kept_round or len(lines)) if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
-        local = strategy.run.local_hashes if strategy else {}
+        # A hash of what a client keeps would confirm a guess of its data.
+        private = strategy is not None and strategy.protection.always_releases
+        local = strategy.run.local_hashes if strategy and not private else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
         about = _contents(strategy)
         summary["model"] = about
         absent = [part for part, text in about.items() if text == ABSENT]
-        clients = self._folder.save_clients(_kept_by_clients(self._config, strategy, state) if strategy else ())
+        clients = self._folder.save_clients(
+            _kept_by_clients(self._config, strategy, state) if strategy and not private else ()
+        )
         if strategy and absent:
             summary["model-note"] = why_absent(absent, clients)
             logger.info("%s", summary["model-note"])
@@ -253,7 +259,7 @@ class Recorder:
             "sha256": summary["sha256"],
             INTERFACE: self._interface.to_json(),
         }  # what using the model elsewhere needs
-        more |= {KEPT_HASHES: json.dumps(dict(sorted(local.items())))} if strategy and strategy.local else {}
+        more |= {KEPT_HASHES: json.dumps(dict(sorted(local.items())))} if strategy and strategy.local and local else {}
         more |= {DIVERGED_AT: str(since)} if since and (kept_round or len(lines)) >= since else {}
         self._folder.finish(state, {"format": "pt", **about, **more}, summary)
         return summary

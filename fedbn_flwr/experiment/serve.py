@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import fixed_entries, split_state
 from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import (
     ConfigError,
@@ -126,7 +126,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
     if config.dp != "off":
-        strategy.protect(ClientLevelDP(config.dp_settings(), file=out / PRIVACY))
+        strategy.protect(ClientLevelDP(config.dp_settings(), file=out / PRIVACY, fixed=fixed_entries(model)))
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]

@@ -1,18 +1,18 @@
 r"""The privacy loss of a run: epsilon at a given delta, by the library ``dp-accounting``.
 
-One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm at most C, divided by the fixed number m
-of sampled clients. Two federations are neighbours if
+One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm at most C, divided by the number m of
+clients that were asked. The numbers n of clients with data and m of those asked are public, and so is who takes part.
+Two federations are neighbours if
 
-- ``add-remove``: one client's update is zero in one of them. The sum changes by at most C: the noise multiplier is z.
+- ``zero-out``: one client's update is zero in one of them. The sum changes by at most C: the noise multiplier is z.
 - ``replace-one``: one client has other data. The sum changes by up to 2 C, so the noise multiplier is z / 2.
 
-Without secret sampling every release counts in full, whoever took part: Gaussian noises compose to one with
-``1 / z^2 = sum 1 / z_t^2``, whose epsilon is exact (Balle and Wang 2018). If m of n clients are drawn, a client that is
-removed makes room for another one in the sample, so that add-remove counts as replace-one.
+With known sampling every release counts in full, as if the client took part in it. Gaussian noises compose to one with
+``1 / z^2 = sum 1 / z_t^2``, whose epsilon is exact (Balle and Wang 2018).
 
 With secret sampling (m of n without replacement, known to nobody, ``replace-one``) the bound is that of Wang, Balle and
 Kasiviswanathan 2019, Theorem 27, in Renyi divergences. The library's event takes the noise as a multiple of the whole
-change, which is 2 C here.
+change, which is 2 C here. It holds against those who see the models alone: a client knows whether it was drawn itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedbn_flwr.errors import ConfigError
 
 __all__ = ["Ledger", "Neighbours", "Release", "require_dp_accounting"]
 
-Neighbours = Literal["add-remove", "replace-one"]
+Neighbours = Literal["zero-out", "replace-one"]
 
 
 class Release(NamedTuple):
@@ -72,13 +72,16 @@ class Ledger:
         self.releases.append(release)
 
     def restore(self, releases: Iterable[Release]) -> None:
-        """Restore the releases of a run: those in the file if it has one, else ``releases``."""
+        """Restore the releases of a run: those given, those in memory or those in the file, whichever are most."""
+        known: list[list[Release]] = [self.releases, list(releases)]
         if self.file and self.file.exists():
             text = self.file.read_text(encoding="utf-8")
-            complete = text[: text.rfind("\n") + 1]
-            write_atomically(self.file, complete)  # without the line that a killed process did not finish
-            releases = [Release(**json.loads(line)) for line in complete.splitlines()]
-        self.releases = list(releases)
+            complete = text[: text.rfind("\n") + 1]  # without the line that a killed process did not finish
+            known.append([Release(**json.loads(line)) for line in complete.splitlines()])
+        longest = max(known, key=len)
+        self.releases = list(longest)
+        if self.file and self.releases:
+            write_atomically(self.file, "".join(json.dumps(release._asdict()) + "\n" for release in self.releases))
 
     def epsilon(self, more: Iterable[Release] = ()) -> float:
         """Return epsilon of all releases and of ``more``; infinity if one has no noise."""
@@ -114,12 +117,9 @@ class Ledger:
         gaussian: Any = require_dp_accounting().get_epsilon_gaussian
         if not releases:
             return 0.0
-        precision = math.fsum((self._factor(release) / release.noise_multiplier) ** 2 for release in releases)
+        change = 1 if self.neighbours == "zero-out" else 2  # of the sum, in units of C
+        precision = math.fsum((change / release.noise_multiplier) ** 2 for release in releases)
         return float(gaussian(1 / math.sqrt(precision), self.delta))
-
-    def _factor(self, release: Release) -> int:
-        """Return the largest change of the sum, in units of C."""
-        return 1 if self.neighbours == "add-remove" and release.sampled == release.population else 2
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ privacy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -38,12 +38,13 @@ class Coordinates:
         before: the shared entries of the global state before the round.
         parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are found by their names.
         scale: s, the weight of running statistics.
+        fixed: entries that no client changes: they have no coordinates and keep their value.
     """
 
-    def __init__(self, before: State, parts: Parts, scale: float) -> None:
+    def __init__(self, before: State, parts: Parts, scale: float, fixed: Collection[str] = ()) -> None:
         self._before = before
         self._units: dict[str, Array | float] = {
-            name: 1.0 for name, array in before.items() if array.dtype.kind in "fc"
+            name: 1.0 for name, array in before.items() if array.dtype.kind in "fc" and name not in fixed
         }
         self._variances = set()
         for mean, variance in {*split_state(before).moments(), *parts.moments()}:
@@ -55,6 +56,14 @@ class Coordinates:
     def update(self, state: State) -> dict[str, Array]:
         """Return the update of a client's state, which has the entries and shapes of the state before."""
         return {name: (_real(state[name]) - _real(self._before[name])) / unit for name, unit in self._units.items()}
+
+    def rounding(self) -> float:
+        """Return how long an update can be that the rounding of the state's dtypes alone makes."""
+        lengths = [
+            float(np.finfo(self._before[name].dtype).eps * np.linalg.norm(_real(self._before[name]) / unit))
+            for name, unit in self._units.items()
+        ]
+        return math.hypot(*lengths)
 
     def state(self, update: Update, deviation: float) -> dict[str, Array]:
         """Return the state of an update, in the dtypes of the state before; integers keep their value.
@@ -88,5 +97,7 @@ def _real(array: Array) -> Array:
 
 
 def _above_zero(variance: Array, deviation: Array) -> Array:
+    if not (variance < deviation).any():
+        return variance
     t = np.maximum(deviation, np.finfo(np.float64).tiny)
     return np.where(variance < t, t * np.exp(np.minimum(variance, t) / t - 1), variance)

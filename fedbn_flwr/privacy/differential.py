@@ -16,18 +16,20 @@ with the client; $m$ is the number of clients that were asked, also of those tha
 $$\bar u = \frac{1}{m} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
 \mathcal{N}\left(0, \left(\frac{z C}{m}\right)^2 I\right)$$
 
-The method gets the state of $\bar u$ in place of the clients' replies; what it does with it costs nothing more.
-Counters are not averaged: they count the rounds, since a number of batches would tell $|D_i|$.
+The method gets the state of $\bar u$ in place of the clients' replies, and may use it in any way at no further cost.
+Counters are not averaged: they count the rounds, since a number of batches would tell $|D_i|$. A round is always
+released, also if few clients or none have answered: whether a client answers can depend on its data.
 
 Adaptive clipping: $b$ is the share of clients with $\lVert u_i \rVert \le C$, from the sum of $b_i - 1/2$ with noise of
 deviation $\sigma_b = \max(m / 20, z)$, and $C \leftarrow C \exp(-\eta (b - \gamma))$. Both noises together cost what
-one of multiplier $z$ does, because the updates get $z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
+one noise of multiplier $z$ does: the updates get $z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
 
 ## What it protects
 
-The sequence of global models, against everybody who sees them, at the level of a client (``privacy.accounting`` says
-what epsilon rests on). The server is trusted: it sees the replies. With ``where="client"`` it sees clipped updates.
-Metrics of clients are outside: they are withheld, or published without protection.
+The global models of all rounds, against everybody who sees them, at the level of a client (``privacy.accounting`` says
+what epsilon rests on). The server is trusted: it sees the replies, with ``where="client"`` clipped ones. What else the
+server writes for itself is not covered: log, checkpoints, the split and the report of the data. Metrics of clients are
+withheld, or published without protection.
 
 ## Law
 
@@ -40,12 +42,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.privacy.accounting import Ledger, Neighbours, Release, require_dp_accounting
 from fedbn_flwr.privacy.coordinates import Coordinates, Update, norm
@@ -64,8 +69,6 @@ logger = logging.getLogger("flwr")
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
 SCALE = Key("fedbn-flwr.dp-statistics-scale", "float: s", "server", "client")
 
-_SLACK = 1e-3  # a clipped state in float32 may have an update a little longer than C
-
 
 setting = functools.partial(_setting, group="privacy")
 
@@ -80,7 +83,7 @@ class DPSettings(Settings):
     dp_noise_multiplier: float = setting(
         0.0, "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing", ge=0
     )
-    dp_clipping_norm: float = setting(1.0, "C: largest norm of a client's update; the first one if it adapts", gt=0)
+    dp_clipping_norm: float = setting(1.0, "C: largest norm of a client's update; in round 1, if it adapts", gt=0)
     dp_clipping_quantile: float = setting(
         0.0, "gamma: C adapts until this share of the updates is not clipped; 0 = C is fixed", ge=0, lt=1
     )
@@ -92,12 +95,13 @@ class DPSettings(Settings):
     )
     dp_delta: float = setting(1e-5, "delta for which epsilon is stated; well below 1 / number of clients", gt=0, lt=1)
     dp_neighbours: Neighbours = setting(
-        "add-remove", "what epsilon hides: whether a client took part at all, or (replace-one) which data it has"
+        "zero-out",
+        "what epsilon hides: whether a client's update is in the sum or zero, or (replace-one) which data it has",
     )
     dp_sampling: Literal["known", "secret"] = setting(
         "known",
         "known = clients are drawn with the seed, and epsilon counts each as if it took part in every round; secret = "
-        "drawn anew in every run, participants are withheld, and epsilon has the benefit (replace-one)",
+        "they are drawn anew in every run and withheld, and epsilon is smaller, against those who see models alone",
     )
     dp_target_epsilon: float = setting(
         0.0, "choose the noise multiplier so that R rounds cost this epsilon; 0 = dp-noise-multiplier", ge=0
@@ -120,8 +124,14 @@ def conflicts(settings: DPSettings) -> list[str]:
         found.append(
             f"dp-max-epsilon={settings.dp_max_epsilon} needs noise: without it the first round already costs more"
         )
+    if settings.dp_max_epsilon and settings.dp_max_epsilon < settings.dp_target_epsilon:
+        found.append(
+            f"dp-max-epsilon={settings.dp_max_epsilon} is below dp-target-epsilon={settings.dp_target_epsilon}"
+        )
     if settings.dp_sampling == "secret" and settings.dp_neighbours != "replace-one":
         found.append("dp-sampling=secret needs dp-neighbours=replace-one, for which its benefit is known")
+    if settings.dp_sampling == "secret" and settings.dp_metrics == "published":
+        found.append("dp-sampling=secret with dp-metrics=published: the metrics would tell who was drawn")
     return found
 
 
@@ -129,7 +139,10 @@ def unused(settings: DPSettings) -> dict[str, str]:
     """Return the settings that have no effect under the others, by name, each with what it needs."""
     if settings.dp == "off":
         return dict.fromkeys(set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client")
-    return {} if settings.dp_clipping_quantile else {"dp_clipping_rate": "it is for dp-clipping-quantile above 0"}
+    found = {} if settings.dp_clipping_quantile else {"dp_clipping_rate": "it is for dp-clipping-quantile above 0"}
+    if not (settings.dp_noise_multiplier or settings.dp_target_epsilon):
+        found |= dict.fromkeys(("dp_delta", "dp_neighbours"), "without noise there is no epsilon")
+    return found
 
 
 class ClientLevelDP(Protection):
@@ -139,43 +152,66 @@ class ClientLevelDP(Protection):
         settings: clipping, noise and accounting; ``dp`` says who clips.
         noise: the source of noise; another one than ``SystemNoise`` is for tests, and no epsilon is stated then.
         file: a file for the releases, see ``Ledger``.
+        fixed: names of the entries that no client trains (a frozen backbone): they get no noise, and a reply that
+            changed them is refused.
 
     Attributes:
         clipping_norm: C of the next round.
         noise_multiplier: z; None before the first round, where it comes from a target epsilon.
-        ledger: the releases so far.
+        ledger: the releases so far, of all runs with this object.
 
     Raises:
         ConfigError: settings exclude each other, or the library that computes epsilon is not installed.
     """
 
-    def __init__(self, settings: DPSettings, noise: Noise | None = None, file: Path | None = None) -> None:
-        self.settings, self.noise, self._file = settings, noise or SystemNoise(), file
+    always_releases = True
+
+    def __init__(
+        self,
+        settings: DPSettings,
+        noise: Noise | None = None,
+        file: Path | None = None,
+        fixed: Collection[str] = (),
+    ) -> None:
+        self.settings, self.noise, self._fixed = settings, noise or SystemNoise(), frozenset(fixed)
         self.publishes_metrics = settings.dp_metrics == "published"
         self.secret_sampling = settings.dp_sampling == "secret"
         if problems := conflicts(settings):
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
-        self._forget()
+        self.ledger = Ledger(settings.dp_delta, settings.dp_neighbours, self.secret_sampling, file)
+        self.ledger.restore(())
+        self._local: frozenset[Part] = frozenset()
+        self._begin()
 
     def begin(self, method: Method[Any]) -> None:
-        """Forget an earlier run; check that nothing of the clients goes round the noise.
+        """Start with the first clipping norm; check that nothing of the clients goes round the noise.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
         """
-        self._forget()
-        if beside := method.beside_updates():
+        self._begin()
+        self._local = method.local
+        problems = list(method.beside_updates().values())
+        if unknown := _own_hooks(type(method)):
+            problems.append(
+                f"{unknown[0].__name__} reads replies in a method of its own; let its beside_updates() return what it "
+                "takes from a client beside the update (super().beside_updates() if nothing)"
+            )
+        if self.secret_sampling and method.local:
+            problems.append(
+                "dp-sampling=secret: a client's first message is larger than the next ones, so traffic tells who was "
+                "drawn before; use dp-sampling=known"
+            )
+        if problems:
             subject = f"strategy {method.name!r} with dp={self.settings.dp}"
-            raise ConfigError("\n".join(f"{subject}: {what}" for what in beside.values()))
+            raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))
 
-    def _forget(self) -> None:
+    def _begin(self) -> None:
         own = self.settings
         self.clipping_norm = own.dp_clipping_norm
         self.noise_multiplier = None if own.dp_target_epsilon else own.dp_noise_multiplier
-        self.ledger = Ledger(own.dp_delta, own.dp_neighbours, self.secret_sampling, self._file)
-        self.ledger.restore(())
 
     def config(self) -> Mapping[str, Any]:
         """Return C and s for the mod of a client that clips."""
@@ -184,10 +220,14 @@ class ClientLevelDP(Protection):
         return {CLIP: self.clipping_norm, SCALE: self.settings.dp_statistics_scale}
 
     def check(self, run: RunState, reply: Reply, before: State) -> None:
-        """Refuse an update that its client should have clipped."""
+        """Refuse an update that its client should have clipped, or that has changed a fixed entry."""
+        for name in self._fixed & reply.state.keys():
+            if not np.array_equal(reply.state[name], before[name]):
+                raise ReplyError(f"entry '{name}' changed, and no client trains it (train-only)")
         if self.settings.dp == "client":
-            length = norm(self._coordinates(run, reply, before).update(reply.state))
-            if length > self.clipping_norm * (1 + _SLACK):
+            coordinates = self._coordinates(run, before)
+            length = norm(coordinates.update(reply.state))
+            if not length <= self.clipping_norm + 2 * coordinates.rounding():
                 raise ClientPartError(
                     f"its update has norm {length:.4g}, and dp=client asks the client to clip it to "
                     f"{self.clipping_norm:.4g}. Make `clipped_update` of fedbn_flwr.mods the app's first mod, or use "
@@ -198,13 +238,14 @@ class ClientLevelDP(Protection):
         """Return one reply: the state of the average of the clipped updates, with noise."""
         own, asked = self.settings, run.report.asked
         release = self._release(run)
-        coordinates = self._coordinates(run, replies[0], before)
-        total: dict[str, Array] = {}
+        coordinates = self._coordinates(run, before)
+        total: dict[str, Array] = {name: 0 * array for name, array in coordinates.update(before).items()}
         surplus = 0.0  # sum of b_i - 1/2
         for reply in replies:
             update, fits = clipped(coordinates.update(reply.state), self.clipping_norm)
             surplus += fits - 0.5
-            total = {name: array + total.get(name, 0.0) for name, array in update.items()}
+            for name, array in update.items():
+                total[name] += array
         of_bits, of_updates = self._split(release.noise_multiplier, asked)
         deviation = of_updates * self.clipping_norm / asked
         average = {name: array / asked + deviation * self.noise.normal(array.shape) for name, array in total.items()}
@@ -212,11 +253,13 @@ class ClientLevelDP(Protection):
         state |= {name: state[name] + 1 for name in run.parts.counters if name in state}
         if own.dp_clipping_quantile:
             share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
-            self.clipping_norm *= math.exp(-own.dp_clipping_rate * (share - own.dp_clipping_quantile))
+            self.clipping_norm *= math.exp(-own.dp_clipping_rate * (min(max(share, 0), 1) - own.dp_clipping_quantile))
         return [Reply(Node(0), 1.0, state, {})]
 
-    def _coordinates(self, run: RunState, reply: Reply, before: State) -> Coordinates:
-        return Coordinates({name: before[name] for name in reply.state}, run.parts, self.settings.dp_statistics_scale)
+    def _coordinates(self, run: RunState, before: State) -> Coordinates:
+        part_of = run.parts.part_of
+        shared = {name: array for name, array in before.items() if part_of[name] not in self._local}
+        return Coordinates(shared, run.parts, self.settings.dp_statistics_scale, self._fixed)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
         """Return the deviation of the noise in the sum of bits, and z_u; without adaptive clipping 0 and z."""
@@ -247,26 +290,28 @@ class ClientLevelDP(Protection):
 
     @property
     def guarantees(self) -> bool:
-        """Whether the releases so far have a finite epsilon: all have noise, which nobody can repeat."""
-        return self.noise.secret and math.isfinite(self.ledger.epsilon())
+        """Whether there are releases, with a finite epsilon: all have noise, which nobody can repeat."""
+        return bool(self.ledger.releases) and self.noise.secret and math.isfinite(self.ledger.epsilon())
 
     def guarantee(self) -> str:
         """Return what is guaranteed, in a sentence."""
+        own, ledger = self.settings, self.ledger
         if not self.noise.secret:
             return "No privacy is guaranteed: the noise can be repeated."
-        epsilon, own, ledger = self.ledger.epsilon(), self.settings, self.ledger
-        if not math.isfinite(epsilon):
+        if not own.dp_noise_multiplier and not own.dp_target_epsilon:
             return "No privacy is guaranteed: updates are clipped, without noise."
-        what = "whether a client took part" if own.dp_neighbours == "add-remove" else "which data a client has"
-        drawn = "drawn secretly" if self.secret_sampling else "whoever takes part"
+        what = (
+            "whether a client's update is in the sums" if own.dp_neighbours == "zero-out" else "which data a client has"
+        )
+        against = ", from all but clients" if self.secret_sampling else ""
         return (
-            f"epsilon = {epsilon:.4g} at delta = {own.dp_delta:g} after {len(ledger.releases)} rounds: the models hide "
-            f"{what} ({drawn})."
+            f"epsilon = {ledger.epsilon():.4g} at delta = {own.dp_delta:g} after {len(ledger.releases)} releases: the "
+            f"models hide {what}{against}."
         )
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether a further round, with as many clients as the last, would exceed ``dp_max_epsilon``."""
-        limit, releases = self.settings.dp_max_epsilon, self.ledger.releases
+        """Return whether a further round, with as many clients as the last, would cost too much in total."""
+        limit, releases = self.settings.dp_max_epsilon or self.settings.dp_target_epsilon, self.ledger.releases
         return bool(limit and releases) and self.ledger.epsilon(releases[-1:]) > limit
 
     def outcome(self) -> dict[str, Any]:
@@ -291,7 +336,19 @@ class ClientLevelDP(Protection):
 
 
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
-    """Return the update, scaled to ``clipping_norm`` if it is longer, and whether it was not longer."""
+    """Return the update, scaled to ``clipping_norm`` if it is longer, and whether it was not longer.
+
+    An update whose length is not finite becomes zero.
+    """
     length = norm(update)
+    if not math.isfinite(length):
+        return {name: np.zeros_like(array) for name, array in update.items()}, False
     factor = min(1.0, clipping_norm / length) if length else 1.0
     return {name: factor * array for name, array in update.items()}, length <= clipping_norm
+
+
+def _own_hooks(kind: type[Method[Any]]) -> list[type]:
+    """Return the classes of other projects that read replies and do not say what they take."""
+    reads, says = {"combine", "weights", "check"}, "beside_updates"
+    foreign = [one for one in kind.__mro__ if not one.__module__.startswith(("fedbn_flwr.", "flwr."))]
+    return [one for one in foreign if vars(one).keys() & reads and says not in vars(one)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, unused
 from fedbn_flwr.privacy.noise import Noise
 from fedbn_flwr.strategies import FedAvg
 
@@ -31,6 +33,8 @@ class DPWrapper(Strategy):
         clipping_norm: C, the largest norm of a client's update, in the coordinates of ``privacy.coordinates``.
         where: who clips: "server", or "client" by the mod ``clipped_update``.
         noise: for tests: another source of noise than the operating system. No epsilon is stated then.
+        file: a file for the releases, which a run that is killed and resumed needs: it repeats rounds.
+        fixed: names of the entries that no client trains; they get no noise.
         **settings: further fields of ``DPSettings`` without ``dp_``: ``clipping_quantile``, ``delta``, ...
 
     Raises:
@@ -45,11 +49,24 @@ class DPWrapper(Strategy):
         *,
         where: Literal["server", "client"] = "server",
         noise: Noise | None = None,
+        file: Path | None = None,
+        fixed: Collection[str] = (),
         **settings: Any,
     ) -> None:
         named = {"noise_multiplier": noise_multiplier, "clipping_norm": clipping_norm, **settings}
         values: dict[str, Any] = {f"dp_{name}": value for name, value in named.items()}
-        self.privacy = ClientLevelDP(DPSettings(dp=where, **values), noise)
+        if not isinstance(strategy, FedAvg):
+            raise ConfigError(
+                f"DPWrapper is for the strategies of fedbn_flwr.strategies, and {type(strategy).__name__} is none. "
+                "Flower's own wrappers are for Flower's strategies."
+            )
+        chosen = DPSettings(dp=where, **values)
+        problems = [f"{name}: {use}" for name, use in unused(chosen).items() if name in values]
+        if chosen.dp == "off":
+            problems = ["where='off' protects nothing; use 'server' or 'client'"]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        self.privacy = ClientLevelDP(chosen, noise, file, fixed)
         self.strategy = strategy
         strategy.protect(self.privacy)
 

@@ -99,7 +99,13 @@ class Server(Method[P]):
         self._connect(3600.0)
 
     def protect(self, protection: Protection) -> None:
-        """Let ``protection`` stand between the clients' replies and the method."""
+        """Let ``protection`` stand between the clients' replies and the method.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        if type(self.protection) is not Protection:
+            raise ConfigError(f"strategy {self.name!r} has a protection already; make a new strategy for another one")
         self.protection = protection
         self._connect(self.dispatcher.timeout)
 
@@ -397,7 +403,7 @@ class Server(Method[P]):
             raise lacking[0]
         self.run.trained.update(reply.node.label for reply in usable)
         self._raise_shared_error(refused, bool(self.run.trained))
-        if len(usable) < self.params.min_replies:
+        if len(usable) < self.params.min_replies and not (self.protection.always_releases and report.asked):
             report.kept_previous = True
             logger.warning(
                 "round %d: %d usable replies, %d needed (min_replies): the previous global model is kept. %s.",

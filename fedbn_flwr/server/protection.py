@@ -22,10 +22,12 @@ class Protection:
     Attributes:
         publishes_metrics: whether the clients' metrics go into the reports of the run.
         secret_sampling: whether nobody may know which clients take part.
+        always_releases: whether a round has a result also with too few usable replies, or none.
     """
 
     publishes_metrics = True
     secret_sampling = False
+    always_releases = False
 
     def begin(self, method: Method[Any]) -> None:
         """Prepare a new run.

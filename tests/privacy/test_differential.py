@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
+from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import clipped_update, local_bn
 from fedbn_flwr.privacy import DPWrapper
+from fedbn_flwr.privacy.accounting import Ledger, Release
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SeededNoise, SystemNoise
@@ -33,6 +37,9 @@ IMAGES = (3, 32, 32)
 
 class Equal(FedAvg):
     """FedAvg whose clients weigh the same."""
+
+    def beside_updates(self) -> dict[str, str]:
+        return super().beside_updates()
 
     def weights(self, replies: Any) -> list[float]:
         return [1.0] * len(replies)
@@ -141,7 +148,7 @@ def test_ten_rounds_of_heavy_noise_refuse_no_reply_and_keep_variances_positive(
     assert [report.rejected for report in strategy.reports] == [{}] * 10
     assert all((state["1.running_var"] > 0).all() for state in got.history)
     assert wrapper.guarantee().startswith("epsilon = ")
-    assert "after 10 rounds: the models hide whether a client took part" in wrapper.guarantee()
+    assert "after 10 releases: the models hide whether a client's update is in the sums." in wrapper.guarantee()
 
 
 def test_what_stays_with_the_clients_or_is_frozen_gets_no_noise(federate: Any, mlp: Any, datasets: Any) -> None:
@@ -246,6 +253,105 @@ def test_settings_that_take_more_are_refused_by_name(
         federate(strategy, mlp, datasets, rounds=3, sgd_momentum=0.9)
 
 
+def test_a_round_is_released_whoever_answers(federate: Any, mlp: Any, datasets: Any) -> None:
+    """All replies hold NaN: the model gets noise all the same, and the ledger counts it."""
+    bad = [type(data)(data.inputs * float("nan"), data.targets) for data in datasets]
+    strategy = FedAvg(min_replies=3, on_divergence="continue")
+    wrapper = DPWrapper(strategy, 1.0, 1.0)
+    got = federate(strategy, mlp, bad, rounds=2)
+    assert all(len(report.rejected) == 3 and not report.kept_previous for report in strategy.reports)
+    assert distance(got.history[0], got.history[1], got.history[0]) > 0.1
+    assert len(wrapper.privacy.ledger.releases) == 2
+
+
+def test_an_update_that_is_not_finite_in_its_units_adds_nothing(mlp: Any) -> None:
+    before, _ = federation(mlp, 0)
+    huge = {**before, "1.running_var": before["1.running_var"] + 1e306}
+    got = pooled(ClientLevelDP(DPSettings(dp="server")), before, [huge, before])
+    assert distance(before, got, before) == 0
+    assert all(np.isfinite(array).all() for array in got.values())
+
+
+def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(mlp: Any) -> None:
+    before, states = federation(mlp, 0)
+    fixed = ["0.weight", "1.running_mean", "1.running_var"]
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0), fixed=fixed)
+    got = pooled(privacy, before, [before] * 4)
+    assert all(np.array_equal(got[name], before[name]) for name in fixed)
+    assert not np.array_equal(got["1.weight"], before["1.weight"])
+    with pytest.raises(ReplyError, match=r"entry '0\.weight' changed, and no client trains it"):
+        privacy.check(
+            RunState("fedavg"), Reply(Node(0), 1.0, {**before, "0.weight": states[0]["0.weight"]}, {}), before
+        )
+
+
+def test_a_frozen_backbone_stays_as_it_is(tmp_path: Path) -> None:
+    quick(tmp_path, "run", dp="server", dp_noise_multiplier=1.0, train_only="fc", num_server_rounds=2)
+    start = make_model(Config.make({**DIGITS, "train-only": "fc"})).state_dict()
+    end = global_state(tmp_path / "run")
+    same = {name for name in start if np.array_equal(start[name], end[name])}
+    assert same >= {name for name in start if not name.startswith("fc.") and not name.endswith("tracked")}
+    assert not same & {"fc.weight", "fc.bias"}
+
+
+def test_the_folder_of_a_run_holds_no_hash_of_what_a_client_keeps(tmp_path: Path) -> None:
+    keys = {"strategy": "fedbn", "dp_metrics": "published", "state_dir": "out"}
+    quick(tmp_path, "run", dp="server", dp_noise_multiplier=1.0, **keys)
+    assert not (tmp_path / "run" / "clients").exists()
+    assert b"kept-sha256" not in (tmp_path / "run" / "model.safetensors").read_bytes()
+
+
+def test_a_second_run_of_a_wrapper_costs_more(federate: Any, mlp: Any, datasets: Any) -> None:
+    strategy = FedAvg()
+    wrapper = DPWrapper(strategy, 1.0, 1.0)
+    assert "after 0 releases" in wrapper.guarantee()
+    assert not wrapper.privacy.guarantees
+    for releases in (2, 4):
+        federate(strategy, mlp, datasets, rounds=2)
+        assert f"after {releases} releases" in wrapper.guarantee()
+
+
+class OfAnotherProject(FedAvg):
+    def combine(self, server_round: int, replies: Any, before: Any) -> Any:
+        self.seen = [reply.metrics for reply in replies]
+        return super().combine(server_round, replies, before)
+
+
+def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp: Any, datasets: Any) -> None:
+    strategy = FedAvg()
+    DPWrapper(strategy, 1.0)
+    with pytest.raises(ConfigError, match="has a protection already"):
+        DPWrapper(strategy, 1.0)
+    with pytest.raises(ConfigError, match="works on Flower's Message API alone"):
+        to_legacy(strategy, to_record(mlp().state_dict()))
+    with pytest.raises(
+        ConfigError, match=r"DPWrapper is for the strategies of fedbn_flwr\.strategies, and FedAvg is none"
+    ):
+        DPWrapper(FlowersFedAvg(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="where='off' protects nothing"):
+        DPWrapper(FedAvg(), 1.0, where="off")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dp_clipping_rate: it is for"):
+        DPWrapper(FedAvg(), 1.0, clipping_rate=0.5)
+    other = OfAnotherProject()
+    DPWrapper(other, 1.0)
+    with pytest.raises(ConfigError, match="OfAnotherProject reads replies in a method of its own"):
+        federate(other, mlp, datasets, rounds=1)
+    secret = FedBN(fraction_train=0.5)
+    DPWrapper(secret, 1.0, sampling="secret", neighbours="replace-one")
+    with pytest.raises(ConfigError, match="dp-sampling=secret: a client's first message is larger"):
+        federate(secret, mlp, datasets, rounds=1)
+
+
+def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> None:
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_target_epsilon=8.0))
+    ends = []
+    for releases in (1, 2, 3):
+        privacy.ledger.releases = [Release(1.0, 4, 4)] * releases
+        ends.append(privacy.stops_after(releases))
+    costs = [Ledger(1e-5, "zero-out", releases=[Release(1.0, 4, 4)] * n).epsilon() for n in (2, 3, 4)]
+    assert ends == [cost > 8.0 for cost in costs] == [False, True, True]
+
+
 def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
     before, states = federation(mlp, 3, clients=20)
     settings = DPSettings(dp="server", dp_clipping_norm=1e-3, dp_clipping_quantile=0.5, dp_clipping_rate=0.5)
@@ -297,6 +403,7 @@ def test_secret_samples_do_not_follow_the_seed(federate: Any, mlp: Any, points: 
     assert drawn("secret") != drawn("secret")
 
 
+NOISY = {"dp-noise-multiplier": 1.0}
 DIGITS = {"dataset": "digits", "num-clients": 4, "num-server-rounds": 4, "local-steps": 2, "checkpoint-every": 2}
 
 
@@ -319,7 +426,7 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
     assert all(line["delta"] == 1e-5 and line["clipping-norm"] == 1.0 for line in lines)
     assert not any(key.startswith("train-") for line in lines for key in line)
     assert summary["privacy"]["guarantee"].startswith(
-        f"epsilon = {lines[-1]['epsilon']:.4g} at delta = 1e-05 after 4 rounds"
+        f"epsilon = {lines[-1]['epsilon']:.4g} at delta = 1e-05 after 4 releases"
     )
 
 
@@ -349,7 +456,7 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
         quick(tmp_path, "run", **keys)
     monkeypatch.setattr(Recorder, "after_round", original)
     summary = quick(tmp_path, "run", **keys, resume=True)
-    assert "after 5 rounds" in summary["privacy"]["guarantee"]
+    assert "after 5 releases" in summary["privacy"]["guarantee"]
     whole = quick(tmp_path, "whole", **keys)
     assert summary["privacy"]["epsilon"] > whole["privacy"]["epsilon"]
     assert lines_of(tmp_path / "run")[2]["clipping-norm"] != 1.0  # C went on from round 2
@@ -367,6 +474,14 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
         ({"dp-noise-multiplier": 1.0, "dp-target-epsilon": 1.0}, "leave dp-noise-multiplier=1.0 out"),
         ({"dp-max-epsilon": 1.0}, "dp-max-epsilon=1.0 needs noise"),
         ({"dp-sampling": "secret"}, "dp-sampling=secret needs dp-neighbours=replace-one"),
+        (
+            {**NOISY, "dp-sampling": "secret", "dp-neighbours": "replace-one", "dp-metrics": "published"},
+            "who was drawn",
+        ),
+        ({"dp-target-epsilon": 3.0, "dp-max-epsilon": 2.0}, "dp-max-epsilon=2.0 is below dp-target-epsilon=3.0"),
+        ({"dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: without noise there is no epsilon"),
+        ({"min-replies": 2}, "min-replies=2: a round with noise has a result"),
+        ({"norm": "batch-renorm"}, "norm=batch-renorm warms up by counting batches"),
         ({"dp-clipping-rate": 0.3}, "dp-clipping-rate=0.3 has no effect: it is for dp-clipping-quantile"),
         ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: it is for dp=server"),
         ({"watch-statistics": 1}, "watch-statistics=1 has no effect: dp=server leaves only an average"),
