@@ -1,0 +1,160 @@
+"""Test-time BatchNorm: its laws on a torchvision model and on BatchNorm1d, 2d and 3d."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.adaptation import TestBN, adapted
+from fedbn_flwr.batchnorm.reestimation import moments_of
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.training.evaluation import evaluate
+
+IMAGES = (3, 32, 32)
+
+
+def outputs(model: nn.Module, data: Any, by: TestBN | None, batch: int) -> Tensor:
+    """The outputs of a test over all data, batch after batch."""
+    model.eval()
+    parts = torch.arange(len(data)).split(batch)
+    with torch.no_grad():
+        if by is None:
+            return torch.cat([model(data.batch(part)[0]) for part in parts])
+        with adapted(model, data, by):
+            return torch.cat([model(data.batch(part)[0]) for part in parts])
+
+
+def in_train_mode(model: nn.Module, data: Any, batch: int) -> Tensor:
+    """The outputs with each batch's own statistics, by torch's own training mode."""
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    model.eval()
+    for layer in layers:
+        layer.train()
+        layer.momentum = 0.0
+    with torch.no_grad():
+        found = torch.cat([model(data.batch(part)[0]) for part in torch.arange(len(data)).split(batch)])
+    model.eval()
+    return found
+
+
+@pytest.fixture
+def trained(torchvision_net: Any, points: Any) -> tuple[nn.Module, Any]:
+    """A model whose running statistics are not those of the data."""
+    model, data = torchvision_net(), points(10, 1, IMAGES)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(generator=torch.Generator().manual_seed(0))
+            module.running_var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
+    return model, data
+
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-11}
+
+
+def test_batch_is_the_batchs_own_statistics_and_mix_without_weight_is_batch(trained: Any) -> None:
+    model, data = trained
+    batch = outputs(model, data, TestBN("batch"), 4)
+    torch.testing.assert_close(batch, in_train_mode(model, data, 4), **CLOSE)
+    for none in (TestBN("mix", prior=0.0), TestBN("mix", share=0.0), TestBN("momentum", tau=0.0)):
+        torch.testing.assert_close(outputs(model, data, none, 4), batch, rtol=0, atol=0)
+    assert not torch.allclose(batch, outputs(model, data, None, 4), atol=1e-3)
+
+
+def test_mix_with_all_weight_is_the_plain_test_bit_for_bit(trained: Any) -> None:
+    model, data = trained
+    assert torch.equal(outputs(model, data, TestBN("mix", share=1.0), 4), outputs(model, data, None, 4))
+
+
+def test_one_batch_of_everything_is_the_same_in_three_modes(trained: Any) -> None:
+    model, data = trained
+    batch = outputs(model, data, TestBN("batch"), len(data))
+    for other in (TestBN("momentum"), TestBN("full")):
+        torch.testing.assert_close(outputs(model, data, other, len(data)), batch, **CLOSE)
+
+
+def test_the_order_of_the_batches_matters_to_momentum_alone(trained: Any) -> None:
+    model, data = trained
+    turned = type(data)(data.inputs.flip(0), data.targets.flip(0))
+    for by, same in ((TestBN("momentum"), False), (TestBN("mix"), True), (TestBN("momentum", tau=0.0), True)):
+        forth, back = outputs(model, data, by, 5), outputs(model, turned, by, 5).flip(0)
+        assert torch.allclose(forth, back, atol=1e-9) == same
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.BatchNorm1d(3), (6, 3)),
+        (nn.BatchNorm1d(3, affine=False), (6, 3, 4)),
+        (nn.BatchNorm2d(3), (6, 3, 2, 2)),
+        (nn.BatchNorm3d(3), (6, 3, 2, 2, 2)),
+    ],
+)
+def test_a_layer_of_every_kind_against_numbers_by_hand(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(layer).double().eval()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
+    own = moments_of(x)
+    w = 16 / (16 + 6)
+    mean, var = (1 - w) * own.mean, w * 1 + (1 - w) * own.m2 / own.count
+    column = (1, 3, *[1] * (len(shape) - 2))
+    with torch.no_grad(), adapted(model, [], TestBN("mix")):  # type: ignore[arg-type]
+        expected = (x - mean.view(column)) / (var.view(column) + 1e-5).sqrt()
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_momentum_follows_the_batches(points: Any) -> None:
+    model, data = nn.Sequential(nn.BatchNorm1d(5)).double(), points(9, 2)
+    found = outputs(model, data, TestBN("momentum", tau=0.75), 3)
+    mean = var = None
+    for first in (0, 3, 6):
+        own = moments_of(data.inputs[first : first + 3])
+        biased = own.m2 / own.count
+        mean = own.mean if mean is None else 0.75 * mean + 0.25 * own.mean
+        var = biased if var is None else 0.75 * var + 0.25 * biased
+        expected = (data.inputs[first : first + 3] - mean) / (var + 1e-5).sqrt()
+        torch.testing.assert_close(found[first : first + 3], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("by", [TestBN("batch"), TestBN("mix"), TestBN("momentum"), TestBN("full")])
+def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, by: TestBN) -> None:
+    model, data = trained
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    places = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    evaluate_in = outputs(model, data, by, 5)
+    assert evaluate_in.isfinite().all()
+
+    def fails() -> None:
+        with adapted(model, data, by):
+            model(data.batch(torch.arange(4))[0])
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        fails()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == places
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_test_in_the_block_uses_them(trained: Any) -> None:
+    model, data = trained
+    with adapted(model, data, TestBN("batch")):
+        found = evaluate(model, data, batch_size=5)
+    assert found.loss == pytest.approx(evaluate(model, data, batch_size=5, batch_statistics=True).loss, rel=1e-9)
+
+
+def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(points: Any) -> None:
+    model, data = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), points(3)
+    for by in (TestBN("batch"), TestBN("momentum")):
+        with pytest.raises(NormLayerError, match="BatchNorm layer '1' gets one value per channel"):
+            outputs(model, data, by, 1)
+    assert outputs(model, data, TestBN("mix"), 1).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [({"prior": -1.0}, "prior"), ({"share": 1.5}, "share"), ({"tau": 1.0}, "tau")]
+)
+def test_numbers_out_of_range_are_refused(values: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{words}="):
+        TestBN("mix", **values)
