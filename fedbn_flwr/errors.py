@@ -15,6 +15,7 @@ __all__ = [
     "DivergedError",
     "EngineError",
     "FedBNError",
+    "MaskingError",
     "NamedConfigErrors",
     "NormLayerError",
     "NothingTrainedError",
@@ -59,6 +60,10 @@ class ReplyError(FedBNError, ValueError):
 
 class ClientPartError(ReplyError):
     """A client's app lacks the method's client part; if this is so on all clients, the run ends with this error."""
+
+
+class MaskingError(FedBNError, ValueError):
+    """A client refuses a step of a masked sum, or the masks of a sum cannot be removed."""
 
 
 class EngineError(FedBNError, RuntimeError):

@@ -11,7 +11,7 @@ import fedbn_flwr
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
     ("errors", "seeds"),
-    ("training", "norms", "compat/flower"),
+    ("training", "norms", "compat/flower", "compat/secret_sharing"),
     ("batchnorm", "data", "models", "export"),
     ("doctor",),
     ("messages", "transport", "checked_file"),

@@ -23,6 +23,7 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.clipping import clipped_update
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder
 from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
@@ -434,7 +435,7 @@ def client_app(
             then sends no query, which takes a message and a client for each node.
             Not used with ``mods``, or by methods that synchronise the clients' steps.
     """
-    every = [clipped_update, seeded_for_message, *mods]
+    every = [masked_update, clipped_update, seeded_for_message, *mods]
     app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
 
     @app.query(EXCHANGE_QUERY.partition(".")[2])

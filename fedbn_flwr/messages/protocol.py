@@ -40,6 +40,21 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.fedtan-step-only` | bool: the training ends after its first step | server | client | 0.1 |
 | `fedbn-flwr.fedtan-union` | int: examples in the union of the first batches | server | client | 0.1 |
 | `fedbn-flwr.fedtan-batch-size` | int: examples of this client's first batch | server | client | 0.1 |
+| `fedbn-flwr.mask-stage` | str, in a query: keys, shares or reveal | server | client | 0.1 |
+| `masks` | ConfigRecord of the answer to such a query | client | server | 0.1 |
+| `fedbn-flwr.mask-number` | int: this client's number in the round | server | client | 0.1 |
+| `fedbn-flwr.mask-numbers` | list of int: clients, by number | server, client | client, server | 0.1 |
+| `fedbn-flwr.mask-keys` | list of bytes: two public keys of each | server, client | client, server | 0.1 |
+| `fedbn-flwr.mask-shares` | list of bytes: a share for or of each | server, client | client, server | 0.1 |
+| `fedbn-flwr.mask-threshold` | int: t | server | client | 0.1 |
+| `fedbn-flwr.mask-answered` | list of int: clients whose model has arrived | server | client | 0.1 |
+| `fedbn-flwr.mask-lost` | list of int: clients whose model has not | server | client | 0.1 |
+| `fedbn-flwr.mask-present` | list of int: clients to mask with | server | client | 0.1 |
+| `fedbn-flwr.mask-weight` | float: w_i | server | client | 0.1 |
+| `fedbn-flwr.mask-total-weight` | float: W | server | client | 0.1 |
+| `fedbn-flwr.mask-range` | float: R | server | client | 0.1 |
+| `fedbn-flwr.mask-metrics` | bool: the server may have the metrics | server | client | 0.1 |
+| `fedbn-flwr.masked` | int64 vector, in the model's record: the masked update | client | server | 0.1 |
 | `fedbn-flwr.array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
 | `fedbn-flwr.client-mod` | str: name of the mod with the client part | mod | TorchClient | 0.1 |
 | `num-examples` | int: training examples, the weight | client | server | 0.1 |
@@ -80,6 +95,8 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fingerprint` | str, in KEPT_ABOUT: fingerprint of the model | client | client | 0.1 |
 | `begun` | int, in KEPT_ABOUT: the round that made the kept state anew, else 0 | client | client | 0.1 |
 | `attempt` | int, in STEP_ABOUT | client | client | 0.1 |
+| `fedbn-flwr.masks` | ConfigRecord: this client in a round of masked sums | client | client | 0.1 |
+| `secrets` | bytes, in MASK_PARTY | client | client | 0.1 |
 | `frame` | str, JSON, in MODEL_SPEC | mod | mod | 0.1 |
 
 `server/momentum.py`:
@@ -213,6 +230,24 @@ STEP_ONLY = Key("fedbn-flwr.fedtan-step-only", "bool: the training ends after it
 UNION = Key("fedbn-flwr.fedtan-union", "int: examples in the union of the first batches", "server", "client")
 FIRST_BATCH = Key("fedbn-flwr.fedtan-batch-size", "int: examples of this client's first batch", "server", "client")
 
+
+# --- masked sums ------------------------------------------------------------------------------------------------------
+MASK_STAGE = Key("fedbn-flwr.mask-stage", "str, in a query: keys, shares or reveal", "server", "client")
+MASK_REPLY = Key("masks", "ConfigRecord of the answer to such a query", "client", "server")
+MASK_NUMBER = Key("fedbn-flwr.mask-number", "int: this client's number in the round", "server", "client")
+MASK_NUMBERS = Key("fedbn-flwr.mask-numbers", "list of int: clients, by number", "server, client", "client, server")
+MASK_KEYS = Key("fedbn-flwr.mask-keys", "list of bytes: two public keys of each", "server, client", "client, server")
+MASK_SHARES = Key("fedbn-flwr.mask-shares", "list of bytes: a share for or of each", "server, client", "client, server")
+MASK_THRESHOLD = Key("fedbn-flwr.mask-threshold", "int: t", "server", "client")
+MASK_ANSWERED = Key("fedbn-flwr.mask-answered", "list of int: clients whose model has arrived", "server", "client")
+MASK_LOST = Key("fedbn-flwr.mask-lost", "list of int: clients whose model has not", "server", "client")
+MASK_PRESENT = Key("fedbn-flwr.mask-present", "list of int: clients to mask with", "server", "client")
+MASK_WEIGHT = Key("fedbn-flwr.mask-weight", "float: w_i", "server", "client")
+MASK_TOTAL = Key("fedbn-flwr.mask-total-weight", "float: W", "server", "client")
+MASK_RANGE = Key("fedbn-flwr.mask-range", "float: R", "server", "client")
+MASK_METRICS = Key("fedbn-flwr.mask-metrics", "bool: the server may have the metrics", "server", "client")
+MASKED = Key("fedbn-flwr.masked", "int64 vector, in the model's record: the masked update", "client", "server")
+
 VALIDATION = "validation"  # in TEST_SETS: the client's validation data
 
 # --- arrays as a NumPyClient takes them -------------------------------------------------------------------------------
@@ -266,6 +301,8 @@ VERSION = Key("version", "int, in KEPT_ABOUT: version of the format", "client", 
 FINGERPRINT = Key("fingerprint", "str, in KEPT_ABOUT: fingerprint of the model", "client", "client")
 BEGUN = Key("begun", "int, in KEPT_ABOUT: the round that made the kept state anew, else 0", "client", "client")
 STEP_ATTEMPT = Key("attempt", "int, in STEP_ABOUT", "client", "client")
+MASK_PARTY = Key("fedbn-flwr.masks", "ConfigRecord: this client in a round of masked sums", "client", "client")
+MASK_SECRETS = Key("secrets", "bytes, in MASK_PARTY", "client", "client")
 SPEC_SHAPES = Key("frame", "str, JSON, in MODEL_SPEC", "mod", "mod")
 
 CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)

@@ -324,6 +324,8 @@ class Server(Method[P]):
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
         messages = self._training_messages(server_round, arrays, config, grid)
         self.run.report.asked = len(messages)
+        pairs = [(self.nodes.node(message.metadata.dst_node_id), message) for message in messages]
+        messages = self.protection.open_round(self.run, pairs, grid, self.dispatcher.timeout)
         if self.synchronises and not self.run.own_loop:
             self._early_replies = self.run_training(server_round, messages, grid)
             return []
@@ -420,6 +422,9 @@ class Server(Method[P]):
         self.note_divergence(losses_not_finite(report.clients))
         before = self.run.before
         pooled = self.protection.pool(self.run, usable, before)
+        if not pooled:
+            report.kept_previous = True
+            return None, None
         state = {**before, **self.combine(server_round, pooled, before)}
         if self.on_replies is not None:
             self.on_replies(server_round, pooled, before, state)
@@ -431,20 +436,22 @@ class Server(Method[P]):
         return to_record(state), metrics
 
     def _reader(self, server_round: int) -> Callable[[Node, Message], Reply]:
-        before = self.run.before
+        before, part_of = self.run.before, self.run.parts.part_of
         terms = Terms(
             strategy=self.name,
             parts=self.run.parts,
             local=self.local,
-            before=before,
+            expected={name: array for name, array in before.items() if part_of[name] not in self.local},
             hooks=self.run.hooks_sent - self.implicit_hooks,
             arrays_key=self.arrayrecord_key,
             count_key=self.weighted_by_key,
         )
+        terms = self.protection.terms(terms)
 
         def read(node: Node, message: Message) -> Reply:
             reply = terms.read(node, message)
-            self.check(server_round, reply, before)
+            if self.protection.reads_each:
+                self.check(server_round, reply, before)
             self.protection.check(self.run, reply, before)
             return reply
 

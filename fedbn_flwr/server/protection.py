@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flwr.app import Message
+from flwr.serverapp import Grid
+
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.server.method import Method
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.replies import Reply, Terms
 from fedbn_flwr.server.run_state import RunState
+from fedbn_flwr.server.synchronised_step import Limits
+from fedbn_flwr.transport import Member
 
 __all__ = ["Protection"]
 
@@ -23,11 +29,13 @@ class Protection:
         publishes_metrics: whether the clients' metrics go into the reports of the run.
         secret_sampling: whether nobody may know which clients take part.
         always_releases: whether a round has a result also with too few usable replies, or none.
+        reads_each: whether the method can check each reply; else ``pool`` lets it check the result.
     """
 
     publishes_metrics = True
     secret_sampling = False
     always_releases = False
+    reads_each = True
 
     def begin(self, method: Method[Any]) -> None:
         """Prepare a new run.
@@ -40,11 +48,34 @@ class Protection:
         """Return the further config of a training message."""
         return {}
 
+    def open_round(
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+    ) -> list[Message]:
+        """Return the training messages to send, after messages of the protection's own; the report names lost nodes.
+
+        Args:
+            run: the run.
+            messages: a training message for each sampled node.
+            grid: the nodes.
+            timeout: seconds to wait for replies.
+        """
+        return [message for _, message in messages]
+
+    def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
+        """Return when a synchronised step of these members, by node id, is given up, and how it is computed."""
+        return limits
+
+    def terms(self, terms: Terms) -> Terms:
+        """Return what a reply to a training message must hold."""
+        return terms
+
     def check(self, run: RunState, reply: Reply, before: State) -> None:
         """Raise ReplyError for a reply that breaks a rule of the protection."""
 
     def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return the replies that the method combines; the report of the round is ``run.report``.
+
+        No reply means that the round ends without a result, and the previous model is kept.
 
         Args:
             run: the run.

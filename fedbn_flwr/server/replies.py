@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TypeVar
 
 from flwr.app import Message
@@ -58,7 +57,7 @@ class Terms:
         strategy: name of the strategy, for errors.
         parts: the split of the model's state.
         local: the parts that stay with the client.
-        before: the global state that was sent.
+        expected: arrays like those that the reply must hold.
         hooks: the client hooks that the reply must name as applied.
         arrays_key: name of the model's record.
         count_key: the metric that weights the reply.
@@ -67,7 +66,7 @@ class Terms:
     strategy: str
     parts: Parts
     local: frozenset[Part]
-    before: State
+    expected: State
     hooks: frozenset[str]
     arrays_key: str
     count_key: str
@@ -82,18 +81,13 @@ class Terms:
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key)
         self._refuse_missing_part(state, message)
-        check_state(state, self._expected, self.parts)
+        check_state(state, self.expected, self.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
         return Reply(node, count, state, metrics, extras, sizes)
-
-    @cached_property
-    def _expected(self) -> State:
-        part_of = self.parts.part_of
-        return {name: array for name, array in self.before.items() if part_of[name] not in self.local}
 
     def _refuse_missing_part(self, state: State, message: Message) -> None:
         """Refuse a reply from an app without the method's client part; the error names what is missing."""

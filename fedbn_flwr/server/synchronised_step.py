@@ -12,7 +12,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.sync import combine
+from fedbn_flwr.batchnorm.sync import Combine, combine
 from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import EngineError, FedBNError, ReplyError
 from fedbn_flwr.messages.protocol import (
@@ -44,17 +44,19 @@ ENDED = "ended its work before the step was done"
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits after which a synchronised step is given up.
+    """The limits after which a synchronised step is given up, and the arithmetic of its exchanges.
 
     Attributes:
         exchange_timeout: seconds that an exchange waits for its last client after its first.
         reply_timeout: seconds to wait for the models.
         min_members: smallest number of clients.
+        answer: the answer to the clients' tensors of an exchange.
     """
 
     exchange_timeout: float
     reply_timeout: float
     min_members: int
+    answer: Combine = combine
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def step_by_barrier(
 
     ``barriers`` is the same object as ``grid``.
     """
-    barrier, barrier_id = Barrier(members, limits.exchange_timeout, limits.min_members), str(uuid4())
+    barrier, barrier_id = Barrier(members, limits.exchange_timeout, limits.min_members, limits.answer), str(uuid4())
     barriers.open_barrier(barrier_id, barrier)
     try:
         return _run(grid, [with_config(message, {BARRIER: barrier_id}) for message in messages], barrier, limits)
@@ -98,7 +100,7 @@ def step_by_channel(
     Raises:
         EngineError: Flower's simulation does not run all clients at the same time.
     """
-    barrier = Barrier(members, limits.exchange_timeout, limits.min_members)
+    barrier = Barrier(members, limits.exchange_timeout, limits.min_members, limits.answer)
     tokens = channel.admit(barrier)
     config: dict[str, Any] = {
         CHANNEL_ADDRESS: channel.address,
@@ -162,7 +164,7 @@ def step_by_messages(
         if not lost:
             (tag, _), *_ = sent.values()
             try:
-                total = combine(tag, [sent[i][1] for i in left], [left[i].weight for i in left])
+                total = limits.answer(tag, [sent[i][1] for i in left], [left[i].weight for i in left])
             except FedBNError as error:  # all clients sent the same unusable tensor
                 lost = dict.fromkeys(left, f"sent what cannot be combined: {error}")
         if lost:

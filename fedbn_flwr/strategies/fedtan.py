@@ -86,6 +86,7 @@ from fedbn_flwr.messages.protocol import (
     CHANNEL_TIMEOUT,
     CHANNEL_TOKEN,
     FIRST_BATCH,
+    MASK_PRESENT,
     Key,
     ReplyInfo,
 )
@@ -104,7 +105,7 @@ from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs, kept_modes
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.wrappers import load_state
-from fedbn_flwr.transport import BarrierGrid, Member, Reducer, RetryStep, local_reducer
+from fedbn_flwr.transport import BarrierGrid, Member, Reducer, RetryStep, local_reducer, wrapped
 from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
 
 __all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep", "try_synchronised_step"]
@@ -253,9 +254,10 @@ def _synchronise(context: HookContext) -> ClientHook:
 def _connect(context: HookContext) -> Reducer:
     config = context.config
     if CHANNEL_ADDRESS not in config:
-        return local_reducer(str(config[BARRIER]))
+        return wrapped(local_reducer(str(config[BARRIER])), MASK_PRESENT in config)
     address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
-    return ChannelReducer(address, token, bytes(config[CHANNEL_CA]), float(config[CHANNEL_TIMEOUT]))
+    reducer = ChannelReducer(address, token, bytes(config[CHANNEL_CA]), float(config[CHANNEL_TIMEOUT]))
+    return wrapped(reducer, MASK_PRESENT in config)
 
 
 class FedTAN(FedAvg[P]):
@@ -326,6 +328,8 @@ class FedTAN(FedAvg[P]):
     def beside_updates(self) -> dict[str, str]:
         """Add the exchanges of a step."""
         text = "the exchanges of its first step hold statistics of the clients' single batches"
+        if self.params.fedtan_exchanges == "2L+1":
+            return {**super().beside_updates(), "moments": f"{text}, and with fedtan-exchanges=2L+1 they are no sums"}
         return {**super().beside_updates(), "exchanges": text}
 
     def synchronised(self, server_round: int) -> bool:
@@ -374,6 +378,7 @@ class FedTAN(FedAvg[P]):
         ]
         timeout = params.fedtan_timeout
         limits = Limits(timeout, max(timeout, self.dispatcher.timeout), params.min_replies)
+        limits = self.protection.limits(limits, members)
         if isinstance(grid, BarrierGrid):
             return step_by_barrier(grid, grid, messages, members, limits)
         if params.fedtan_transport == "messages":

@@ -7,7 +7,7 @@ from a log of earlier answers.
 from __future__ import annotations
 
 from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member, local_reducer, use_reducers
-from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
+from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep, wrap_reducers, wrapped
 from fedbn_flwr.transport.replay import Pending, Replay, StepDone
 
 __all__ = [
@@ -22,4 +22,6 @@ __all__ = [
     "StepDone",
     "local_reducer",
     "use_reducers",
+    "wrap_reducers",
+    "wrapped",
 ]

@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.sync import combine
+from fedbn_flwr.batchnorm.sync import Combine, combine
 from fedbn_flwr.errors import EngineError, FedBNError
 from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
 
@@ -54,6 +54,7 @@ class Barrier:
         members: the members by node id, in the order of sums.
         timeout: seconds that an exchange waits for its last member after its first.
         min_members: smallest number of members; with fewer the step is given up.
+        answer: the answer to the members' tensors of an exchange.
 
     Attributes:
         members: as given.
@@ -64,8 +65,11 @@ class Barrier:
         bytes_up: bytes of the members' tensors.
     """
 
-    def __init__(self, members: Mapping[int, Member], timeout: float, min_members: int = 1) -> None:
+    def __init__(
+        self, members: Mapping[int, Member], timeout: float, min_members: int = 1, answer: Combine = combine
+    ) -> None:
         self.members = dict(members)
+        self._answer = answer
         self._timeout = timeout
         self._min_members = min_members
         self._changed = threading.Condition()
@@ -186,7 +190,7 @@ class Barrier:
         order = [i for i in left if i in exchange.sent]
         weights = [self.members[i].weight for i in order]
         try:
-            exchange.answer = combine(exchange.sent[order[0]][0], [exchange.sent[i][1] for i in order], weights)
+            exchange.answer = self._answer(exchange.sent[order[0]][0], [exchange.sent[i][1] for i in order], weights)
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(order, f"sent what cannot be combined: {error}"))
             return

@@ -30,7 +30,7 @@ _SERVICE, _METHOD = "fedbn.Channel", "Call"
 _MAX_BYTES = 4 * 2**20  # far above three rows of any layer's channels
 _MAX_CALLS = 512  # calls that wait at the same time, one per client of a round
 _OPTIONS = [("grpc.max_receive_message_length", _MAX_BYTES), ("grpc.max_send_message_length", _MAX_BYTES)]
-_DTYPES = ("float32", "float64")
+_DTYPES = ("float32", "float64", "int64")  # the last one: masked
 
 
 class ChannelServer:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ReplyError, unknown_name
 
-__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Exchanges", "Reduce", "combine", "num_exchanges"]
+__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Combine", "Exchanges", "Reduce", "combine", "num_exchanges"]
 
 Exchanges = Literal["3L+1", "2L+1"]
 """``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both together, with the same mathematics.
@@ -44,6 +44,9 @@ BACKWARDS: tuple[str, ...] = get_args(Backward)
 
 Reduce = Callable[[str, Tensor], Tensor]
 """``reduce(tag, tensor)`` sends ``tensor``, waits, and returns the server's answer (same shape, any device)."""
+
+Combine = Callable[[str, Sequence[Tensor], Sequence[float]], Tensor]
+"""``combine(tag, tensors, weights)`` returns the server's answer to the tensors of an exchange."""
 
 _KINDS = ("mean", "variance", "moments", "gradients")
 

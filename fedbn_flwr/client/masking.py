@@ -1,0 +1,200 @@
+"""``masked_update``: the mod of a client that masks what it sends, so that the server sees sums alone.
+
+It answers the three queries of a round's masks, and masks the update and the tensors of a synchronised step. What it
+sends is described in ``privacy.masked_sums``, its secrets in ``privacy.masks``; they stay in ``Context.state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+from torch import Tensor
+
+from fedbn_flwr.batchnorm.averaging import Array, State, check_state
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import MaskingError
+from fedbn_flwr.messages.protocol import (
+    APPLIED,
+    ATTEMPT,
+    EXCHANGE,
+    INFO,
+    LOCAL_BEGAN,
+    LOCAL_HOME,
+    LOCAL_SHA256,
+    MASK_ANSWERED,
+    MASK_KEYS,
+    MASK_LOST,
+    MASK_METRICS,
+    MASK_NUMBER,
+    MASK_NUMBERS,
+    MASK_PARTY,
+    MASK_PRESENT,
+    MASK_RANGE,
+    MASK_REPLY,
+    MASK_SECRETS,
+    MASK_SHARES,
+    MASK_STAGE,
+    MASK_THRESHOLD,
+    MASK_TOTAL,
+    MASK_WEIGHT,
+    MASKED,
+    METRICS,
+    NUM_EXAMPLES,
+    PARTITION_ID,
+    SERVER_ROUND,
+    STEP_MODEL,
+    MessageConfig,
+    merged_config,
+)
+from fedbn_flwr.messages.records import to_record, views
+from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.masks import Party, PublicKeys
+from fedbn_flwr.privacy.ring import FixedPoint
+from fedbn_flwr.transport import Reducer, wrap_reducers
+
+__all__ = ["masked_update"]
+
+_IN_THE_CLEAR = (APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, PARTITION_ID)
+
+
+def masked_update(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Return the app's reply with masked numbers in place of its update, if the server asks for it: a Flower mod.
+
+    It must be the first mod, so that it masks what leaves the client: ``ClientApp(mods=[masked_update, local_bn])``.
+    Without ``masked=true`` nothing changes. In the clear remain the number of examples, the names of the client hooks
+    and hashes; metrics if the server's ``masked-metrics`` is "published".
+
+    Raises:
+        MaskingError: the server asks for something that would tell more than a sum.
+        DataError: a value is out of the range of masked numbers.
+    """
+    config = merged_config(message)
+    if MASK_STAGE in config:
+        return _answered(message, context, config)
+    if MASK_PRESENT not in config:
+        return call_next(message, context)
+    party = _party(context, config)
+    party.meet(config[MASK_PRESENT])
+    if config.get(ATTEMPT, 0):
+        raise MaskingError("a synchronised step with masks is not repeated: its sums would differ by a client's")
+    key, before = _received(message, context)
+    numbers = _Masking(party, config)
+    with wrap_reducers(numbers.reducer):
+        reply = call_next(message, context)
+    if reply.has_content():
+        reply.content = _masked(reply.content, key, before, numbers)
+        _keep(context, party)
+    return reply
+
+
+class _Masking:
+    """How this client's numbers leave it in a round."""
+
+    def __init__(self, party: Party, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.party = party
+        self.weight = float(config[MASK_WEIGHT])
+        self._point = FixedPoint(float(config[MASK_RANGE]), float(config[MASK_TOTAL]))
+
+    def exchange(self, tag: str, array: Array) -> Array:
+        vector = self._point.vector({tag: array}, self.weight)
+        return self.party.exchange(tag, vector).reshape(array.shape)
+
+    def update(self, state: State, before: State) -> Array:
+        """Return the masked update of the shared entries."""
+        local = set(MessageConfig.read(self.config).local_entries)
+        sent = {name: array for name, array in before.items() if name not in local}
+        parts = split_state(sent)
+        check_state(state, sent, parts)
+        return self.party.masked(self._point.vector(Coordinates(sent, parts, 1.0).update(state), self.weight))
+
+    def reducer(self, reducer: Reducer) -> Reducer:
+        return _MaskedReducer(reducer, self)
+
+
+class _MaskedReducer:
+    """A reducer that sends masked tensors."""
+
+    def __init__(self, reducer: Reducer, masking: _Masking) -> None:
+        self._reducer = reducer
+        self._masking = masking
+        self._begun = False
+
+    def begin(self) -> int:
+        if self._begun:
+            raise MaskingError("a synchronised step with masks is not repeated: its sums would differ by a client's")
+        self._begun = True
+        return self._reducer.begin()
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        return self._reducer.reduce(tag, torch.from_numpy(self._masking.exchange(tag, tensor.detach().cpu().numpy())))
+
+    def close(self) -> None:
+        self._reducer.close()
+
+
+def _received(message: Message, context: Context) -> tuple[str, State]:
+    """Return the key of the model's record, and the round's model; by messages only the first one of a step has it."""
+    key, record = next(iter(message.content.array_records.items()))
+    return key, views(ArrayRecord(dict(record or context.state.array_records.get(STEP_MODEL, ArrayRecord()))))
+
+
+def _masked(content: RecordDict, key: str, before: State, masking: _Masking) -> RecordDict:
+    """Return what the server may see of a reply."""
+    records, metrics = content.array_records, content.metric_records
+    found: RecordDict = RecordDict({key: ArrayRecord()})
+    if EXCHANGE in records:
+        sent = views(records[EXCHANGE])
+        found[EXCHANGE] = to_record({str(tag): masking.exchange(tag, array) for tag, array in sent.items()})
+    counts = [int(record[NUM_EXAMPLES]) for record in metrics.values() if NUM_EXAMPLES in record]  # type: ignore[arg-type]
+    if records.get(key):
+        if masking.weight != 1 and [masking.weight] != counts:
+            raise MaskingError(
+                f"the server gives this client the weight {masking.weight:g}, and it has trained on {counts} examples"
+            )
+        found[key] = to_record({str(MASKED): masking.update(views(records[key]), before)})
+    if masking.config.get(MASK_METRICS):
+        found.metric_records.update(metrics)
+    elif counts:
+        found[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
+    info: Mapping[str, Any] = content.config_records.get(INFO, {})
+    found[INFO] = ConfigRecord({name: info[name] for name in _IN_THE_CLEAR if name in info})
+    return found
+
+
+def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> Message:
+    """Return the answer to a query of the masks."""
+    stage = config[MASK_STAGE]
+    answer: dict[str, Any]
+    if stage == "keys":
+        party = Party.new(int(config[SERVER_ROUND]))
+        answer = {MASK_KEYS: party.publics}
+    elif stage == "shares":
+        party = _party(context, config)
+        keys = list(config[MASK_KEYS])
+        pairs = dict(zip(config[MASK_NUMBERS], map(PublicKeys, keys[::2], keys[1::2]), strict=True))
+        sealed = party.shares(int(config[MASK_NUMBER]), pairs, int(config[MASK_THRESHOLD]))
+        answer = {MASK_NUMBERS: list(sealed), MASK_SHARES: list(sealed.values())}
+    else:
+        party = _party(context, config)
+        received = dict(zip(config[MASK_NUMBERS], config[MASK_SHARES], strict=True))
+        revealed = party.reveal(config[MASK_ANSWERED], config[MASK_LOST], received)
+        answer = {MASK_NUMBERS: list(revealed), MASK_SHARES: list(revealed.values())}
+    _keep(context, party)
+    return Message(RecordDict({MASK_REPLY: ConfigRecord(answer)}), reply_to=message)
+
+
+def _party(context: Context, config: Mapping[str, Any]) -> Party:
+    kept: Mapping[str, Any] = context.state.config_records.get(MASK_PARTY, {})
+    party = Party.load(kept[MASK_SECRETS]) if MASK_SECRETS in kept else None
+    if party is None or party.server_round != config[SERVER_ROUND]:
+        raise MaskingError(f"this client has no keys for the masks of round {config[SERVER_ROUND]}")
+    return party
+
+
+def _keep(context: Context, party: Party) -> None:
+    context.state[MASK_PARTY] = ConfigRecord({MASK_SECRETS: party.dump()})

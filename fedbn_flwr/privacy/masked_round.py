@@ -1,0 +1,239 @@
+"""The server's half of a round's masks: the three queries, who is left, and the masks that remain in a sum.
+
+``privacy.masks`` has the algorithm, ``client.masking`` the clients' answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.errors import ClientPartError, MaskingError
+from fedbn_flwr.messages.protocol import (
+    MASK_ANSWERED,
+    MASK_KEYS,
+    MASK_LOST,
+    MASK_NUMBER,
+    MASK_NUMBERS,
+    MASK_REPLY,
+    MASK_SHARES,
+    MASK_STAGE,
+    MASK_THRESHOLD,
+    SERVER_ROUND,
+)
+from fedbn_flwr.privacy.masks import PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.refusals import error_text
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.transport.polling_grid import polling
+
+__all__ = ["MaskedRound"]
+
+logger = logging.getLogger("flwr")
+
+_QUERY = "config"  # the record of a query
+_LACKS_MOD = (
+    "its app does not answer the queries of masked sums. Make `masked_update` of fedbn_flwr.mods the app's first mod."
+)
+Read = TypeVar("Read")
+
+
+@dataclass
+class MaskedRound:
+    """The masks of a round. A client's number is the position of its node in ``nodes``.
+
+    Attributes:
+        report: the report of the round; it names the clients that are lost.
+        nodes: the sampled nodes.
+        grid: the nodes.
+        timeout: seconds to wait for the answers to a query.
+        present: the clients that have sent their shares: those that train.
+        threshold: t; 0 before the keys.
+    """
+
+    report: RoundReport
+    nodes: Sequence[Node]
+    grid: Grid
+    timeout: float
+    present: frozenset[int] = frozenset()
+    threshold: int = 0
+    _keys: dict[int, PublicKeys] = field(default_factory=dict)
+    _neighbours: dict[int, frozenset[int]] = field(default_factory=dict)
+    _sealed: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by receiver, then by sender
+
+    def prepare(self, asked: Sequence[int], share: float, neighbours: int) -> bool:
+        """Exchange keys and shares; return whether enough clients are left in each neighbourhood.
+
+        Args:
+            asked: the clients to ask.
+            share: ``masked-threshold``.
+            neighbours: ``masked-neighbours``.
+
+        Raises:
+            ClientPartError: no client has the mod.
+        """
+        self._keys = self._ask("keys", {number: {} for number in asked}, lambda answer: _keys(answer[MASK_KEYS]))
+        half = ((neighbours or len(asked)) + 1) // 2
+        self._neighbours = _ring(list(self._keys), half)
+        around = min(2 * half + 1, len(asked))  # those that were asked: lost ones lower no threshold
+        self.threshold = max(math.ceil(share * around), around // 2 + 1, 2)
+        left: Collection[int] = self._keys
+        if len(left) >= self.threshold:
+            left = self._exchange_shares()
+        if not self.enough(self.present):
+            self.give_up(f"{len(left)} of {len(self.nodes)} clients are left for the masks of the round")
+            return False
+        return True
+
+    def partners(self, number: int) -> list[int]:
+        """Return the present neighbours of a client."""
+        return sorted(self._neighbours[number] & self.present)
+
+    def enough(self, numbers: frozenset[int]) -> bool:
+        """Return whether each of these clients has t of them in its neighbourhood."""
+        return bool(numbers) and all(len(self._around(i) & numbers) >= self.threshold for i in numbers)
+
+    def left_over(self, answered: frozenset[int], size: int) -> Array:
+        """Return the masks that remain in the sum of these clients' vectors, whose size is given.
+
+        Raises:
+            MaskingError: too few clients are in it, or fewer than t shares of a secret have come.
+        """
+        if not self.enough(answered):
+            raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed in each part")
+        shares, server_round = self._reveal(answered), self.report.server_round
+        left = np.zeros(size, np.int64)
+        for number in sorted(self.present):
+            partners = [other for other in self.partners(number) if other in answered]
+            if number not in answered and not partners:
+                continue
+            if len(own := shares[number]) < self.threshold:
+                raise MaskingError(f"{len(own)} shares for {self.nodes[number]} have come, {self.threshold} needed")
+            if number in answered:
+                left += seed_mask(recovered_seed(own[: self.threshold]), server_round, size)
+                continue
+            secret = recovered_key(own[: self.threshold], self._keys[number].masks)
+            for other in partners:
+                add_pair_mask(left, other, number, secret, self._keys[other].masks, server_round)
+        return left
+
+    def lose(self, number: int, why: str) -> None:
+        """Report that a client takes no part any more."""
+        node = self.nodes[number]
+        self.report.reject(node.node_id, f"{node}: {why}")
+        logger.warning("round %d: %s: %s", self.report.server_round, node, why)
+
+    def give_up(self, why: str) -> None:
+        """Report that the round ends without a result."""
+        server_round = self.report.server_round
+        logger.warning("round %d: %s: nothing is revealed, and the previous model is kept", server_round, why)
+        for node in self.nodes:
+            if node.node_id not in self.report.rejected:
+                self.report.reject(node.node_id, f"{node}: {why}: nothing is revealed")
+
+    def _around(self, number: int) -> frozenset[int]:
+        return (self._neighbours[number] | {number}) & self.present
+
+    def _exchange_shares(self) -> frozenset[int]:
+        """Send each client its neighbours' keys; keep the encrypted shares, and return who has sent them."""
+        configs: dict[int, Mapping[str, Any]] = {}
+        for number, neighbours in self._neighbours.items():
+            listed = sorted({number, *neighbours})
+            configs[number] = {
+                MASK_NUMBER: number,
+                MASK_NUMBERS: listed,
+                MASK_KEYS: [key for other in listed for key in self._keys[other]],
+                MASK_THRESHOLD: self.threshold,
+            }
+        found = self._ask("shares", configs, _by_number)
+        for number in [number for number, shares in found.items() if shares.keys() != self._neighbours[number]]:
+            self.lose(number, "it has sent shares for others than its neighbours")
+            del found[number]
+        for number, shares in found.items():
+            for other, sealed in shares.items():
+                self._sealed.setdefault(other, {})[number] = sealed
+        self.present = frozenset(found)
+        return self.present
+
+    def _reveal(self, answered: frozenset[int]) -> Mapping[int, Sequence[bytes]]:
+        """Ask for the shares of those who have answered and of those who are lost; return them by owner."""
+        configs: dict[int, Mapping[str, Any]] = {}
+        for number in answered:
+            around, others = self._around(number), self.partners(number)
+            configs[number] = {
+                MASK_ANSWERED: sorted(around & answered),
+                MASK_LOST: sorted(around - answered),
+                MASK_NUMBERS: others,
+                MASK_SHARES: [self._sealed[number][other] for other in others],
+            }
+        shares: dict[int, list[bytes]] = {number: [] for number in self.present}
+        for number, own in self._ask("reveal", configs, _by_number).items():
+            for owner in self._around(number) & own.keys():
+                shares[owner].append(own[owner])
+        return shares
+
+    def _ask(
+        self, stage: str, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Read]
+    ) -> dict[int, Read]:
+        """Send the query of a stage; return the answers by number, and name the clients without one.
+
+        Raises:
+            ClientPartError: all clients have answered without the mod.
+        """
+        common: dict[str, Any] = {MASK_STAGE: stage, SERVER_ROUND: self.report.server_round}
+        self.report.train.exchanges += 1
+        messages = []
+        for number, config in configs.items():
+            content = RecordDict({_QUERY: ConfigRecord({**common, **config})})
+            messages.append(Message(content, self.nodes[number].node_id, MessageType.QUERY))
+        replies = polling(self.grid).send_and_receive(messages, timeout=self.timeout)
+        by_node = {reply.metadata.src_node_id: reply for reply in replies}
+        found: dict[int, Read] = {}
+        lacking = 0
+        for number in configs:
+            reply = by_node.get(self.nodes[number].node_id)
+            if reply is None:
+                why = f"no answer to '{stage}' of the masks"
+            elif reply.has_error():
+                why = error_text(reply)
+            elif MASK_REPLY not in reply.content.config_records:
+                why, lacking = _LACKS_MOD, lacking + 1
+            else:
+                try:
+                    found[number] = read(reply.content.config_records[MASK_REPLY])
+                    continue
+                except (KeyError, TypeError, ValueError) as error:  # from outside
+                    why = f"its answer to '{stage}' of the masks cannot be read: {type(error).__name__}: {error}"
+            if stage == "reveal":  # its vector is in the sum
+                logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], why)
+            else:
+                self.lose(number, why)
+        if configs and lacking == len(configs):
+            raise ClientPartError(f"{self.nodes[next(iter(configs))]}: {_LACKS_MOD}")
+        return found
+
+
+def _ring(numbers: Sequence[int], half: int) -> dict[int, frozenset[int]]:
+    """Return each client's neighbours: those up to ``half`` places before and after it in a random order."""
+    ring, size = list(numbers), len(numbers)
+    secrets.SystemRandom().shuffle(ring)
+    steps = range(-half, half + 1) if 2 * half < size else range(size)
+    return {n: frozenset(ring[(place + step) % size] for step in steps) - {n} for place, n in enumerate(ring)}
+
+
+def _keys(keys: Sequence[bytes]) -> PublicKeys:
+    masks, channel = keys
+    return PublicKeys(masks, channel)
+
+
+def _by_number(answer: Mapping[str, Any]) -> dict[int, bytes]:
+    return dict(zip(answer[MASK_NUMBERS], answer[MASK_SHARES], strict=True))

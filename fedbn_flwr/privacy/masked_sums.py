@@ -1,0 +1,299 @@
+r"""Masked sums (secure aggregation): the server sees the sum of the clients' updates, and no single one.
+
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, against a server
+that follows the protocol and is curious; with ``masked-neighbours`` the neighbours of Bell et al. 2020, "Secure
+Single-Server Aggregation with (Poly)Logarithmic Overhead". This file and ``privacy.masked_round`` are the server's
+half, ``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
+
+## Algorithm
+
+A round of $m$ clients:
+
+1. Each client sends two public keys.
+2. Each client gets its neighbours' keys, and sends each of them encrypted shares of its secrets.
+3. Each client gets the list of the neighbours that are still there, trains, and sends $y_i$: its update in the
+   coordinates of ``privacy.coordinates``, in fixed point, times its weight $|D_i|$, plus masks. In a synchronised step
+   the tensors of the exchanges are masked in the same way.
+4. The server says whose $y_i$ has arrived. Each client sends its shares of the others' secrets, once. The server takes
+   the sum of the $y_i$, removes the masks that are left, and divides by the sum of the weights.
+
+Below $t$ shares for a client, or if a client is lost in a synchronised step, the round ends: nothing is revealed, and
+the previous model is kept.
+
+## What travels
+
+| | per round, beside the plain method |
+|---|---|
+| sent down | public keys and encrypted shares of the neighbours, three queries |
+| sent up | 8 bytes for each float (4 without masks, in float32); two keys, and an encrypted share per neighbour |
+| not sent | integer entries; the server counts BN's counters by rounds |
+
+## Differs from the papers
+
+Masks come from ChaCha20 with a key of 256 bits, not from a generator with a seed of 32 bits (Flower's SecAgg+). The
+shares are delivered with the last query. Bell et al. also have a variant against a server that deviates from the
+protocol; this is the other one.
+
+With differential privacy (``dp=client``) the clients clip before they mask, all weights are 1, and the server adds its
+noise to the sum. That a client clips cannot be checked then.
+
+## Law
+
+The result equals the average without masks but for the rounding of ``FixedPoint.error``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from flwr.app import Message
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
+from fedbn_flwr.messages.protocol import (
+    MASK_METRICS,
+    MASK_PRESENT,
+    MASK_RANGE,
+    MASK_TOTAL,
+    MASK_WEIGHT,
+    MASKED,
+    NUM_EXAMPLES,
+)
+from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.masked_round import MaskedRound
+from fedbn_flwr.privacy.ring import FixedPoint, split
+from fedbn_flwr.server.method import Method, Settings
+from fedbn_flwr.server.method import setting as _setting
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.protection import Protection
+from fedbn_flwr.server.replies import Reply, Terms
+from fedbn_flwr.server.run_state import RunState
+from fedbn_flwr.server.synchronised_step import Limits, with_config
+from fedbn_flwr.transport import Member
+from fedbn_flwr.transport.polling_grid import polling
+
+__all__ = ["MaskSettings", "MaskedSums", "conflicts", "refusals", "uncovered", "unused"]
+
+setting = functools.partial(_setting, group="privacy")
+
+_LACKS_COUNT = (
+    "masked=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
+    "flower-projects.md)."
+)
+_SUMS = frozenset({"exchanges"})  # what a method may take beside updates: it is masked, too
+
+
+class MaskSettings(Settings):
+    """The settings of masked sums."""
+
+    masked: bool = setting(
+        False, "secure aggregation: clients mask what they send, and the server sees sums over the clients alone"
+    )
+    masked_threshold: float = setting(
+        0.66,
+        "share of a client's neighbourhood whose shares give the server a secret; more may not be lost",
+        gt=0.5,
+        le=1,
+    )
+    masked_neighbours: int = setting(
+        0, "clients with which each client has masks in common; 0 = all others of the round", ge=0
+    )
+    masked_range: float = setting(65536.0, "largest size of a masked value; a larger one is an error", gt=0)
+    masked_metrics: Literal["withheld", "published"] = setting(
+        "withheld", "the clients' metrics, which have no masks: not sent, or sent"
+    )
+
+
+def uncovered(method: Method[Any]) -> list[str]:
+    """Return what the method takes from single clients that is no sum over them."""
+    return [what for kind, what in method.beside_updates().items() if kind not in _SUMS]
+
+
+def refusals(method: Method[Any]) -> list[str]:
+    """Return why the method does not work with masks, one line each."""
+    return [f"strategy {method.name!r} with masked=true: {what}" for what in uncovered(method)]
+
+
+def conflicts(dp: DPSettings) -> list[str]:
+    """Return why differential privacy with these settings needs single updates, one line each."""
+    found = []
+    if dp.dp == "server":
+        found.append("masked=true hides the updates that dp=server clips; with dp=client the clients clip")
+    if dp.dp != "off" and dp.dp_clipping_quantile:
+        found.append("masked=true hides whose update was clipped, which dp-clipping-quantile follows; leave it out")
+    return found
+
+
+def unused(settings: MaskSettings) -> dict[str, str]:
+    """Return the settings that have no effect under the others, by name, each with what it needs."""
+    others = set(MaskSettings.model_fields) - {"masked"}
+    return {} if settings.masked else dict.fromkeys(others, "it is for masked=true")
+
+
+class MaskedSums(Protection):
+    """Sums of masked updates.
+
+    Args:
+        settings: threshold, neighbours and range.
+        dp: differential privacy whose updates the clients clip: all weights are 1, and it adds its noise to the sum.
+
+    Raises:
+        ConfigError: ``dp`` needs single updates.
+    """
+
+    reads_each = False
+
+    def __init__(self, settings: MaskSettings, dp: ClientLevelDP | None = None) -> None:
+        if problems := conflicts(dp.settings) if dp else ():
+            raise ConfigError("\n".join(problems))
+        self.settings = settings
+        self._dp = dp
+        self._inner: Protection = dp or Protection()
+        self.publishes_metrics = settings.masked_metrics == "published" and self._inner.publishes_metrics
+        self.secret_sampling = self._inner.secret_sampling
+        self._method: Method[Any] | None = None
+        self._round: MaskedRound | None = None
+        self._point = FixedPoint(1.0, 1.0)
+
+    def begin(self, method: Method[Any]) -> None:
+        """Check that the method needs sums alone.
+
+        Raises:
+            ConfigError: it uses more of a client.
+        """
+        problems = refusals(method)
+        if method.weighted_by_key != NUM_EXAMPLES:
+            problems.append(
+                f"weighted_by_key={method.weighted_by_key!r}: masked sums are weighted by {NUM_EXAMPLES}, which the "
+                "server knows before the round"
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))
+        self._method, self._round = method, None
+        self._inner.begin(method)
+
+    def config(self) -> Mapping[str, Any]:
+        """See ``Protection``; so also ``stops_after`` and the calls after it."""
+        return self._inner.config()
+
+    def open_round(
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+    ) -> list[Message]:
+        """Let the clients agree on masks (steps 1 and 2); return the messages to those that are left.
+
+        Raises:
+            ClientPartError: no client has the mod.
+        """
+        nodes = [node for node, _ in messages]
+        self._round = masks = MaskedRound(run.report, nodes, polling(grid), timeout)
+        countless = [number for number, node in enumerate(nodes) if not node.num_examples]
+        for number in countless:
+            masks.lose(number, _LACKS_COUNT)
+        asked, own = [number for number in range(len(nodes)) if number not in countless], self.settings
+        if not masks.prepare(asked, own.masked_threshold, own.masked_neighbours):
+            return []
+        total = self._weight(masks.present)
+        self._point = FixedPoint(own.masked_range, total)
+        common: dict[str, Any] = {MASK_TOTAL: total, MASK_RANGE: own.masked_range}
+        common[MASK_METRICS] = self.publishes_metrics
+        sent = []
+        for number in sorted(masks.present):
+            told: dict[str, Any] = {MASK_PRESENT: masks.partners(number), MASK_WEIGHT: self._weight({number})}
+            sent.append(with_config(messages[number][1], {**common, **told}))
+        return sent
+
+    def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
+        """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
+        masks = self._masks
+        if missing := {masks.nodes[number].node_id for number in masks.present} - members.keys():
+            raise ConfigError(f"masked=true: node {min(missing)} has masks, and takes no part in the synchronised step")
+
+        def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+            if len(tensors) < len(masks.present) or any(tensor.dtype != torch.int64 for tensor in tensors):
+                raise ReplyError(f"exchange '{tag}' needs a masked tensor of int64 from each client")
+            total = _sum([tensor.numpy() for tensor in tensors])
+            return torch.from_numpy(self._point.mean(total, math.fsum(weights)))
+
+        return dataclasses.replace(limits, min_members=len(members), answer=answer)
+
+    def terms(self, terms: Terms) -> Terms:
+        """Ask for a masked vector in place of the entries."""
+        size = sum(array.size for array in _update_like(terms.expected, terms.parts).values())
+        return dataclasses.replace(terms, expected={MASKED: np.broadcast_to(np.int64(0), size)})
+
+    def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
+        """Return one reply with the average (step 4), or none if the masks cannot be removed."""
+        moved, masks = run.report.train, self._masks
+        moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
+        number_of = {node.node_id: number for number, node in enumerate(masks.nodes)}
+        vectors = {number_of[reply.node.node_id]: reply.state[MASKED] for reply in replies}
+        answered, total = frozenset(vectors), _sum(list(vectors.values()))
+        try:
+            mean = self._point.mean(total - masks.left_over(answered, total.size), self._weight(answered))
+        except (MaskingError, ReplyError) as error:
+            masks.give_up(str(error))
+            return []
+        shared = {name: before[name] for name in before if run.parts.part_of[name] not in self._of.local}
+        coordinates = Coordinates(shared, run.parts, 1.0)
+        state = coordinates.state(split(mean, _update_like(shared, run.parts)), 0.0)
+        average = Reply(Node(0), self._weight(answered), state, {})
+        self._of.check(run.report.server_round, average, before)
+        state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
+        return self._inner.pool(run, [average] * len(answered), before) if self._dp else [average]
+
+    def stops_after(self, server_round: int) -> bool:
+        """See ``config``."""
+        return self._inner.stops_after(server_round)
+
+    def outcome(self) -> dict[str, Any]:
+        """See ``config``."""
+        return self._inner.outcome()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``config``."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``config``."""
+        self._inner.load_state_dict(state)
+
+    @property
+    def _of(self) -> Method[Any]:
+        if self._method is None:
+            raise ConfigError("masked sums begin with a run")
+        return self._method
+
+    @property
+    def _masks(self) -> MaskedRound:
+        if self._round is None:
+            raise ConfigError("masked sums begin with a round")
+        return self._round
+
+    def _weight(self, numbers: Collection[int]) -> float:
+        """Return the sum of these clients' weights."""
+        if self._dp:
+            return float(len(numbers))
+        return float(sum(self._masks.nodes[number].num_examples or 0 for number in numbers))
+
+
+def _update_like(shared: State, parts: Parts) -> dict[str, Array]:
+    """Return arrays like those of an update of these entries."""
+    return Coordinates(shared, parts, 1.0).update(shared)
+
+
+def _sum(vectors: Sequence[Array]) -> Array:
+    """Return the sum in the ring: int64, which wraps around."""
+    total = vectors[0].copy()
+    for vector in vectors[1:]:
+        total += vector
+    return total

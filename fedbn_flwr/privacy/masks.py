@@ -1,0 +1,291 @@
+r"""Pairwise masks that cancel in a sum, and the secrets with which those of lost clients are removed.
+
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4; the neighbours
+of a client are those of Bell et al. 2020, "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead",
+arXiv (IACR ePrint) 2020/704.
+
+## Algorithm
+
+Client $i$ of a round has two fresh key pairs. The first one, $s_i$, gives the masks of the model; its secret key is
+shared. The second one, $c_i$, encrypts what clients send each other and gives the masks of a synchronised step's
+exchanges; its secret key never leaves the client. $b_i$ is a random seed, $N(i)$ the neighbours that are still there.
+
+$$y_i = x_i + G(b_i) + \sum_{j \in N(i), j > i} G(s_{ij}) - \sum_{j \in N(i), j < i} G(s_{ij}) \mod 2^{64}$$
+
+The sum of all $y_i$ holds the seeds' masks alone. Each neighbour has a share of $b_i$ and of $s_i$, and gives the
+server one of them: that of $b_i$ if $y_i$ has arrived, that of $s_i$ if not. $t$ shares give the secret. With $t$ above
+half of a neighbourhood the server cannot have both secrets of a client.
+
+An exchange has no seed's mask: pairs of $c$ are never revealed, so it is all clients' sum or nothing.
+
+$G$ is ChaCha20 with the key HKDF-SHA256(secret, what it is for). A stream is used once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from base64 import urlsafe_b64encode
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.compat.secret_sharing import (
+    InvalidToken,
+    agreed,
+    combine_shares,
+    create_shares,
+    decrypt,
+    encrypt,
+    new_pair,
+    public_of,
+)
+from fedbn_flwr.errors import MaskingError
+from fedbn_flwr.privacy.noise import keystream
+
+__all__ = ["Party", "PublicKeys", "add_pair_mask", "recovered_key", "recovered_seed", "seed_mask"]
+
+
+class PublicKeys(NamedTuple):
+    """A client's public keys: s for the masks of the model, c for the channel between clients."""
+
+    masks: bytes
+    channel: bytes
+
+
+@dataclass
+class Party:
+    """A client in one round of masked sums, with its secrets and the rules by which it uses them.
+
+    ``Party.new`` makes the keys. The methods that follow are called in the order of the file; each does its work once.
+    All raise MaskingError where the server asks for something that the protocol does not have.
+
+    Attributes:
+        server_round: the round.
+        publics: its public keys.
+        number: its number in the round, from 0.
+        threshold: t, the number of shares that give a secret.
+    """
+
+    server_round: int
+    publics: list[bytes]
+    _secrets: list[bytes]
+    _stage: str = "keys"
+    number: int = 0
+    threshold: int = 0
+    _neighbours: dict[int, list[bytes]] = field(default_factory=dict)
+    _channels: dict[int, bytes] = field(default_factory=dict)
+    _seed: bytes = b""
+    _own_shares: list[bytes] = field(default_factory=list)
+    _present: list[int] | None = None
+    _exchanged: dict[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, server_round: int) -> Party:
+        """Return a client with fresh keys."""
+        (masks, public_masks), (channel, public_channel) = new_pair(), new_pair()
+        return cls(server_round, [public_masks, public_channel], [masks, channel])
+
+    def shares(self, number: int, keys: Mapping[int, PublicKeys], threshold: int) -> dict[int, bytes]:
+        """Return the encrypted shares of this client's secrets, by the number of the neighbour that can read them.
+
+        Args:
+            number: this client's number.
+            keys: the public keys of this client and of its neighbours, by number.
+            threshold: t.
+        """
+        self._go("keys", "shares")
+        size = len(keys)
+        if not 2 <= threshold <= size < 2 * threshold:
+            raise MaskingError(
+                f"{threshold} of {size} shares would give the server a secret of this client: it must be at least 2, "
+                "and more than half of all shares"
+            )
+        if number not in keys or list(keys[number]) != self.publics:
+            raise MaskingError("the server has other public keys of this client than it sent")
+        if len({key for pair in keys.values() for key in pair}) < 2 * size:
+            raise MaskingError("two public keys of the round are equal")
+        self.number, self.threshold, self._seed = number, threshold, os.urandom(32)
+        self._neighbours = {other: list(pair) for other, pair in keys.items() if other != number}
+        shares = (create_shares(secret, threshold, size) for secret in (self._seed, self._secrets[0]))
+        pairs = dict(zip(sorted(keys), map(list, zip(*shares, strict=True)), strict=True))
+        self._own_shares = pairs.pop(number)
+        self._channels = {other: _agreed(self._secrets[1], pair[1]) for other, pair in self._neighbours.items()}
+        return {other: self._seal(other, pair) for other, pair in pairs.items()}
+
+    def meet(self, present: Collection[int]) -> None:
+        """Note the neighbours that are still there; called with each message of the training."""
+        if self._stage != "shares":
+            raise MaskingError(
+                f"training with masks comes once a round, after 'shares'; this client has done '{self._stage}' in "
+                f"round {self.server_round}"
+            )
+        if unknown := set(present) - set(self._neighbours):
+            raise MaskingError(f"client {min(unknown)} is not a neighbour of this client")
+        if len(present) + 1 < self.threshold:
+            raise MaskingError(
+                f"{len(present) + 1} clients are left in this client's neighbourhood, {self.threshold} needed: the sum "
+                "would tell too much of each"
+            )
+        if self._present not in (None, sorted(present)):
+            raise MaskingError("the members of the round have changed within the round")
+        self._present = sorted(present)
+
+    def exchange(self, tag: str, vector: Array) -> Array:
+        """Return the vector of an exchange, int64, with its masks."""
+        digest = hashlib.sha256(vector.tobytes()).digest()
+        if self._exchanged.setdefault(tag, digest) != digest:
+            raise MaskingError(f"exchange '{tag}' was asked for twice, with other values")
+        masked = vector.copy()
+        purpose = f"exchange|{self.server_round}|0|{tag}"
+        for other in self._met():
+            _add(masked, self.number, other, _stream(self._channels[other], purpose, vector.size))
+        return masked
+
+    def masked(self, vector: Array) -> Array:
+        """Return the vector of the model, int64, with its masks."""
+        present = self._met()
+        self._go("shares", "masked")
+        masked = vector + seed_mask(self._seed, self.server_round, vector.size)
+        for other in present:
+            key = self._neighbours[other][0]
+            add_pair_mask(masked, self.number, other, self._secrets[0], key, self.server_round)
+        return masked
+
+    def reveal(self, answered: Collection[int], lost: Collection[int], sealed: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return this client's share of b for each client that answered, and of s for each lost one.
+
+        Args:
+            answered: the numbers of those whose vector has arrived, in the neighbourhood of this client, with itself.
+            lost: the others.
+            sealed: what each neighbour has encrypted for this client.
+        """
+        self._go("masked", "revealed")
+        if set(answered) & set(lost):
+            raise MaskingError("the server calls a client both answered and lost: the shares of both would unmask it")
+        if {*answered, *lost} != {self.number, *self._met()} or self.number not in answered:
+            raise MaskingError("the server names others than the clients with which this one has masked its vector")
+        if len(answered) < self.threshold:
+            raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed: nothing is revealed")
+        found = {}
+        for other in sorted({*answered, *lost}):
+            of_seed, of_key = self._own_shares if other == self.number else self._open(other, sealed)
+            found[other] = of_seed if other in answered else of_key
+        self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}  # of no use any more
+        return found
+
+    def dump(self) -> bytes:
+        """Return this client, to be kept until its next message."""
+        return json.dumps(asdict(self), default=bytes.hex).encode()
+
+    @classmethod
+    def load(cls, data: bytes) -> Party:
+        """Return the client that was kept."""
+        own: dict[str, Any] = json.loads(data)
+        numbered: Mapping[str, Any] = {
+            "_neighbours": lambda pair: list(map(bytes.fromhex, pair)),
+            "_channels": bytes.fromhex,
+        }
+        for name, read in numbered.items():
+            own[name] = {int(number): read(value) for number, value in own[name].items()}
+        for name in ("publics", "_secrets", "_own_shares"):
+            own[name] = list(map(bytes.fromhex, own[name]))
+        own["_exchanged"] = {tag: bytes.fromhex(digest) for tag, digest in own["_exchanged"].items()}
+        return cls(**{**own, "_seed": bytes.fromhex(own["_seed"])})
+
+    def _go(self, expected: str, stage: str) -> None:
+        if self._stage != expected:
+            raise MaskingError(
+                f"step '{stage}' of a masked sum follows '{expected}', and this client has done '{self._stage}' in "
+                f"round {self.server_round}"
+            )
+        self._stage = stage
+
+    def _met(self) -> Sequence[int]:
+        if self._present is None:
+            raise MaskingError("the members of the round are not known yet")
+        return self._present
+
+    def _seal(self, other: int, shares: Sequence[bytes]) -> bytes:
+        text = json.dumps([self.number, other, *(share.hex() for share in shares)])
+        return encrypt(self._envelope(other), text.encode())
+
+    def _open(self, other: int, sealed: Mapping[int, bytes]) -> list[bytes]:
+        try:
+            sender, receiver, *shares = json.loads(decrypt(self._envelope(other), sealed[other]))
+        except (KeyError, InvalidToken, ValueError) as error:
+            raise MaskingError(f"the shares of client {other} cannot be read: {type(error).__name__}") from error
+        if (sender, receiver) != (other, self.number):
+            raise MaskingError(f"client {sender}'s shares for client {receiver} came as those of client {other}")
+        return [bytes.fromhex(share) for share in shares]
+
+    def _envelope(self, other: int) -> bytes:
+        return urlsafe_b64encode(_derived(self._channels[other], f"shares|{self.server_round}"))
+
+
+def seed_mask(seed: bytes, server_round: int, size: int) -> Array:
+    """Return G(b): so many integers, uniform over the ring."""
+    return _stream(seed, f"seed|{server_round}", size)
+
+
+def add_pair_mask(total: Array, number: int, other: int, secret: bytes, public: bytes, server_round: int) -> None:
+    """Add G(s_ij) to ``total``, with the sign that client ``number`` adds it with.
+
+    Args:
+        total: int64; it is changed.
+        number: the client that adds the mask.
+        other: the client that it has the mask in common with.
+        secret: the secret key of one of them.
+        public: the public key of the other one.
+        server_round: the round.
+    """
+    _add(total, number, other, _stream(_agreed(secret, public), f"pair|{server_round}", total.size))
+
+
+def recovered_seed(shares: Sequence[bytes]) -> bytes:
+    """Return b, given t shares.
+
+    Raises:
+        MaskingError: they are not shares of one secret.
+    """
+    try:
+        return combine_shares(list(shares))
+    except (ValueError, IndexError) as error:
+        raise MaskingError(f"the shares of a client's secret do not fit: {error}") from error
+
+
+def recovered_key(shares: Sequence[bytes], public: bytes) -> bytes:
+    """Return the secret key s, given t shares and the public key.
+
+    Raises:
+        MaskingError: they are not shares of this key.
+    """
+    secret = recovered_seed(shares)
+    if public_of(secret) != public:
+        raise MaskingError("the shares of a lost client are not those of its key")
+    return secret
+
+
+def _agreed(secret: bytes, public: bytes) -> bytes:
+    try:
+        return agreed(secret, public)
+    except ValueError as error:
+        raise MaskingError(f"a public key cannot be read: {error}") from error
+
+
+def _add(total: Array, number: int, other: int, stream: Array) -> None:
+    (np.add if number < other else np.subtract)(total, stream, out=total)
+
+
+def _derived(secret: bytes, purpose: str) -> bytes:
+    return HKDF(SHA256(), 32, None, f"fedbn-flwr|{purpose}".encode()).derive(secret)
+
+
+def _stream(secret: bytes, purpose: str, size: int) -> Array:
+    return np.frombuffer(keystream(_derived(secret, purpose), 8 * size), "<i8")

@@ -1,0 +1,100 @@
+r"""Fixed-point numbers in the ring of integers modulo 2^64, in which masked sums are taken. NumPy only.
+
+A client with weight $w_i$ sends $\mathrm{round}(w_i x_i 2^f)$ as int64; additions wrap around. With $f = 62 -
+\lceil \log_2 (W R) \rceil$, $W$ the sum of all weights and $R$ the largest size of a value, no sum leaves the ring. The
+mean of $m$ clients is then exact but for the rounding of $m$ products:
+
+$$\left| \hat{x} - \frac{\sum_i w_i x_i}{\sum_i w_i} \right| \le \frac{m \, 2^{-f-1}}{\sum_i w_i} + 2^{-51} \max_i
+|x_i|$$
+
+The second term is float64's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.errors import ConfigError, DataError, ReplyError
+
+__all__ = ["FixedPoint", "split"]
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """The numbers of a round.
+
+    Args:
+        value_range: R, the largest size of a value.
+        total_weight: W, the sum of the weights of all clients that may send.
+
+    Raises:
+        ConfigError: W R is too large for a digit after the point.
+    """
+
+    value_range: float
+    total_weight: float
+
+    def __post_init__(self) -> None:
+        """Check that at least one bit is left for the fraction."""
+        if self.fraction_bits < 1:
+            raise ConfigError(
+                f"masked-range={self.value_range:g} with weights of {self.total_weight:g} in total needs more than 62 "
+                f"bits. Use a masked-range of at most {2.0**60 / self.total_weight:.3g}."
+            )
+
+    @property
+    def fraction_bits(self) -> int:
+        """The number f of binary digits after the point."""
+        return 62 - math.ceil(math.log2(self.value_range * self.total_weight))
+
+    def error(self, num_clients: int, total_weight: float) -> float:
+        """Return the largest error of a mean, given the sum of the weights of the clients in it.
+
+        Float64's own rounding of the values is not in it.
+        """
+        return num_clients * 2.0 ** (-self.fraction_bits - 1) / total_weight
+
+    def vector(self, values: Mapping[str, Array], weight: float) -> Array:
+        """Return the weighted values, one after the other in the order of names, as a vector of int64.
+
+        Raises:
+            DataError: a value is not finite or out of range; its entry is named.
+        """
+        sizes = [values[name].size for name in sorted(values)]
+        whole = np.empty(sum(sizes), np.int64)
+        factor, start = weight * 2.0**self.fraction_bits, 0
+        for name, size in zip(sorted(values), sizes, strict=True):
+            wide = values[name].reshape(-1).astype(np.float64)
+            if size and not float(np.abs(wide).max()) <= self.value_range:
+                if not np.isfinite(wide).all():
+                    raise DataError(f"entry '{name}' holds {wide[~np.isfinite(wide)][0]}, which cannot be masked")
+                raise DataError(
+                    f"entry '{name}' holds {wide[np.abs(wide).argmax()]:.6g}, and masked-range={self.value_range:g} is "
+                    "the largest size that a masked value may have. Use a larger masked-range, or smaller steps."
+                )
+            whole[start : start + size] = np.rint(wide * factor)
+            start += size
+        return whole
+
+    def mean(self, total: Array, weight: float) -> Array:
+        """Return the mean in float64, given the sum of the vectors and the sum of their clients' weights.
+
+        Raises:
+            ReplyError: the sum is larger than any that these clients can send: it still holds a mask.
+        """
+        wide = total.astype(np.float64) * 2.0**-self.fraction_bits / weight
+        if wide.size and float(np.abs(wide).max()) > self.value_range * (1 + 1e-9):
+            raise ReplyError("the masks do not cancel: the sum is out of range")
+        return wide
+
+
+def split(vector: Array, like: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the pieces of a vector by name, in the shapes of ``like`` and in the order of names."""
+    ends = np.cumsum([like[name].size for name in sorted(like)])
+    pieces = np.split(vector, ends[:-1])
+    return {name: piece.reshape(like[name].shape) for name, piece in zip(sorted(like), pieces, strict=True)}

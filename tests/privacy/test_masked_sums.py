@@ -1,0 +1,469 @@
+"""Runs with masked sums: the model of the plain run, whoever is lost, and nothing of a single client on its way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.sync import SynchronisedStep
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.errors import ConfigError, NothingTrainedError, ReplyError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.mods import local_bn, masked_update
+from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
+from fedbn_flwr.privacy.noise import SeededNoise
+from fedbn_flwr.privacy.ring import FixedPoint
+from fedbn_flwr.strategies import FedAdam, FedAvg, FedBN, FedBS, FedDNA, FedTAN, FixBN, Scaffold, StaticBN
+from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
+
+SIZES = (12, 5, 8, 21)
+
+
+def masked(strategy: Any, **settings: Any) -> Any:
+    """Return the strategy under masked sums; the settings are ``masked_threshold``, ..."""
+    strategy.protect(MaskedSums(MaskSettings(masked=True, **settings)))
+    return strategy
+
+
+def furthest(one: State, other: State) -> float:
+    """The largest difference of two states; counters are left out."""
+    names = [name for name in one if "num_batches" not in name]
+    return max(float(np.abs(one[name] - other[name]).max()) for name in names)
+
+
+class Losing:
+    """An app that fails at a stage of round 1: ``{partition: stage}``; stage "train" fails after the training."""
+
+    def __init__(self, app: ClientApp, lost: Mapping[int, str]) -> None:
+        self.app, self.lost = app, lost
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        (config,) = message.content.config_records.values() or ({},)
+        stage = config.get("fedbn-flwr.mask-stage") or message.metadata.message_type
+        reply = self.app(message, context)
+        if config.get("server-round") == 1 and self.lost.get(int(context.node_config["partition-id"])) == stage:
+            raise RuntimeError("power cut")
+        return reply
+
+
+def losing(lost: Mapping[int, str]) -> Callable[[Any], Any]:
+    return lambda client_fn: Losing(client_app(client_fn), lost)
+
+
+# --- the law --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedBN, FedAdam, FixBN])
+def test_a_masked_run_equals_the_plain_one(method, federate, datasets, mlp, same_bits) -> None:
+    options: dict[str, Any] = {"rounds": 3, "local_steps": 2}
+    plain, ours = (federate(kind(method()), mlp, datasets, **options) for kind in (lambda s: s, masked))
+    assert 0 < furthest(plain.state, ours.state) < 1e-11
+    for partition in range(4) if method is FedBN else ():
+        assert furthest(plain.local_state(partition), ours.local_state(partition)) < 1e-11
+    assert [report.participants for report in ours.strategy.reports] == [[0, 1, 2, 3]] * 3
+    assert ours.state["1.num_batches_tracked"] == {FedBN: 0, FixBN: 1}.get(method, 3), "rounds"
+    if method is FixBN:  # frozen after round 1 of 3
+        for name in ("1.running_mean", "1.running_var"):
+            assert ours.history[3][name].tobytes() == ours.history[1][name].tobytes()
+
+
+def test_a_torchvision_net_has_the_stated_error(federate, points, torchvision_net) -> None:
+    """With few digits after the point the rounding is seen, and stays within the bound."""
+    data = [points(size, client, (3, 16, 16)) for client, size in enumerate((6, 3, 8))]
+    value_range = 2.0**34
+    options: dict[str, Any] = {"rounds": 1, "local_steps": 1}
+    plain, ours = (
+        federate(strategy, torchvision_net, data, **options)
+        for strategy in (FedAvg(fraction_evaluate=0.0), masked(FedAvg(fraction_evaluate=0.0), masked_range=value_range))
+    )
+    allowed = FixedPoint(value_range, 17.0).error(3, 17.0)
+    before = plain.history[0]
+    ratios = []
+    for name in (name for name in plain.state if "num_batches" not in name):
+        variance = before[name.replace("running_mean", "running_var")] + 1e-5
+        unit = variance if "running_var" in name else np.sqrt(variance) if "running_mean" in name else 1.0
+        ratios.append(float((np.abs(plain.state[name] - ours.state[name]) / (unit * allowed)).max()))
+    assert 0.3 < max(ratios) <= 1.0
+
+
+@pytest.fixture
+def branches() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = trained(Branches())
+    model.a.momentum = 0.1  # without it the layer counts batches, and masks leave the server a count of rounds
+    return model
+
+
+@pytest.mark.parametrize("method", [FedTAN, FedDNA])
+def test_a_masked_step_equals_the_plain_one(method, run_step, branches, same_bits) -> None:
+    """By each transport, with the same bits."""
+    data = client_data((3, 6, 6), (2, 5, 1))
+    plain = run_step(synchronised(method), branches, data)
+    moved = plain.strategy.reports[0].train
+    runs = []
+    for transport in TRANSPORTS if method is FedTAN else ("barrier",):
+        runs.append(run_step(masked(synchronised(method, transport)), branches, data, transport=transport))
+        ours = runs[-1].strategy.reports[0].train
+        assert ours.exchanges == moved.exchanges + 3
+        assert (ours.down, ours.up) == (moved.down, moved.up), "float64 and int64 have the same size"
+        same_bits(runs[-1].state, runs[0].state)
+    assert 0 < furthest(plain.state, runs[0].state) < 1e-11
+
+
+def test_neither_workers_nor_the_order_of_replies_change_a_bit(federate, datasets, mlp, same_bits) -> None:
+    options = {"rounds": 1, "local_steps": 1}
+    alone, *others = (
+        federate(masked(FedAvg(fraction_evaluate=0.0)), mlp, datasets, **options, **more)
+        for more in ({}, {"backwards": True}, {"grid_options": {"workers": 1}})
+    )
+    for other in others:
+        same_bits(alone.state, other.state)
+
+
+def test_flowers_own_start_gives_the_same_bits(federate, datasets, mlp, same_bits) -> None:
+    class InFlowersLoop(FedAvg):
+        start = FlowerFedAvg.start
+
+    ours, theirs = (federate(masked(kind()), mlp, datasets) for kind in (FedAvg, InFlowersLoop))
+    same_bits(ours.state, theirs.state)
+
+
+def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
+    """As ``client_app``: any app whose first mods are ``masked_update`` and ``local_bn``."""
+
+    def app_of(client_fn: Any) -> ClientApp:
+        inner, app = client_app(client_fn), ClientApp(mods=[masked_update, local_bn])
+        ours = client_fn
+
+        @app.train()
+        def train(message: Message, context: Context) -> Message:
+            client = ours(context)
+            model = client.model
+            arrays = message.content["arrays"]
+            model.load_state_dict(arrays.to_torch_state_dict())
+            for parameter in model.parameters():
+                parameter.data += 0.1 * (1 + int(context.node_config["partition-id"]))
+            message.content["arrays"] = type(arrays)(model.state_dict())
+            for key in list(message.content.config_records):
+                del message.content[key]
+            from flwr.app import MetricRecord
+
+            message.content["metrics"] = MetricRecord({"num-examples": len(client.train_data), "secret": 3.0})
+            return Message(message.content, reply_to=message)
+
+        @app.query()
+        def query(message: Message, context: Context) -> Message:
+            return inner(message, context)
+
+        return app
+
+    ours = federate(masked(FedBN(fraction_evaluate=0.0)), mlp, datasets, rounds=2, wrap=app_of)
+    shift = 0.1 * sum(size * (1 + i) for i, size in enumerate(SIZES)) / sum(SIZES)
+    start = mlp().state_dict()
+    for name in ("0.weight", "3.bias"):
+        assert ours.state[name] == pytest.approx(start[name].numpy() + 2 * shift, abs=1e-12)
+    assert {"1.weight", "1.running_mean"} <= set(ours.local_state(0))
+
+
+@pytest.mark.parametrize("lost", [{}, {1: "train"}])
+def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[int, str], federate, five, mlp) -> None:
+    """The same release as with updates that the server sees: a lost client's is zero."""
+
+    def protection() -> ClientLevelDP:
+        settings = DPSettings(dp="client", dp_noise_multiplier=0.5, dp_clipping_norm=0.05)
+        return ClientLevelDP(settings, SeededNoise(3))
+
+    runs = []
+    for wrapped in (lambda dp: dp, lambda dp: MaskedSums(MaskSettings(masked=True), dp)):
+        strategy, dp = FedAvg(fraction_evaluate=0.0), protection()
+        strategy.protect(wrapped(dp))
+        runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
+        assert [release.sampled for release in dp.ledger.releases] == [5, 5]
+        assert strategy.protection.outcome() == dp.outcome() != {}
+    for server_round in (1, 2):
+        assert furthest(*(run.history[server_round] for run in runs)) < 1e-10
+    assert furthest(runs[0].history[0], runs[0].state) > 1e-3
+
+
+# --- lost clients ---------------------------------------------------------------------------------------------------
+
+LOST: dict[str, tuple[dict[int, str], Collection[int]]] = {
+    "nobody": ({}, ()),
+    "one before its keys": ({1: "keys"}, {1}),
+    "one before its shares": ({1: "shares"}, {1}),
+    "one before its model": ({1: "train"}, {1}),
+    "one before it reveals": ({1: "reveal"}, ()),
+    "two, at two stages": ({1: "keys", 3: "train"}, {1, 3}),
+    "two before their models": ({0: "train", 4: "train"}, {0, 4}),
+    "two, of which one has sent its model": ({0: "shares", 4: "reveal"}, {0}),
+}
+
+
+@pytest.fixture
+def five(points) -> list[Any]:
+    return [points(size, client) for client, size in enumerate((*SIZES, 6))]
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_round_equals_the_plain_one_without_the_lost_clients(case: str, federate, five, mlp) -> None:
+    lost, without = LOST[case]
+    made = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
+    ours = federate(made, mlp, five, rounds=2, wrap=losing(lost))
+    plain = federate(FedAvg(fraction_evaluate=0.0), mlp, five, rounds=2, hide={1: without})
+    for server_round in (1, 2):
+        assert furthest(ours.history[server_round], plain.history[server_round]) < 1e-11
+    assert made.reports[0].participants == [i for i in range(5) if i not in without]
+    assert len(made.reports[0].rejected) == len(without)
+    for partition in without:
+        assert "power cut" in ours.reason(partition)
+    assert made.reports[1].participants == [0, 1, 2, 3, 4]
+
+
+TOO_FEW = {
+    "keys": "2 of 5 clients are left for the masks of the round",
+    "shares": "2 of 5 clients are left for the masks of the round",
+    "train": "2 clients have answered, 3 needed in each part: nothing is revealed",
+    "reveal": "2 shares for node",
+}
+
+
+@pytest.mark.parametrize("stage", TOO_FEW)
+def test_below_the_threshold_nothing_is_revealed(stage: str, federate, five, mlp, same_bits) -> None:
+    made = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
+    ours = federate(made, mlp, five, rounds=2, wrap=losing(dict.fromkeys((0, 2, 4), stage)))
+    same_bits(ours.history[1], ours.history[0])
+    assert made.reports[0].kept_previous
+    assert any(TOO_FEW[stage] in why for why in made.reports[0].rejected.values())
+    asked = [config["fedbn-flwr.mask-stage"] for config in ours.grid.config("query") if "server-round" in config]
+    assert asked.count("reveal") == (10 if stage == "reveal" else 5), "in round 2 alone"
+    assert made.reports[1].participants == [0, 1, 2, 3, 4]
+    assert furthest(ours.history[2], ours.history[1]) > 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_lost_in_a_step_ends_the_round(transport: str, run_step, branches, same_bits) -> None:
+    """The others' exchanges are not repeated without it: the difference would be its own."""
+
+    class Cut(TorchClient):
+        def fit(self, parameters, config):
+            if self.partition_id == 1 and config["server-round"] == 1:
+                self.model.head.register_forward_hook(lambda *_: 1 / 0)
+            return super().fit(parameters, config)
+
+    data, made = client_data((3, 6, 6), (2, 5, 1, 4)), masked(synchronised(FedTAN, transport))
+    ours = run_step(made, branches, data, transport=transport, rounds=2, client=Cut)
+    assert ours.seconds < 10
+    same_bits(ours.history[1], ours.history[0])
+    first, second = made.reports
+    assert first.kept_previous
+    assert "division by zero" in ours.reason(1)
+    assert second.participants == [0, 1, 2, 3]
+    tags = [tag for m in ours.grid.received if m.has_content() for tag in m.content.array_records.get("fedtan", ())]
+    assert transport != "messages" or tags.count("mean/0") == 8, "4 clients in 2 rounds, none of them again"
+
+
+def test_a_ring_of_neighbours(federate, points, mlp) -> None:
+    """Of 9 clients each has masks in common with 4; two that are lost are recovered."""
+    data = [points(4 + client, client) for client in range(9)]
+    made = masked(FedAvg(fraction_evaluate=0.0), masked_neighbours=4, masked_threshold=0.51)
+    ours = federate(made, mlp, data, rounds=1, wrap=losing({2: "train", 7: "train"}))
+    plain = federate(FedAvg(fraction_evaluate=0.0), mlp, data, rounds=1, hide={1: {2, 7}})
+    told = [config for config in ours.grid.config("query") if config.get("fedbn-flwr.mask-stage") == "shares"]
+    assert {len(config["fedbn-flwr.mask-numbers"]) for config in told} == {5}
+    assert {config["fedbn-flwr.mask-threshold"] for config in told} == {3}
+    if made.reports[0].kept_previous:  # both lost clients and two others were all of a neighbourhood: 1 of 21 rings
+        assert "needed in each part" in str(made.reports[0].rejected)
+    else:
+        assert furthest(ours.state, plain.state) < 1e-11
+
+
+# --- what the server sees -------------------------------------------------------------------------------------------
+
+
+def forms_of(state: State, weight: float, point: FixedPoint) -> Iterator[bytes]:
+    """A client's numbers as bytes: in both float types and in fixed point."""
+    for name, array in state.items():
+        if array.dtype.kind == "f" and array.size > 3 and array.any():
+            yield from (array.astype(kind).tobytes() for kind in (np.float32, np.float64))
+            yield point.vector({name: array}, weight).tobytes()
+
+
+def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> None:
+    """Neither of models nor of exchanges, in any form; the same search finds those of a plain run."""
+    seen: list[tuple[float, State]] = []
+    weight = 0.0
+
+    class Spied(TorchClient):
+        def _train(self, lent, parameters, config):
+            nonlocal weight
+            weight = float(len(self.train_data))
+            before = {name: value.clone().numpy() for name, value in lent.state.items()}
+            found = super()._train(lent, parameters, config)
+            for name, value in lent.state.items():
+                now = value.clone().numpy()
+                seen.append((weight, {name: now, f"update of {name}": now - before[name]}))
+            return found
+
+    exchange = SynchronisedStep.exchange
+
+    def spied(step: SynchronisedStep, tag: str, local: torch.Tensor) -> torch.Tensor:
+        seen.append((weight, {tag: local.clone().numpy()}))
+        return exchange(step, tag, local)
+
+    monkeypatch.setattr(SynchronisedStep, "exchange", spied)
+    data, found = client_data((3, 6, 6), (2, 5, 1)), []
+    for kind in (lambda s: s, masked):
+        seen.clear()
+        run = run_step(kind(synchronised(FedTAN, "messages")), branches, data, transport="messages", client=Spied)
+        replies = [message.content.array_records for message in run.grid.received if message.has_content()]
+        received = b"".join(array.data for records in replies for r in records.values() for array in r.values())
+        forms = {form for weight, state in seen for form in forms_of(state, weight, FixedPoint(65536.0, 8.0))}
+        found.append(sum(form in received for form in forms))
+    assert found[0] > 50
+    assert found[1] == 0
+
+
+def test_a_reply_holds_no_metrics_unless_published(federate, datasets, mlp) -> None:
+    withheld, published = (
+        federate(masked(FedAvg(), masked_metrics=metrics), mlp, datasets, rounds=1)
+        for metrics in ("withheld", "published")
+    )
+    for run, is_published in ((withheld, False), (published, True)):
+        replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
+        assert all(("train-loss" in m.content["metrics"]) == is_published for m in replies)
+        assert all(list(m.content["arrays"]) == ["fedbn-flwr.masked"] for m in replies)
+        assert bool(run.strategy.reports[0].clients) == is_published
+        assert ("evaluate" in {m.metadata.message_type for m in run.grid.sent}) == is_published
+    assert published.strategy.reports[0].clients["2"]["train-loss"] > 0
+
+
+def test_a_client_weighs_its_numbers_by_its_own_count(federate, datasets, mlp) -> None:
+    """A server that gives one client a large weight sees little but its update."""
+
+    class Weighing(MaskedSums):
+        def _weight(self, numbers: Collection[int]) -> float:
+            return 1e6 if set(numbers) == {1} else super()._weight(numbers)
+
+    strategy = FedAvg(fraction_evaluate=0.0)
+    strategy.protect(Weighing(MaskSettings(masked=True, masked_threshold=0.51)))
+    run = federate(strategy, mlp, datasets, rounds=1)
+    assert "the server gives this client the weight 1e+06, and it has trained on [5] examples" in run.reason(1)
+    assert strategy.reports[0].participants == [0, 2, 3]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "2L+1": (lambda: FedTAN(fedtan_exchanges="2L+1"), "with fedtan-exchanges=2L.1 they are no sums"),
+    "variates": (Scaffold, "the changes of the control variates come beside the model"),
+    "losses": (FedBS, "the clients' losses are the weights"),
+    "statistics": (StaticBN, "strategy=staticbn collects statistics"),
+    "recalibrate": (lambda: FedAvg(recalibrate=True), "recalibrate=true or eval-on=recalibrated collects"),
+    "momentum": (lambda: FedAvg(momentum_scope="global"), "momentum-scope=global sends SGD's momentum"),
+    "pooled": (lambda: FedAvg(variance="pooled"), "variance=pooled adds the spread"),
+    "drift": (lambda: FixBN(freeze_at="auto", freeze_window=2), "freeze-at=auto follows delta_m of each client"),
+    "shared BN": (lambda: FedBN(eval_on="averaged-bn"), "eval-on=averaged-bn collects the BN parts"),
+    "another weight": (lambda: FedAvg(weighted_by_key="w"), "weighted_by_key='w': masked sums are weighted by"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_sum_is_refused_by_name(case: str, federate, datasets, mlp) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        federate(masked(make()), mlp, datasets)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "scaffold"}, r"strategy 'scaffold' with masked=true: the changes of the control variates"),
+        (
+            {"strategy": "fedbn"},
+            r"eval-on=personal-own reports .* which masks do not cover: .* masked-metrics=",
+        ),
+        ({"validation-share": 0.2}, r"validation-share reports results on the clients' data"),
+        ({"dp": "server"}, r"masked=true hides the updates that dp=server clips; with dp=client the clients clip"),
+        ({"dp": "client", "dp-clipping-quantile": 0.5}, r"masked=true hides whose update was clipped"),
+        ({"strategy": "centralized"}, r"strategy=centralized has no clients"),
+        ({"watch-statistics": 1}, r"masked=true leaves only an average of the clients' statistics"),
+        ({"masked": False, "masked-range": 9.0}, r"masked-range=9.0 .* it is for masked=true"),
+        ({"masked-threshold": 0.5}, r"masked-threshold=0.5: input should be greater than 0.5"),
+    ],
+)
+def test_a_config_names_what_masks_do_not_cover(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.make({"masked": True, "eval-on": "" if "strategy" in settings else "global", **settings})
+
+
+def test_an_app_without_the_mod_ends_the_run(federate, datasets, mlp) -> None:
+    def without_mod(client_fn: Any) -> ClientApp:
+        inner, app = client_app(client_fn), ClientApp()
+        app.query()(lambda message, context: inner(_without(message), context))
+        app.train()(lambda message, context: inner(message, context))
+        return app
+
+    with pytest.raises(ReplyError, match=r"Make `masked_update` of fedbn_flwr.mods the app's first mod"):
+        federate(masked(FedAvg()), mlp, datasets, wrap=without_mod)
+
+
+def _without(message: Message) -> Message:
+    for key in list(message.content.config_records):
+        del message.content[key]
+    return message
+
+
+def test_a_client_whose_count_is_not_known_takes_no_part(federate, datasets, mlp) -> None:
+    class Silent(TorchClient):
+        def get_properties(self, config):
+            found = super().get_properties(config)
+            return {"partition-id": 1} if self.partition_id == 1 else found
+
+    run = federate(masked(FedAvg()), mlp, datasets, rounds=1, client=Silent)
+    assert run.strategy.reports[0].participants == [0, 2, 3]
+    assert "masked=true weighs the clients by examples" in run.reason(1)
+
+
+def test_values_out_of_range_are_an_error_of_their_client(federate, datasets, mlp) -> None:
+    run = federate(masked(FedAvg(), masked_range=1e-9), mlp, datasets, rounds=1, fails=NothingTrainedError)
+    assert "and masked-range=1e-09 is the largest size that a masked value may have" in run.reason(0)
+
+
+def test_a_step_with_masks_needs_the_thread_of_the_mod(run_step, branches) -> None:
+    """A tensor that the mod could not mask does not leave the client."""
+    from threading import Thread
+
+    class Elsewhere(TorchClient):
+        def fit(self, parameters, config):
+            found: list[Any] = []
+
+            def work() -> None:
+                try:
+                    found.append(TorchClient.fit(self, parameters, config))
+                except Exception as error:
+                    found.append(error)
+
+            thread = Thread(target=work)
+            thread.start()
+            thread.join()
+            if isinstance(found[0], Exception):
+                raise found[0]
+            return found[0]
+
+    made = masked(synchronised(FedTAN, "channel"))
+    data = client_data((3, 6, 6), (2, 5, 1))
+    run = run_step(made, branches, data, transport="channel", client=Elsewhere, fails=NothingTrainedError)
+    assert "this training runs where the mod masked_update does not reach it" in run.reason(0)
+    assert copy.copy(made.reports[0].train).exchanges == 3, "those of the masks"

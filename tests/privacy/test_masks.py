@@ -1,0 +1,212 @@
+"""The masks of a round: they cancel in sums, hide each vector, repeat nowhere, and a client keeps to the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.errors import MaskingError
+from fedbn_flwr.privacy.masks import Party, PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
+
+THRESHOLD = 3
+
+
+def met(size: int, threshold: int = THRESHOLD, server_round: int = 1) -> tuple[list[Party], list[dict[int, bytes]]]:
+    """Clients that have exchanged keys and shares, and what each has encrypted for the others."""
+    parties = [Party.new(server_round) for _ in range(size)]
+    keys = keys_of(parties)
+    sealed = [party.shares(number, keys, threshold) for number, party in enumerate(parties)]
+    for number, party in enumerate(parties):
+        party.meet(set(range(size)) - {number})
+    return parties, sealed
+
+
+def keys_of(parties: list[Party]) -> dict[int, PublicKeys]:
+    return {number: PublicKeys(*party.publics) for number, party in enumerate(parties)}
+
+
+def for_(receiver: int, sealed: list[dict[int, bytes]]) -> dict[int, bytes]:
+    return {sender: own[receiver] for sender, own in enumerate(sealed) if sender != receiver}
+
+
+def unmasked(
+    parties: list[Party], sealed: list[dict[int, bytes]], vectors: Mapping[int, Array], threshold: int = THRESHOLD
+) -> Array:
+    """What the server does: ask for shares, rebuild secrets, remove the masks that are left."""
+    answered, lost = sorted(vectors), sorted(set(range(len(parties))) - set(vectors))
+    shares: dict[int, list[bytes]] = {number: [] for number in range(len(parties))}
+    for number in answered:
+        for owner, share in parties[number].reveal(answered, lost, for_(number, sealed)).items():
+            shares[owner].append(share)
+    total = np.sum(list(vectors.values()), axis=0, dtype=np.int64)
+    keys = keys_of(parties)
+    for number in answered:
+        total -= seed_mask(recovered_seed(shares[number][:threshold]), 1, total.size)
+    for number in lost:
+        secret = recovered_key(shares[number][:threshold], keys[number].masks)
+        for other in answered:
+            add_pair_mask(total, number, other, secret, keys[other].masks, 1)
+    return total
+
+
+@settings(deadline=None, max_examples=8)
+@given(size=st.integers(3, 5), lost=st.integers(0, 2), length=st.integers(1, 40), seed=st.integers(0, 2**32))
+def test_the_masks_cancel_whoever_is_lost(size: int, lost: int, length: int, seed: int) -> None:
+    threshold = size // 2 + 1
+    lost = min(lost, size - threshold)
+    parties, sealed = met(size, threshold)
+    generator = np.random.default_rng(seed)
+    plain = generator.integers(-(2**61), 2**61, (size, length))
+    masked = {number: party.masked(plain[number]) for number, party in enumerate(parties)}
+    for number in generator.choice(size, lost, replace=False):
+        del masked[int(number)]
+    found = unmasked(parties, sealed, masked, threshold)
+    assert np.array_equal(found, np.sum([plain[number] for number in masked], axis=0, dtype=np.int64))
+
+
+def test_the_masks_of_an_exchange_cancel() -> None:
+    parties, _ = met(4)
+    plain = np.random.default_rng(0).integers(-(2**61), 2**61, (4, 9))
+    for tag in ("mean/0", "variance/0"):
+        sent = [party.exchange(tag, own) for party, own in zip(parties, plain, strict=True)]
+        assert np.array_equal(np.sum(sent, axis=0, dtype=np.int64), np.sum(plain, axis=0, dtype=np.int64))
+        assert not np.array_equal(np.sum(sent[:3], axis=0, dtype=np.int64), np.sum(plain[:3], axis=0, dtype=np.int64))
+
+
+def test_a_masked_vector_is_uniform_and_no_stream_comes_twice() -> None:
+    """Bytes of a masked zero are uniform; streams of two rounds and of all exchanges have no word in common."""
+    size = 4096
+    zero = np.zeros(size, np.int64)
+    streams = []
+    for server_round in (1, 2):
+        parties, _ = met(3, 2, server_round)
+        streams += [parties[0].exchange(tag, zero) for tag in ("mean/0", "mean/1", "variance/0")]
+        streams += [party.masked(zero) for party in parties]
+    for stream in streams:
+        counts = np.bincount(stream.view(np.uint8), minlength=256)
+        assert stats.chisquare(counts).pvalue > 1e-6
+    for one, other in combinations(streams, 2):
+        assert not np.isin(one, other).any()
+        assert not np.isin(one, -other).any()
+
+
+def test_a_client_survives_between_two_messages() -> None:
+    parties, sealed = met(3, 2)
+    plain = np.arange(6).reshape(3, 2)
+    kept = [Party.load(party.dump()) for party in parties]
+    tensors = [Party.load(party.dump()).exchange("mean/0", own) for party, own in zip(kept, plain, strict=True)]
+    assert np.sum(tensors, axis=0).tolist() == [6, 9]
+    masked = {number: party.masked(plain[number]) for number, party in enumerate(kept)}
+    kept = [Party.load(party.dump()) for party in kept]
+    assert unmasked(kept, sealed, masked, 2).tolist() == [6, 9]
+
+
+def test_fewer_shares_than_the_threshold_give_no_secret() -> None:
+    parties, sealed = met(4)
+    for party in parties:
+        party.masked(np.zeros(1, np.int64))
+    shares = [party.reveal(range(4), [], for_(number, sealed))[0] for number, party in enumerate(parties)]
+    seeds = [recovered_seed(list(some)) for some in combinations(shares, 3)]
+    assert len(set(seeds)) == 1
+    for two in combinations(shares, 2):
+        try:
+            assert recovered_seed(list(two)) != seeds[0]
+        except MaskingError:
+            continue
+
+
+def test_a_share_of_another_key_is_noticed() -> None:
+    parties, sealed = met(4)
+    for party in parties:
+        party.masked(np.zeros(1, np.int64))
+    shares = [parties[n].reveal([0, 1, 2], [3], for_(n, sealed))[3] for n in (0, 1, 2)]
+    assert recovered_key(shares, parties[3].publics[0])
+    with pytest.raises(MaskingError, match="not those of its key"):
+        recovered_key(shares, parties[2].publics[0])
+
+
+REFUSED = {
+    "a threshold of half": (4, 2, {}, "2 of 4 shares would give the server a secret"),
+    "a threshold of one": (1, 1, {}, "1 of 1 shares would give the server a secret"),
+    "fewer clients than shares needed": (3, 4, {}, "4 of 3 shares would give"),
+    "its own key is another one": (4, 3, {0: 1}, "other public keys of this client than it sent"),
+    "a key comes twice": (4, 3, {2: 1}, "two public keys of the round are equal"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_client_refuses_to_share_its_secrets(case: str) -> None:
+    size, threshold, swapped, message = REFUSED[case]
+    parties = [Party.new(1) for _ in range(size)]
+    keys = keys_of(parties)
+    keys |= {number: keys[other] for number, other in swapped.items()}
+    with pytest.raises(MaskingError, match=message):
+        parties[0].shares(0, keys, threshold)
+
+
+@pytest.mark.parametrize(
+    ("answered", "lost", "message"),
+    [
+        ([0, 1, 2, 3], [3], "both answered and lost"),
+        ([0, 1, 2], [], "names others than the clients"),
+        ([0, 1, 2], [3, 4], "names others than the clients"),
+        ([1, 2, 3], [0], "names others than the clients"),
+        ([0, 1], [2, 3], "2 clients have answered, 3 needed: nothing is revealed"),
+    ],
+)
+def test_a_client_refuses_to_reveal(answered: Collection[int], lost: Collection[int], message: str) -> None:
+    parties, sealed = met(4)
+    parties[0].masked(np.zeros(1, np.int64))
+    with pytest.raises(MaskingError, match=message):
+        parties[0].reveal(answered, lost, for_(0, sealed))
+
+
+def test_a_client_does_each_step_once() -> None:
+    """A second vector under the same masks, or a second answer with other lists, would unmask the first."""
+    parties, sealed = met(3, 2)
+    zero, everyone = np.zeros(1, np.int64), keys_of(parties)
+    with pytest.raises(MaskingError, match="step 'shares' of a masked sum follows 'keys'"):
+        parties[0].shares(0, everyone, 2)
+    with pytest.raises(MaskingError, match="step 'revealed' of a masked sum follows 'masked'"):
+        parties[1].reveal([0, 1, 2], [], for_(1, sealed))
+    parties[0].masked(zero)
+    with pytest.raises(MaskingError, match="training with masks comes once a round"):
+        parties[0].meet([1, 2])
+    with pytest.raises(MaskingError, match="step 'masked' of a masked sum follows 'shares'"):
+        parties[0].masked(zero)
+    parties[0].reveal([0, 1], [2], for_(0, sealed))
+    with pytest.raises(MaskingError, match="step 'revealed' of a masked sum follows 'masked'"):
+        parties[0].reveal([0, 1, 2], [], for_(0, sealed))
+
+
+def test_a_client_refuses_other_or_too_few_members() -> None:
+    parties, _ = met(4)
+    with pytest.raises(MaskingError, match="2 clients are left in this client's neighbourhood, 3 needed"):
+        parties[0].meet([1])
+    with pytest.raises(MaskingError, match="client 7 is not a neighbour"):
+        parties[0].meet([1, 2, 7])
+    with pytest.raises(MaskingError, match="members of the round have changed"):
+        parties[0].meet([1, 2])
+
+
+def test_an_exchange_is_not_repeated_with_other_values() -> None:
+    parties, _ = met(3, 2)
+    first = parties[0].exchange("mean/0", np.zeros(2, np.int64))
+    assert np.array_equal(parties[0].exchange("mean/0", np.zeros(2, np.int64)), first)
+    with pytest.raises(MaskingError, match="exchange 'mean/0' was asked for twice, with other values"):
+        parties[0].exchange("mean/0", np.ones(2, np.int64))
+
+
+def test_shares_that_were_sent_to_another_client_are_refused() -> None:
+    parties, sealed = met(3, 2)
+    for party in parties:
+        party.masked(np.zeros(1, np.int64))
+    with pytest.raises(MaskingError, match="the shares of client 1 cannot be read"):
+        parties[0].reveal([0, 1, 2], [], {1: sealed[1][2], 2: sealed[2][0]})
