@@ -112,6 +112,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fedtan-exchanges": ("2L+1", {}),
     "fedbs-eps": (0.0, {}),
     "fedbs-rounds": (1, {}),
+    "masked": (True, {"eval-on": "global"}),
+    "masked-range": (1e13, {"masked": True, "eval-on": "global"}),
     "dp": ("server", {"eval-on": "global"}),
     "dp-clipping-norm": (0.01, CLIPPED),
     "dp-clipping-quantile": (0.1, CLIPPED),
@@ -151,6 +153,9 @@ ELSEWHERE = {
     "series": "tests/client/test_state_folder.py",
     "resume": "tests/experiment/test_resume.py",
     "early-stopping": "tests/experiment/test_early_stopping.py",
+    **dict.fromkeys(  # masks leave the result as it is
+        ("masked-threshold", "masked-neighbours", "masked-metrics"), "tests/privacy/test_masked_sums.py"
+    ),
     **dict.fromkeys(  # noise is new in each run
         (
             *("dp-noise-multiplier", "dp-delta", "dp-neighbours", "dp-sampling", "dp-target-epsilon"),

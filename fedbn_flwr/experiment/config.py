@@ -35,8 +35,9 @@ from fedbn_flwr.experiment.yaml_file import UNREADABLE, read_yaml
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS, FeatureScale
-from fedbn_flwr.privacy import differential
+from fedbn_flwr.privacy import differential, masked_sums
 from fedbn_flwr.privacy.differential import DPSettings
+from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.freezing import FrozenBN
@@ -66,10 +67,11 @@ logger = logging.getLogger("flwr")
 
 if TYPE_CHECKING:
 
-    class _MethodSettings(Params, DPSettings): ...
+    class _MethodSettings(Params, DPSettings, MaskSettings): ...
 
 else:
-    _MethodSettings = create_model("_MethodSettings", **method_fields(STRATEGIES.values()), **fields_of(DPSettings))
+    _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings)
+    _MethodSettings = create_model("_MethodSettings", **method_fields(STRATEGIES.values()), **_PRIVACY)
 
 
 def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
@@ -403,6 +405,8 @@ class Config(_MethodSettings):
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
         if not problems and self.dp != "off":
             _try(problems, lambda: problems.extend(self._dp_problems()))
+        if not problems and self.masked:
+            _try(problems, lambda: problems.extend(self._mask_problems()))
         if self.early_stopping and not self.validation_share:
             problems.append(
                 f"early-stopping={self.early_stopping} needs validation-share above 0: the score is that on examples "
@@ -438,28 +442,48 @@ class Config(_MethodSettings):
         if self.strategy == CENTRALIZED:
             return [f"dp={self.dp}: strategy=centralized has no clients"]
         found = differential.conflicts(self.dp_settings())
-        method = self.method()(**{**self.params().model_dump(), "eval_on": ",".join(self.evaluations())})
-        found += [f"strategy {self.title!r} with dp={self.dp}: {what}" for what in method.beside_updates().values()]
+        beside = self._made().beside_updates().values()
+        found += [f"strategy {self.title!r} with dp={self.dp}: {what}" for what in beside]
         if self.min_replies > 1:
             found.append(
                 f"min-replies={self.min_replies}: a round with noise has a result whoever answers; leave it out"
             )
-        if self.norm == "batch-renorm":
-            found.append("norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds")
         if self.early_stopping:
             found.append(f"early-stopping={self.early_stopping} chooses a round by the clients' validation examples")
+        return found + self._uncovered("dp-metrics", "epsilon does")
+
+    def mask_settings(self) -> MaskSettings:
+        """Return the settings of masked sums."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in MaskSettings.model_fields}
+        return MaskSettings(**values)
+
+    def _mask_problems(self) -> list[str]:
+        """Return what of this run is no sum over the clients."""
+        if self.strategy == CENTRALIZED:
+            return ["masked=true: strategy=centralized has no clients"]
+        found = masked_sums.refusals(self._made()) + masked_sums.conflicts(self.dp_settings())
+        return found + self._uncovered("masked-metrics", "masks do")
+
+    def _made(self) -> FedAvg[Any]:
+        return self.method()(**{**self.params().model_dump(), "eval_on": ",".join(self.evaluations())})
+
+    def _uncovered(self, metrics: str, protects: str) -> list[str]:
+        """Return what tells of the clients' data beside their updates; the setting ``metrics`` may publish some."""
+        found = []
+        if self.norm == "batch-renorm":
+            found.append("norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds")
         if self.standardise_as() == "federated":
             found.append(
-                "standardise=federated collects sums of the clients' inputs, which epsilon does not cover: use "
+                f"standardise=federated collects sums of the clients' inputs, which {protects} not cover: use "
                 "standardise=local or none"
             )
-        if self.dp_metrics == "withheld":
+        if getattr(self, metrics.replace("-", "_")) == "withheld":
             tests = [name for name in self.evaluations() if name.startswith("personal")]
             of_clients: dict[str, Any] = {f"eval-on={','.join(tests)}": tests}
             of_clients |= {"validation-share": self.validation_share, "held-out-clients": self.held_out_clients}
             found += [
-                f"{key} reports results on the clients' data, which epsilon does not cover: leave it out, or set "
-                "dp-metrics=published"
+                f"{key} reports results on the clients' data, which {protects} not cover: leave it out, or set "
+                f"{metrics}=published"
                 for key, asked in of_clients.items()
                 if asked
             ]
@@ -691,6 +715,7 @@ class Config(_MethodSettings):
         size = shape[1] if not info.input_shape else 0
         tables = own and self.dataset.startswith(("csv:", "hf:"))
         tracks, steps = self.norm.startswith("batch"), self.learning_rate_schedule in ("", "step")
+        hides = f"dp={self.dp}" if self.dp != "off" else "masked=true" if self.masked else ""
         conditions: dict[str, tuple[bool, str]] = {
             "variance": (tracks, "it is for norm=batch and batch-renorm"),
             "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),
@@ -743,9 +768,9 @@ class Config(_MethodSettings):
             ),
             "sampling": (bool(self.local_steps), "it is for local-steps"),
             "watch_statistics": (
-                tracks and not self._keeps_statistics() and self.dp == "off",
-                f"dp={self.dp} leaves only an average of the clients' statistics"
-                if self.dp != "off"
+                tracks and not self._keeps_statistics() and not hides,
+                f"{hides} leaves only an average of the clients' statistics"
+                if hides
                 else f"{self.title} keeps the statistics with its clients, and the server sees none"
                 if tracks
                 else "it is for norm=batch and batch-renorm",
@@ -758,7 +783,7 @@ class Config(_MethodSettings):
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
         }
         found = {name: use for name, (used, use) in conditions.items() if not used}
-        return found | differential.unused(self.dp_settings())
+        return found | differential.unused(self.dp_settings()) | masked_sums.unused(self.mask_settings())
 
     def params(self) -> Params:
         """Return the settings of the run's method; "the method's own default" is replaced by that default."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.privacy import masked_sums
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 
 __all__ = ["privacy_table"]
@@ -14,6 +15,7 @@ Refusals = Callable[[FedAvg[Any]], Sequence[str]]
 PUBLISHED = "dp-metrics=published"
 PROTECTIONS: Mapping[str, Refusals] = {
     "differential privacy of clients": lambda method: list(method.beside_updates().values()),
+    "masked sums": masked_sums.uncovered,
 }
 
 

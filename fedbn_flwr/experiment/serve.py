@@ -56,6 +56,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.models import InitReport
 from fedbn_flwr.privacy.differential import ClientLevelDP
+from fedbn_flwr.privacy.masked_sums import MaskedSums
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
 from fedbn_flwr.server.report import RoundReport
@@ -125,8 +126,13 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
+    dp = None
     if config.dp != "off":
-        strategy.protect(ClientLevelDP(config.dp_settings(), file=out / PRIVACY, fixed=fixed_entries(model)))
+        dp = ClientLevelDP(config.dp_settings(), file=out / PRIVACY, fixed=fixed_entries(model))
+    if config.masked:
+        strategy.protect(MaskedSums(config.mask_settings(), dp))
+    elif dp:
+        strategy.protect(dp)
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
