@@ -73,6 +73,19 @@ def test_flwr_run_with_one_actor_gives_the_bits_of_the_run_in_process(
 
 
 @pytest.mark.slow
+def test_masked_sums_give_the_bits_of_the_run_in_process(tmp_path: Path, same_run) -> None:
+    """Their sums are exact; FedTAN's exchanges go by messages here, and by a barrier in process."""
+    settings = {**SETTINGS, "strategy": "fedtan", "masked": True, "eval-on": "global", "num-clients": 3}
+    settings |= {"num-server-rounds": 1, "local-steps": 2}
+    federation = {"num-supernodes": 3, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
+    out = tmp_path / "out"
+    flower_run(ROOT, run_config={**settings, "out": str(out)}, federation_config=federation)
+    summary = json.loads((out / "summary.json").read_text())
+    same_run(summary, run(Config.make(settings), tmp_path / "in-process"))
+    assert summary["rejected"] == 0
+
+
+@pytest.mark.slow
 def test_the_simulation_engine_with_two_actors_gives_the_bits_of_the_run_in_process(
     in_process: dict[str, Any], tmp_path: Path, same_run
 ) -> None:
