@@ -66,16 +66,16 @@ def losing(lost: Mapping[int, str]) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("method", [FedAvg, FedBN, FedAdam, FixBN])
 def test_a_masked_run_equals_the_plain_one(method, federate, datasets, mlp, same_bits) -> None:
-    options: dict[str, Any] = {"rounds": 3, "local_steps": 2}
+    options: dict[str, Any] = {"rounds": 2, "local_steps": 2}
     plain, ours = (federate(kind(method()), mlp, datasets, **options) for kind in (lambda s: s, masked))
     assert 0 < furthest(plain.state, ours.state) < 1e-11
     for partition in range(4) if method is FedBN else ():
         assert furthest(plain.local_state(partition), ours.local_state(partition)) < 1e-11
-    assert [report.participants for report in ours.strategy.reports] == [[0, 1, 2, 3]] * 3
-    assert ours.state["1.num_batches_tracked"] == {FedBN: 0, FixBN: 1}.get(method, 3), "rounds"
-    if method is FixBN:  # frozen after round 1 of 3
+    assert [report.participants for report in ours.strategy.reports] == [[0, 1, 2, 3]] * 2
+    assert ours.state["1.num_batches_tracked"] == {FedBN: 0, FixBN: 1}.get(method, 2), "rounds"
+    if method is FixBN:  # frozen after round 1 of 2
         for name in ("1.running_mean", "1.running_var"):
-            assert ours.history[3][name].tobytes() == ours.history[1][name].tobytes()
+            assert ours.history[2][name].tobytes() == ours.history[1][name].tobytes()
 
 
 def test_a_torchvision_net_has_the_stated_error(federate, points, torchvision_net) -> None:
@@ -220,15 +220,13 @@ def five(points) -> list[Any]:
 def test_a_round_equals_the_plain_one_without_the_lost_clients(case: str, federate, five, mlp) -> None:
     lost, without = LOST[case]
     made = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
-    ours = federate(made, mlp, five, rounds=2, wrap=losing(lost))
-    plain = federate(FedAvg(fraction_evaluate=0.0), mlp, five, rounds=2, hide={1: without})
-    for server_round in (1, 2):
-        assert furthest(ours.history[server_round], plain.history[server_round]) < 1e-11
+    ours = federate(made, mlp, five, rounds=1, wrap=losing(lost))
+    plain = federate(FedAvg(fraction_evaluate=0.0), mlp, five, rounds=1, hide={1: without})
+    assert 0 < furthest(ours.state, plain.state) < 1e-11
     assert made.reports[0].participants == [i for i in range(5) if i not in without]
     assert len(made.reports[0].rejected) == len(without)
     for partition in without:
         assert "power cut" in ours.reason(partition)
-    assert made.reports[1].participants == [0, 1, 2, 3, 4]
 
 
 TOO_FEW = {
@@ -262,16 +260,16 @@ def test_a_client_lost_in_a_step_ends_the_round(transport: str, run_step, branch
                 self.model.head.register_forward_hook(lambda *_: 1 / 0)
             return super().fit(parameters, config)
 
-    data, made = client_data((3, 6, 6), (2, 5, 1, 4)), masked(synchronised(FedTAN, transport))
+    data, made = client_data((3, 6, 6), (2, 5, 1)), masked(synchronised(FedTAN, transport))
     ours = run_step(made, branches, data, transport=transport, rounds=2, client=Cut)
     assert ours.seconds < 10
     same_bits(ours.history[1], ours.history[0])
     first, second = made.reports
     assert first.kept_previous
     assert "division by zero" in ours.reason(1)
-    assert second.participants == [0, 1, 2, 3]
+    assert second.participants == [0, 1, 2]
     tags = [tag for m in ours.grid.received if m.has_content() for tag in m.content.array_records.get("fedtan", ())]
-    assert transport != "messages" or tags.count("mean/0") == 8, "4 clients in 2 rounds, none of them again"
+    assert transport != "messages" or tags.count("mean/0") == 6, "3 clients in 2 rounds, none of them again"
 
 
 def test_a_ring_of_neighbours(federate, points, mlp) -> None:
