@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.wrapper import DPWrapper
 
-__all__ = ["DPWrapper"]
+__all__ = ["DPWrapper", "MaskSettings", "MaskedSums"]

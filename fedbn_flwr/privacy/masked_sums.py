@@ -101,12 +101,12 @@ class MaskSettings(Settings):
     )
     masked_threshold: float = setting(
         0.66,
-        "share of a client's neighbourhood whose shares give the server a secret; more may not be lost",
+        "share of a client's neighbourhood that must stay to the end; with it the server removes masks",
         gt=0.5,
         le=1,
     )
     masked_neighbours: int = setting(
-        0, "clients with which each client has masks in common; 0 = all others of the round", ge=0
+        0, "clients with which each client has masks in common (an even number); 0 = all others of the round", ge=0
     )
     masked_range: float = setting(65536.0, "largest size of a masked value; a larger one is an error", gt=0)
     masked_metrics: Literal["withheld", "published"] = setting(
@@ -194,6 +194,8 @@ class MaskedSums(Protection):
         Raises:
             ClientPartError: no client has the mod.
         """
+        if not messages:
+            return []
         nodes = [node for node, _ in messages]
         self._round = masks = MaskedRound(run.report, nodes, polling(grid), timeout)
         countless = [number for number, node in enumerate(nodes) if not node.num_examples]

@@ -132,6 +132,12 @@ def test_neither_workers_nor_the_order_of_replies_change_a_bit(federate, dataset
         same_bits(alone.state, other.state)
 
 
+def test_a_run_without_training_sends_no_masks(federate, datasets, mlp) -> None:
+    run = federate(masked(FedAvg(fraction_train=0.0, fraction_evaluate=0.0)), mlp, datasets, rounds=1)
+    assert not run.strategy.reports[0].rejected
+    assert not [m for m in run.grid.sent if m.metadata.message_type == "train" or m.content]
+
+
 def test_flowers_own_start_gives_the_same_bits(federate, datasets, mlp, same_bits) -> None:
     class InFlowersLoop(FedAvg):
         start = FlowerFedAvg.start
@@ -281,10 +287,7 @@ def test_a_ring_of_neighbours(federate, points, mlp) -> None:
     told = [config for config in ours.grid.config("query") if config.get("fedbn-flwr.mask-stage") == "shares"]
     assert {len(config["fedbn-flwr.mask-numbers"]) for config in told} == {5}
     assert {config["fedbn-flwr.mask-threshold"] for config in told} == {3}
-    if made.reports[0].kept_previous:  # both lost clients and two others were all of a neighbourhood: 1 of 21 rings
-        assert "needed in each part" in str(made.reports[0].rejected)
-    else:
-        assert furthest(ours.state, plain.state) < 1e-11
+    assert 0 < furthest(ours.state, plain.state) < 1e-11
 
 
 # --- what the server sees -------------------------------------------------------------------------------------------
