@@ -12,10 +12,9 @@ __all__ = ["privacy_table"]
 
 Refusals = Callable[[FedAvg[Any]], Sequence[str]]
 
-PUBLISHED = "dp-metrics=published"
-PROTECTIONS: Mapping[str, Refusals] = {
-    "differential privacy of clients": lambda method: list(method.beside_updates().values()),
-    "masked sums": masked_sums.uncovered,
+PROTECTIONS: Mapping[str, tuple[str, Refusals]] = {
+    "differential privacy of clients": ("dp-metrics", lambda method: list(method.beside_updates().values())),
+    "masked sums": ("masked-metrics", masked_sums.uncovered),
 }
 
 
@@ -24,7 +23,9 @@ def privacy_table() -> str:
     lines = [f"| method | {' | '.join(PROTECTIONS)} |", "|---" * (1 + len(PROTECTIONS)) + "|"]
     for name, kind in STRATEGIES.items():
         method = kind()
-        works = f"works; tests by the clients need `{PUBLISHED}`" if method.local else "works"
-        cells = ["; ".join(refusals(method)) or works for refusals in PROTECTIONS.values()]
+        cells = []
+        for metrics, refusals in PROTECTIONS.values():
+            works = f"works; tests by the clients need `{metrics}=published`" if method.local else "works"
+            cells.append("; ".join(refusals(method)) or works)
         lines.append(f"| [`{name}`](../methods/{name}.md) | {' | '.join(cells)} |")
     return "\n".join(lines)

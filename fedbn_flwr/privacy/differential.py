@@ -62,7 +62,7 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 
-__all__ = ["CLIP", "SCALE", "ClientLevelDP", "DPSettings", "clipped", "conflicts"]
+__all__ = ["CLIP", "SCALE", "ClientLevelDP", "DPSettings", "clipped", "conflicts", "own_hooks"]
 
 logger = logging.getLogger("flwr")
 
@@ -194,7 +194,7 @@ class ClientLevelDP(Protection):
         self._begin()
         self._local = method.local
         problems = list(method.beside_updates().values())
-        if unknown := _own_hooks(type(method)):
+        if unknown := own_hooks(type(method)):
             problems.append(
                 f"{unknown[0].__name__} reads replies in a method of its own; let its beside_updates() return what it "
                 "takes from a client beside the update (super().beside_updates() if nothing)"
@@ -347,7 +347,7 @@ def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], boo
     return {name: factor * array for name, array in update.items()}, length <= clipping_norm
 
 
-def _own_hooks(kind: type[Method[Any]]) -> list[type]:
+def own_hooks(kind: type[Method[Any]]) -> list[type]:
     """Return the classes of other projects that read replies and do not say what they take."""
     reads, says = {"combine", "weights", "check"}, "beside_updates"
     foreign = [one for one in kind.__mro__ if not one.__module__.startswith(("fedbn_flwr.", "flwr."))]

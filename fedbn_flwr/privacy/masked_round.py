@@ -135,7 +135,7 @@ class MaskedRound:
     def give_up(self, why: str) -> None:
         """Report that the round ends without a result."""
         server_round = self.report.server_round
-        logger.warning("round %d: %s: nothing is revealed, and the previous model is kept", server_round, why)
+        logger.warning("round %d: %s: nothing is revealed", server_round, why)
         for node in self.nodes:
             if node.node_id not in self.report.rejected:
                 self.report.reject(node.node_id, f"{node}: {why}: nothing is revealed")

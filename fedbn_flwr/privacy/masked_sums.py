@@ -69,7 +69,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
 )
 from fedbn_flwr.privacy.coordinates import Coordinates
-from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, own_hooks
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.ring import FixedPoint, split
 from fedbn_flwr.server.method import Method, Settings
@@ -116,7 +116,13 @@ class MaskSettings(Settings):
 
 def uncovered(method: Method[Any]) -> list[str]:
     """Return what the method takes from single clients that is no sum over them."""
-    return [what for kind, what in method.beside_updates().items() if kind not in _SUMS]
+    found = [what for kind, what in method.beside_updates().items() if kind not in _SUMS]
+    if unknown := own_hooks(type(method)):
+        found.append(
+            f"{unknown[0].__name__} reads replies in a method of its own, and under masks gets one, their average; let "
+            "its beside_updates() return what else it takes (super().beside_updates() if nothing)"
+        )
+    return found
 
 
 def refusals(method: Method[Any]) -> list[str]:
@@ -161,6 +167,7 @@ class MaskedSums(Protection):
         self._inner: Protection = dp or Protection()
         self.publishes_metrics = settings.masked_metrics == "published" and self._inner.publishes_metrics
         self.secret_sampling = self._inner.secret_sampling
+        self.always_releases = self._inner.always_releases
         self._method: Method[Any] | None = None
         self._round: MaskedRound | None = None
         self._point = FixedPoint(1.0, 1.0)
@@ -234,7 +241,12 @@ class MaskedSums(Protection):
         return dataclasses.replace(terms, expected={MASKED: np.broadcast_to(np.int64(0), size)})
 
     def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
-        """Return one reply with the average (step 4), or none if the masks cannot be removed."""
+        """Return one reply with the average (step 4), or none if the masks cannot be removed.
+
+        With differential privacy such a round has a result, too: noise alone.
+        """
+        if not replies:
+            return self._inner.pool(run, replies, before)
         moved, masks = run.report.train, self._masks
         moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
         number_of = {node.node_id: number for number, node in enumerate(masks.nodes)}
@@ -244,7 +256,7 @@ class MaskedSums(Protection):
             mean = self._point.mean(total - masks.left_over(answered, total.size), self._weight(answered))
         except (MaskingError, ReplyError) as error:
             masks.give_up(str(error))
-            return []
+            return self._inner.pool(run, [], before)
         shared = {name: before[name] for name in before if run.parts.part_of[name] not in self._of.local}
         coordinates = Coordinates(shared, run.parts, 1.0)
         state = coordinates.state(split(mean, _update_like(shared, run.parts)), 0.0)
