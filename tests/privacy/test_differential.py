@@ -450,7 +450,7 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
             raise KeyboardInterrupt  # after the release of round 3, whose checkpoint is that of round 2
         return original(self, server_round, arrays)
 
-    keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 1.0, "dp_clipping_quantile": 0.5}
+    keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 1.0, "dp_clipping_quantile": 0.3}
     monkeypatch.setattr(Recorder, "after_round", killed)
     with pytest.raises(KeyboardInterrupt):
         quick(tmp_path, "run", **keys)
