@@ -403,7 +403,7 @@ class Config(_MethodSettings):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not problems and self.strategy != CENTRALIZED:
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
-        if not problems and self.dp != "off":
+        if not problems and self.dp != "none":
             _try(problems, lambda: problems.extend(self._dp_problems()))
         if not problems and self.masked:
             _try(problems, lambda: problems.extend(self._mask_problems()))
@@ -715,7 +715,7 @@ class Config(_MethodSettings):
         size = shape[1] if not info.input_shape else 0
         tables = own and self.dataset.startswith(("csv:", "hf:"))
         tracks, steps = self.norm.startswith("batch"), self.learning_rate_schedule in ("", "step")
-        hides = f"dp={self.dp}" if self.dp != "off" else "masked=true" if self.masked else ""
+        hides = f"dp={self.dp}" if self.dp != "none" else "masked=true" if self.masked else ""
         conditions: dict[str, tuple[bool, str]] = {
             "variance": (tracks, "it is for norm=batch and batch-renorm"),
             "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),

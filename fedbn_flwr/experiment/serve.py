@@ -127,7 +127,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
     dp = None
-    if config.dp != "off":
+    if config.dp != "none":
         dp = ClientLevelDP(config.dp_settings(), file=out / PRIVACY, fixed=fixed_entries(model))
     if config.masked:
         strategy.protect(MaskedSums(config.mask_settings(), dp))

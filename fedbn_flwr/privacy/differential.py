@@ -76,8 +76,8 @@ setting = functools.partial(_setting, group="privacy")
 class DPSettings(Settings):
     """The settings of client-level differential privacy."""
 
-    dp: Literal["off", "server", "client"] = setting(
-        "off",
+    dp: Literal["none", "server", "client"] = setting(
+        "none",
         "client-level differential privacy of the global models: who clips the updates (the server adds the noise)",
     )
     dp_noise_multiplier: float = setting(
@@ -137,7 +137,7 @@ def conflicts(settings: DPSettings) -> list[str]:
 
 def unused(settings: DPSettings) -> dict[str, str]:
     """Return the settings that have no effect under the others, by name, each with what it needs."""
-    if settings.dp == "off":
+    if settings.dp == "none":
         return dict.fromkeys(set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client")
     found = {} if settings.dp_clipping_quantile else {"dp_clipping_rate": "it is for dp-clipping-quantile above 0"}
     if not (settings.dp_noise_multiplier or settings.dp_target_epsilon):

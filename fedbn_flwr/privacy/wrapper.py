@@ -62,8 +62,8 @@ class DPWrapper(Strategy):
             )
         chosen = DPSettings(dp=where, **values)
         problems = [f"{name}: {use}" for name, use in unused(chosen).items() if name in values]
-        if chosen.dp == "off":
-            problems = ["where='off' protects nothing; use 'server' or 'client'"]
+        if chosen.dp == "none":
+            problems = ["where='none' protects nothing; use 'server' or 'client'"]
         if problems:
             raise ConfigError("\n".join(problems))
         self.privacy = ClientLevelDP(chosen, noise, file, fixed)

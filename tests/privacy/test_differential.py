@@ -328,8 +328,8 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp:
         ConfigError, match=r"DPWrapper is for the strategies of fedbn_flwr\.strategies, and FedAvg is none"
     ):
         DPWrapper(FlowersFedAvg(), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="where='off' protects nothing"):
-        DPWrapper(FedAvg(), 1.0, where="off")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="where='none' protects nothing"):
+        DPWrapper(FedAvg(), 1.0, where="none")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dp_clipping_rate: it is for"):
         DPWrapper(FedAvg(), 1.0, clipping_rate=0.5)
     other = OfAnotherProject()
@@ -483,7 +483,7 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
         ({"min-replies": 2}, "min-replies=2: a round with noise has a result"),
         ({"norm": "batch-renorm"}, "norm=batch-renorm warms up by counting batches"),
         ({"dp-clipping-rate": 0.3}, "dp-clipping-rate=0.3 has no effect: it is for dp-clipping-quantile"),
-        ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: it is for dp=server"),
+        ({"dp": "none", "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: it is for dp=server"),
         ({"watch-statistics": 1}, "watch-statistics=1 has no effect: dp=server leaves only an average"),
         ({"dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
     ],
