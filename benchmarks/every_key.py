@@ -37,6 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fedbs": {"num-server-rounds": 7, "fedbs-eps": 9.0},  # its second phase begins after round 5
 }
 CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
+RECORDS = {"norm": "group", "eval-on": "global"}
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
 # Each key: another value, and the settings that it needs.
@@ -119,6 +120,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp-clipping-quantile": (0.1, CLIPPED),
     "dp-clipping-rate": (3.0, {**CLIPPED, "dp-clipping-quantile": 0.9}),
     "dp-statistics-scale": (9.0, CLIPPED),
+    "record-dp": (True, RECORDS),
 }
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
@@ -159,9 +161,13 @@ ELSEWHERE = {
     **dict.fromkeys(  # noise is new in each run
         (
             *("dp-noise-multiplier", "dp-delta", "dp-neighbours", "dp-sampling", "dp-target-epsilon"),
-            *("dp-max-epsilon", "dp-metrics"),
+            "dp-max-epsilon",
         ),
         "tests/privacy/test_differential.py",
+    ),
+    **dict.fromkeys(  # the examples of a step are new in each run
+        ("record-dp-noise-multiplier", "record-dp-clipping-norm", "dp-metrics"),
+        "tests/privacy/test_record_level.py",
     ),
 }
 

@@ -27,7 +27,7 @@ from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder
 from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
-from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError, StateError
+from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
     APPLIED,
@@ -59,13 +59,14 @@ from fedbn_flwr.messages.protocol import (
     message_seed,
 )
 from fedbn_flwr.messages.records import tensors, to_record, to_state
+from fedbn_flwr.privacy.record_level import DPSGD, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.loop import Batches, train
+from fedbn_flwr.training.loop import Batches, ClientHook, Passes, train
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seed_generators
 from fedbn_flwr.training.settings import LocalTraining
@@ -102,6 +103,8 @@ class TorchClient(NumPyClient):
             They remain after the node's process and the run. A partition id is needed. A function opens a folder on
             another machine.
         data_report: returns a text on the client's data that the server gets with the answer to its query.
+        record_level: train with DP-SGD. Then nothing else of the training data leaves the client but their number:
+            no metrics of the training, no statistics, no report.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
     it, the whole state dict in its order. ``fit`` returns the shared entries, and names them in its metrics if they are
@@ -122,6 +125,7 @@ class TorchClient(NumPyClient):
         state_dir: Path | OpenFolder | None = None,
         validation_data: Batches | None = None,
         data_report: Callable[[], str] | None = None,
+        record_level: RecordLevel | None = None,
     ) -> None:
         self.model = model
         self.train_data = train_data
@@ -137,7 +141,8 @@ class TorchClient(NumPyClient):
         self.seed = seed
         self.task = task
         self.state_dir = state_dir
-        self.data_report = data_report
+        self.data_report = None if record_level else data_report
+        self.record_level = record_level
 
     @property
     def parts(self) -> Parts:
@@ -193,6 +198,8 @@ class TorchClient(NumPyClient):
         Raises:
             StateError: the arrays or the kept entries do not fit the model.
             DataError: there is nothing to train on.
+            NormLayerError: ``record_level`` is set, and a layer mixes the examples of a batch.
+            ConfigError: ``record_level`` is set, and a client hook sends more of the client than its model.
         """
         arrays, num_examples, metrics = self._round(parameters, config)
         return [array.copy() for array in arrays], num_examples, metrics
@@ -216,6 +223,7 @@ class TorchClient(NumPyClient):
             parameters, config = log_answer(self.context, parameters, config)
         replayed = replay(self.context, config)
         hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
+        passes = self._passes(read, hooks)
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
@@ -227,6 +235,7 @@ class TorchClient(NumPyClient):
             stream=functools.partial(self._stream, read.server_round),
             hooks=list(hooks.values()),
             task=self.task,
+            passes=passes,
         )
         clear_log(self.context)
         state = to_state(lent.state)
@@ -240,6 +249,8 @@ class TorchClient(NumPyClient):
             DROPPED_BATCHES: result.num_dropped,
             **result.metrics,
         }
+        if self.record_level and not self.record_level.publishes_metrics:
+            metrics = {STEPS: result.num_steps}
         kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
         store.save_hook_state(kept, read.server_round)
         store.save(read.server_round)
@@ -252,6 +263,25 @@ class TorchClient(NumPyClient):
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
+
+    def _passes(self, read: TrainConfig, hooks: Mapping[str, ClientHook]) -> Passes:
+        """Return how the steps are computed.
+
+        Raises:
+            ConfigError: a client hook sends more than the model that DP-SGD protects.
+        """
+        if self.record_level is None or (self.record_level.frozen_only and not read.frozen):
+            return Passes()
+        if unprotected := [name for name in hooks if name not in PROTECTED_HOOKS]:
+            raise ConfigError(
+                f"record-level privacy: client hook '{unprotected[0]}' uses or sends more of the client's data than "
+                f"DP-SGD protects; allowed are {', '.join(PROTECTED_HOOKS)}"
+            )
+        return DPSGD(self.record_level, len(self.train_data), self.settings.batch_size)
+
+    def _refuse_for_records(self, what: str) -> None:
+        if self.record_level:
+            raise ConfigError(f"record-level privacy: this client does not send {what}, which no noise protects")
 
     def _validation_loss(self, model: nn.Module) -> float:
         """Return the model's loss on the validation data.
@@ -297,6 +327,7 @@ class TorchClient(NumPyClient):
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
             names in ``fedbn-flwr.array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
+        self._refuse_for_records("statistics of its training data")
         read = MessageConfig.read(config)
         self._standardise(read)
         with self._lend() as lent:
@@ -314,6 +345,7 @@ class TorchClient(NumPyClient):
         Raises:
             DataError: the inputs are not in memory.
         """
+        self._refuse_for_records("sums of its training inputs")
         if not isinstance(self.train_data, Subset):
             raise DataError(f"the training data are a {type(self.train_data).__name__}; fedbn_flwr.data.Subset needed")
         return moments_of_inputs(self.train_data.samples, self.train_data.indices)

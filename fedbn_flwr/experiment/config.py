@@ -38,8 +38,11 @@ from fedbn_flwr.norms import NORMS, FeatureScale
 from fedbn_flwr.privacy import differential, masked_sums
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
+from fedbn_flwr.privacy.record_level import RecordLevel
+from fedbn_flwr.privacy.record_server import RecordDPSettings
 from fedbn_flwr.server.method import Params, Role, RunSettings, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
 from fedbn_flwr.training.freezing import FrozenBN
 from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import LearningRate, OptimizerName, Sampling, share_of
@@ -67,10 +70,10 @@ logger = logging.getLogger("flwr")
 
 if TYPE_CHECKING:
 
-    class _MethodSettings(Params, DPSettings, MaskSettings): ...
+    class _MethodSettings(Params, DPSettings, MaskSettings, RecordDPSettings): ...
 
 else:
-    _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings)
+    _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings) | fields_of(RecordDPSettings)
     _MethodSettings = create_model("_MethodSettings", **method_fields(STRATEGIES.values()), **_PRIVACY)
 
 
@@ -403,7 +406,7 @@ class Config(_MethodSettings):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not problems and self.strategy != CENTRALIZED:
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
-        if not problems and self.dp != "none":
+        if not problems and (self.dp != "none" or self.record_dp):
             _try(problems, lambda: problems.extend(self._dp_problems()))
         if not problems and self.masked:
             _try(problems, lambda: problems.extend(self._mask_problems()))
@@ -437,20 +440,33 @@ class Config(_MethodSettings):
         values: dict[str, Any] = {name: getattr(self, name) for name in DPSettings.model_fields}
         return DPSettings(**values)
 
+    def record_level(self) -> RecordLevel | None:
+        """Return the settings of DP-SGD in the clients; None without it."""
+        if not self.record_dp:
+            return None
+        return RecordLevel(
+            self.record_dp_noise_multiplier,
+            self.record_dp_clipping_norm,
+            publishes_metrics=self.dp_metrics == "published",
+            frozen_only=self.dp != "none",
+        )
+
     def _dp_problems(self) -> list[str]:
         """Return what of this run goes round the noise, or does not fit it."""
+        asked = f"dp={self.dp}" if self.dp != "none" else "record-dp=true"
         if self.strategy == CENTRALIZED:
-            return [f"dp={self.dp}: strategy=centralized has no clients"]
+            return [f"{asked}: strategy=centralized has no clients"]
         found = differential.conflicts(self.dp_settings())
         beside = self._made().beside_updates().values()
-        found += [f"strategy {self.title!r} with dp={self.dp}: {what}" for what in beside]
-        if self.min_replies > 1:
+        found += [f"strategy {self.title!r} with {asked}: {what}" for what in beside]
+        if self.dp != "none" and self.min_replies > 1:
             found.append(
                 f"min-replies={self.min_replies}: a round with noise has a result whoever answers; leave it out"
             )
         if self.early_stopping:
             found.append(f"early-stopping={self.early_stopping} chooses a round by the clients' validation examples")
-        return found + self._uncovered("dp-metrics", "epsilon does")
+        found += self._uncovered("dp-metrics", "epsilon does")
+        return found + (self._record_problems() if self.record_dp else [])
 
     def mask_settings(self) -> MaskSettings:
         """Return the settings of masked sums."""
@@ -470,9 +486,9 @@ class Config(_MethodSettings):
     def _uncovered(self, metrics: str, protects: str) -> list[str]:
         """Return what tells of the clients' data beside their updates; the setting ``metrics`` may publish some."""
         found = []
-        if self.norm == "batch-renorm":
+        if self.norm == "batch-renorm" and (self.dp != "none" or self.masked):
             found.append("norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds")
-        if self.standardise_as() == "federated":
+        if self.standardise_as() == "federated" and not self.record_dp:
             found.append(
                 f"standardise=federated collects sums of the clients' inputs, which {protects} not cover: use "
                 "standardise=local or none"
@@ -487,6 +503,67 @@ class Config(_MethodSettings):
                 for key, asked in of_clients.items()
                 if asked
             ]
+        return found
+
+    def _record_problems(self) -> list[str]:
+        """Return what does not fit DP-SGD in the clients."""
+        found = []
+        if self.masked:
+            found.append("record-dp=true with masked=true: the two are not counted together; choose one of them")
+        if not self.local_steps:
+            found.append("record-dp=true counts steps: set local-steps, not local-epochs")
+        if self.compile:
+            found.append("record-dp=true computes the gradient of each example, and compile=true has no effect there")
+        if self.standardise_as() != "none":
+            found.append(
+                f"record-dp=true: standardise={self.standardise_as()} brings the mean and std of the training examples "
+                "into the model, without noise. Use standardise=none with features of a known range"
+            )
+        return found + (self._freezing_problems() if self.dp == "none" else self._both_problems())
+
+    def _freeze_round(self) -> tuple[str, int | None]:
+        """Return T* and the setting that says so; "" without FixBN, None if BN's statistics have no fixed T*."""
+        kind = self.method()
+        if not issubclass(kind, Freezing):
+            return "", None
+        key, at, parts = kind.freezes(self.params())
+        if Part.STATISTICS not in parts:
+            return "freeze-statistics=false", None
+        return f"{key}={at}", freeze_round(at, self.num_server_rounds)
+
+    def _freezing_problems(self) -> list[str]:
+        """Return why BN is not frozen from round 1, though the method freezes it."""
+        setting, after = self._freeze_round()
+        if not setting or after == 0:
+            return []
+        return [
+            f"record-dp=true: with {setting} BN normalises with whole batches before it is frozen, which no noise "
+            "protects. Use strategy=fixbn with freeze-at=0, and init= for weights and statistics of public data; or "
+            "protect these rounds by client-level noise (dp=server)"
+        ]
+
+    def _both_problems(self) -> list[str]:
+        """Return why client-level noise before T* and DP-SGD after it do not make one guarantee."""
+        both, (setting, after) = f"record-dp=true with dp={self.dp}", self._freeze_round()
+        if not after:
+            return [
+                f"{both}: choose one of them. Both are for FixBN with T* above 0, where dp protects the rounds up to T*"
+            ]
+        found = []
+        if after >= self.num_server_rounds:
+            found.append(f"{both}: with {setting} BN is never frozen, so there is no DP-SGD")
+        if self.momentum_scope != "none":
+            found.append(
+                f"{both}: momentum-scope={self.momentum_scope} carries gradients without noise into rounds of DP-SGD"
+            )
+        for key, value in {"dp-target-epsilon": self.dp_target_epsilon, "dp-max-epsilon": self.dp_max_epsilon}.items():
+            if value:
+                found.append(f"{both}: {key}={value} is for clients, and epsilon is that of an example here")
+        if self.dp_neighbours != "zero-out" or self.dp_sampling != "known":
+            found.append(
+                f"{both}: dp-neighbours={self.dp_neighbours} and dp-sampling={self.dp_sampling} have no meaning for an "
+                "example; leave them out"
+            )
         return found
 
     def _one_task(self, data: Sequence[DatasetInfo]) -> None:
@@ -766,7 +843,10 @@ class Config(_MethodSettings):
                 if steps
                 else "it is for learning-rate-schedule=step",
             ),
-            "sampling": (bool(self.local_steps), "it is for local-steps"),
+            "sampling": (
+                bool(self.local_steps) and not self.record_dp,
+                "record-dp draws each example with a fixed probability" if self.record_dp else "it is for local-steps",
+            ),
             "watch_statistics": (
                 tracks and not self._keeps_statistics() and not hides,
                 f"{hides} leaves only an average of the clients' statistics"
@@ -783,7 +863,11 @@ class Config(_MethodSettings):
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
         }
         found = {name: use for name, (used, use) in conditions.items() if not used}
-        return found | differential.unused(self.dp_settings()) | masked_sums.unused(self.mask_settings())
+        for_dp, shared = differential.unused(self.dp_settings()), {"dp_delta", "dp_metrics"}
+        for_dp = {name: use for name, use in for_dp.items() if not (self.record_dp and name in shared)}
+        of_records = set(RecordDPSettings.model_fields) - {"record_dp"} if not self.record_dp else ()
+        found |= for_dp | dict.fromkeys(of_records, "it is for record-dp=true")
+        return found | masked_sums.unused(self.mask_settings())
 
     def params(self) -> Params:
         """Return the settings of the run's method; "the method's own default" is replaced by that default."""

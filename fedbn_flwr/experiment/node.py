@@ -60,6 +60,7 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
         state_dir=open_folder or _state_dir(config, context),
         validation_data=validation,
         data_report=_report(config, context),
+        record_level=config.record_level(),
     )
 
 

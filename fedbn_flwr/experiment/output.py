@@ -33,6 +33,7 @@ __all__ = [
     "PLACES",
     "PRIVACY",
     "STATISTICS_FILE",
+    "UNTIL_FROZEN",
     "RunFolder",
     "changed_settings",
     "lock_folder",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
+UNTIL_FROZEN = "privacy-until-frozen.jsonl"  # see privacy.record_server
 STATISTICS_FILE = "statistics.jsonl"  # see doctor.history
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
@@ -108,7 +110,7 @@ class RunFolder:
 
     ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
     the model, if the clients share the disk, ``statistics.jsonl`` is there with ``watch-statistics`` and
-    ``privacy.jsonl`` with ``dp``. The rounds go to the trackers of the config, too (``TRACKERS``).
+    ``privacy.jsonl`` with ``dp`` or ``record-dp``. The rounds go to the trackers of the config, too (``TRACKERS``).
 
     Used in a ``with`` statement, which tells the trackers of a run that fails or is interrupted.
 

@@ -31,7 +31,7 @@ from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
-from fedbn_flwr.experiment.output import DIVERGED_AT, PRIVACY, RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.output import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
 from fedbn_flwr.experiment.setup import (
@@ -57,8 +57,10 @@ from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.models import InitReport
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
+from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
+from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import make_optimizer, train
@@ -126,13 +128,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
-    dp = None
-    if config.dp != "none":
-        dp = ClientLevelDP(config.dp_settings(), file=out / PRIVACY, fixed=fixed_entries(model))
-    if config.masked:
-        strategy.protect(MaskedSums(config.mask_settings(), dp))
-    elif dp:
-        strategy.protect(dp)
+    if protection := _protection(config, out, model):
+        strategy.protect(protection)
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
@@ -176,6 +173,21 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     if diverged:
         raise diverged
     return summary
+
+
+def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:
+    """Return the protection of the clients' replies; None if there is none."""
+    records = config.record_level()
+    file = UNTIL_FROZEN if records else PRIVACY
+    clients = None
+    if config.dp != "none":
+        clients = ClientLevelDP(config.dp_settings(), file=out / file, fixed=fixed_entries(model))
+    if config.masked:
+        return MaskedSums(config.mask_settings(), clients)
+    if not records:
+        return clients
+    steps, batch_size, delta = config.local_steps, config.batch_size, config.dp_delta
+    return RecordLevelDP(records, steps, batch_size, delta, out / PRIVACY, clients)
 
 
 def _best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:

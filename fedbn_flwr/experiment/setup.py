@@ -19,10 +19,12 @@ from fedbn_flwr.experiment.trackers import tracker_problems
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.models import InitReport, build_model, load_initial
 from fedbn_flwr.models.initial import FILES
+from fedbn_flwr.privacy.record_level import WAY_OUT, mixes_examples
 from fedbn_flwr.server.flower import RECALIBRATED
 from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg, FedBS
+from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.freezing import train_only
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
@@ -194,6 +196,8 @@ def check(config: Config) -> None:
         ways += [] if "norm='batch'" in ways else ["another model"]
         lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in found]
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
+    if config.record_dp and (mixing := _mixing(config)):
+        raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
     if config.memory_format != "auto" and not any(p.dim() == 4 for p in model.parameters()):
         raise ConfigError(
             f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "
@@ -202,6 +206,14 @@ def check(config: Config) -> None:
     if not config.resume:  # a resumed run needs no initial weights
         initialise(model, config)
     _try_model(config, model)
+
+
+def _mixing(config: Config) -> list[str]:
+    """Return the layers that mix the examples of a batch in the clients' training."""
+    model = make_model(config).train()
+    if config.method().freezes_bn:
+        FreezeBN(affine=False).begin(model)
+    return mixes_examples(model)
 
 
 def misfits(config: Config, model: nn.Module) -> list[Misfit]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
+from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel
+from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.privacy.wrapper import DPWrapper
 
-__all__ = ["DPWrapper", "MaskSettings", "MaskedSums"]
+__all__ = ["DPSGD", "DPWrapper", "MaskSettings", "MaskedSums", "RecordLevel", "RecordLevelDP"]

@@ -13,6 +13,10 @@ With known sampling every release counts in full, as if the client took part in 
 With secret sampling (m of n without replacement, known to nobody, ``replace-one``) the bound is that of Wang, Balle and
 Kasiviswanathan 2019, Theorem 27, in Renyi divergences. The library's event takes the noise as a multiple of the whole
 change, which is 2 C here. It holds against those who see the models alone: a client knows whether it was drawn itself.
+
+A step of DP-SGD (``privacy.record_level``) draws each example of a client with probability q. One record is removed,
+or its gradient is zero: the sum changes by at most C, and the steps compose as privacy loss distributions (Koskela et
+al. 2020; Doroshenko et al. 2022), discretised so that epsilon is never too small.
 """
 
 from __future__ import annotations
@@ -22,15 +26,25 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["Ledger", "Neighbours", "Release", "require_dp_accounting"]
+__all__ = [
+    "Ledger",
+    "Neighbours",
+    "Release",
+    "Steps",
+    "epsilon_of_steps",
+    "noise_for_steps",
+    "note",
+    "require_dp_accounting",
+    "restored",
+]
 
 Neighbours = Literal["zero-out", "replace-one"]
 
@@ -41,6 +55,39 @@ class Release(NamedTuple):
     noise_multiplier: float
     sampled: int
     population: int
+
+
+class Steps(NamedTuple):
+    """Steps of DP-SGD: z, the probability q with which an example is drawn, and the number of steps."""
+
+    noise_multiplier: float
+    rate: float
+    steps: int
+
+
+R = TypeVar("R", Release, Steps)
+
+
+def note(file: Path | None, release: Release | Steps) -> None:
+    """Append a release to the file, if there is one, so that it is there after a crash."""
+    if file:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(release._asdict()) + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+
+
+def restored(file: Path | None, kind: type[R], *known: list[R]) -> list[R]:
+    """Return the longest of the known lists and that in the file, which then has it, too."""
+    found = list(known)
+    if file and file.exists():
+        text = file.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]  # without the line that a killed process did not finish
+        found.append([kind(**json.loads(line)) for line in complete.splitlines()])
+    longest = list(max(found, key=len))
+    if file and longest:
+        write_atomically(file, "".join(json.dumps(release._asdict()) + "\n" for release in longest))
+    return longest
 
 
 @dataclass
@@ -64,24 +111,12 @@ class Ledger:
 
     def add(self, release: Release) -> None:
         """Note a release."""
-        if self.file:
-            with self.file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(release._asdict()) + "\n")
-                lines.flush()
-                os.fsync(lines.fileno())
+        note(self.file, release)
         self.releases.append(release)
 
     def restore(self, releases: Iterable[Release]) -> None:
         """Restore the releases of a run: those given, those in memory or those in the file, whichever are most."""
-        known: list[list[Release]] = [self.releases, list(releases)]
-        if self.file and self.file.exists():
-            text = self.file.read_text(encoding="utf-8")
-            complete = text[: text.rfind("\n") + 1]  # without the line that a killed process did not finish
-            known.append([Release(**json.loads(line)) for line in complete.splitlines()])
-        longest = max(known, key=len)
-        self.releases = list(longest)
-        if self.file and self.releases:
-            write_atomically(self.file, "".join(json.dumps(release._asdict()) + "\n" for release in self.releases))
+        self.releases = restored(self.file, Release, self.releases, list(releases))
 
     def epsilon(self, more: Iterable[Release] = ()) -> float:
         """Return epsilon of all releases and of ``more``; infinity if one has no noise."""
@@ -103,15 +138,7 @@ class Ledger:
         def cost(noise: float) -> float:
             return self.epsilon([Release(noise, sampled, population)] * num_releases)
 
-        low, high = 0.0, 1.0
-        while cost(high) > epsilon:
-            low, high = high, 2 * high
-            if high > 1e4:
-                raise ConfigError(f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more noise than 10000")
-        while high - low > 1e-3 * high:
-            middle = (low + high) / 2
-            low, high = (middle, high) if cost(middle) > epsilon else (low, middle)
-        return high
+        return _smallest_noise(cost, epsilon, f"dp-target-epsilon={epsilon} over {num_releases} rounds")
 
     def _composed(self, releases: Sequence[Release]) -> float:
         gaussian: Any = require_dp_accounting().get_epsilon_gaussian
@@ -130,6 +157,55 @@ def _amplified(counted: tuple[tuple[Release, int], ...], delta: float) -> float:
     for (noise, sampled, population), count in counted:
         event = library.SampledWithoutReplacementDpEvent(population, sampled, library.GaussianDpEvent(noise / 2))
         accountant.compose(event, count)
+    return float(accountant.get_epsilon(delta))
+
+
+def epsilon_of_steps(releases: Iterable[Steps], delta: float) -> float:
+    """Return epsilon of all steps together, for the removal of one record; infinity if one has no noise."""
+    steps: Counter[tuple[float, float]] = Counter()
+    for release in releases:
+        steps[release.noise_multiplier, release.rate] += release.steps
+    return _of_steps(tuple(sorted(steps.items())), delta)
+
+
+def noise_for_steps(epsilon: float, rate: float, steps: int, delta: float) -> float:
+    """Return the smallest noise multiplier with which so many steps of DP-SGD cost at most ``epsilon``, to 1e-3.
+
+    Raises:
+        ConfigError: no noise multiplier up to 10,000 is enough.
+    """
+
+    def cost(noise: float) -> float:
+        return epsilon_of_steps([Steps(noise, rate, steps)], delta)
+
+    return _smallest_noise(cost, epsilon, f"epsilon={epsilon} over {steps} steps")
+
+
+def _smallest_noise(cost: Callable[[float], float], epsilon: float, what: str) -> float:
+    low, high = 0.0, 1.0
+    while cost(high) > epsilon:
+        low, high = high, 2 * high
+        if high > 1e4:
+            raise ConfigError(f"{what} needs more noise than 10000")
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost(middle) > epsilon else (low, middle)
+    return high
+
+
+@functools.lru_cache(maxsize=64)
+def _of_steps(counted: tuple[tuple[tuple[float, float], int], ...], delta: float) -> float:
+    if any(noise == 0 for (noise, _), _ in counted):
+        return math.inf
+    if not counted:
+        return 0.0
+    library = require_dp_accounting()
+    # A loss is some 1 / z: a grid a thousand times finer changes epsilon by less than 1 %.
+    grid = 1e-3 * max(1.0, *(1 / noise for (noise, _), _ in counted))
+    accountant = library.pld.PLDAccountant(library.NeighboringRelation.ADD_OR_REMOVE_ONE, grid)
+    for (noise, rate), count in counted:
+        event = library.GaussianDpEvent(noise)
+        accountant.compose(event if rate == 1 else library.PoissonSampledDpEvent(rate, event), count)
     return float(accountant.get_epsilon(delta))
 
 

@@ -159,12 +159,14 @@ class ClientLevelDP(Protection):
         clipping_norm: C of the next round.
         noise_multiplier: z; None before the first round, where it comes from a target epsilon.
         ledger: the releases so far, of all runs with this object.
+        tells: whether it logs and reports epsilon; not where another protection does so for the whole run.
 
     Raises:
         ConfigError: settings exclude each other, or the library that computes epsilon is not installed.
     """
 
     always_releases = True
+    tells = True
 
     def __init__(
         self,
@@ -283,7 +285,7 @@ class ClientLevelDP(Protection):
             )
         self.ledger.add(release)
         run.report.privacy = {"clipping-norm": self.clipping_norm, "noise-multiplier": self.noise_multiplier}
-        if self.guarantees:
+        if self.tells and self.guarantees:
             run.report.privacy |= {"epsilon": self.ledger.epsilon(), "delta": own.dp_delta}
             logger.info("%s", self.guarantee())
         return release

@@ -37,6 +37,9 @@ class Noise(Protocol):
     def normal(self, shape: Sequence[int]) -> Array:
         """Return standard normal values in float64."""
 
+    def uniform(self, size: int) -> Array:
+        """Return values in [0, 1), multiples of 2^-53, in float64."""
+
 
 class SystemNoise:
     """Noise with a fresh key from the operating system for each draw."""
@@ -47,10 +50,14 @@ class SystemNoise:
         """Return standard normal values in float64 (Box and Muller 1958); none is above 8.6 in size."""
         size = int(np.prod(shape))
         pairs = (size + 1) // 2
-        words = np.frombuffer(keystream(os.urandom(32), 16 * pairs), np.uint64).reshape(2, pairs) >> np.uint64(11)
-        radius = np.sqrt(-2 * np.log((words[0] + 1.0) * 2.0**-53))
-        angle = words[1] * (2 * np.pi * 2.0**-53)
+        first, second = self.uniform(2 * pairs).reshape(2, pairs)
+        radius, angle = np.sqrt(-2 * np.log(first + 2.0**-53)), 2 * np.pi * second
         return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)
+
+    def uniform(self, size: int) -> Array:
+        """Return values in [0, 1), multiples of 2^-53, in float64."""
+        words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(11)
+        return words * 2.0**-53
 
 
 class SeededNoise:
@@ -64,3 +71,7 @@ class SeededNoise:
     def normal(self, shape: Sequence[int]) -> Array:
         """Return standard normal values in float64."""
         return self._generator.standard_normal(tuple(shape))
+
+    def uniform(self, size: int) -> Array:
+        """Return values in [0, 1) in float64."""
+        return self._generator.random(size)

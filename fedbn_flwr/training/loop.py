@@ -7,6 +7,7 @@ their running statistics once per step.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,7 @@ __all__ = [
     "Entries",
     "Extras",
     "LossAndOutputs",
+    "Passes",
     "Stream",
     "TrainResult",
     "kept_modes",
@@ -117,12 +119,51 @@ class ClientHook:
         return {}
 
 
+class Passes:
+    """How a step draws its batch and computes its gradients: here as the settings say, in one backward pass."""
+
+    def batches(
+        self, model: nn.Module, settings: LocalTraining, num_examples: int, generator: torch.Generator
+    ) -> Iterator[Tensor]:
+        """Yield the positions of each step's batch, int64 (B,); an empty batch is a step, too.
+
+        The model is ready to train; it is not changed here.
+        """
+        return settings.batches(num_examples, generator)
+
+    def compute(
+        self,
+        model: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        optimizer: torch.optim.Optimizer,
+        hooks: Sequence[ClientHook],
+        task: Task,
+        amp: bool,
+    ) -> LossAndOutputs:
+        """Do the forward and backward pass of a step: set the gradients of the optimizer's parameters."""
+        with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
+            outputs = model(inputs)
+            task.check(outputs, targets)
+            loss = task.loss(outputs, targets)
+        total = loss
+        for hook in hooks:
+            if (penalty := hook.penalty(unwrap(model))) is not None:
+                total = total + penalty
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        total.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), outputs.detach()
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """The result of one round of local training.
 
     Attributes:
-        loss: mean of the batch losses before each step over the processed examples, without penalties.
+        loss: mean of the batch losses before each step over the processed examples, without penalties; NaN if all
+            batches are empty.
         accuracy: share of the processed targets that count that is right before each step; None for a task without
             accuracy.
         num_processed: processed examples; an example counts in each step that uses it.
@@ -149,6 +190,7 @@ def train(
     hooks: Sequence[ClientHook] = (),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
+    passes: Passes | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -161,6 +203,7 @@ def train(
         hooks: the method's hooks.
         task: the loss, and which targets count.
         optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
+        passes: how a step draws its batch and computes its gradients; None = as the settings say.
 
     Raises:
         DataError: there is no data, every batch has one example and was dropped, or outputs or targets do not fit the
@@ -173,7 +216,7 @@ def train(
     bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
     for hook in hooks:
         hook.begin(bare)
-    optimizer = optimizer or make_optimizer(model, settings)
+    optimizer, passes = optimizer or make_optimizer(model, settings), passes or Passes()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     for hook in hooks:
@@ -183,7 +226,7 @@ def train(
     dropped = 0
     singletons_fit: bool | None = None
     with seeded(stream("dropout").initial_seed()):
-        order = settings.batches(len(data), stream("batches"))
+        order = passes.batches(model, settings, len(data), stream("batches"))
         for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
             inputs, targets = prepared(inputs), task.on_device(targets, device)
             if len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
@@ -191,7 +234,7 @@ def train(
                 if not singletons_fit:
                     dropped += 1
                     continue
-            compute = functools.partial(_compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
+            compute = functools.partial(passes.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
             for hook in hooks:
                 compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
             loss, outputs = compute()
@@ -211,31 +254,6 @@ def train(
     return totals.result(dropped, metrics)
 
 
-def _compute(
-    model: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
-    optimizer: torch.optim.Optimizer,
-    hooks: Sequence[ClientHook],
-    task: Task,
-    amp: bool,
-) -> LossAndOutputs:
-    """Do the forward and backward pass of a step."""
-    with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
-        outputs = model(inputs)
-        task.check(outputs, targets)
-        loss = task.loss(outputs, targets)
-    total = loss
-    for hook in hooks:
-        if (penalty := hook.penalty(unwrap(model))) is not None:
-            total = total + penalty
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-    total.backward()  # type: ignore[no-untyped-call]
-    return loss.detach(), outputs.detach()
-
-
 @dataclass
 class _Totals:
     """Sums over the steps, which are read from the device at the end only."""
@@ -251,6 +269,8 @@ class _Totals:
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B, ...)."""
         self.steps += 1
+        if not len(outputs):
+            return
         self.losses.append(loss)
         self.sizes.append(len(outputs))
         self.correct.append(self.task.correct(outputs, targets))
@@ -266,6 +286,8 @@ class _Totals:
         """
         if self.unusable:
             self.task.refuse(int(torch.stack(self.unusable).sum()))
+        if not self.sizes:
+            return TrainResult(math.nan, None, 0, self.steps, dropped, metrics)
         total = 0.0  # not sum(), which rounds differently from Python 3.12 on
         for loss, size in zip(torch.stack(self.losses).tolist(), self.sizes, strict=True):
             total += loss * size

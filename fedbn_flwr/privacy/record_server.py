@@ -1,0 +1,200 @@
+"""The server's part of record-level differential privacy: what a run costs, and what its clients may send.
+
+The clients do the rest (``privacy.record_level``). A round is counted before its messages are sent, as if the smallest
+sampled client were every client and took part in every round: this bounds epsilon of each one.
+
+FixBN with T* > 0 has rounds in which BatchNorm normalises with whole batches. There a client trains without DP-SGD, and
+client-level noise (``privacy.differential``) protects the models. A removed example may change its client's update to
+any other, by up to 2 C: such a round counts as a Gaussian release with the noise multiplier z / 2. Together with the
+steps of DP-SGD after T* it gives one epsilon for an example. The server is trusted until T*.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.protocol import FROZEN, merged_config
+from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, note, require_dp_accounting, restored
+from fedbn_flwr.privacy.differential import ClientLevelDP
+from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel
+from fedbn_flwr.server.method import Method, Settings
+from fedbn_flwr.server.method import setting as _setting
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.protection import Protection
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.run_state import RunState
+from fedbn_flwr.server.synchronised_step import with_config
+
+__all__ = ["RecordDPSettings", "RecordLevelDP"]
+
+logger = logging.getLogger("flwr")
+setting = functools.partial(_setting, group="privacy")
+
+
+class RecordDPSettings(Settings):
+    """The settings of record-level differential privacy."""
+
+    record_dp: bool = setting(
+        False,
+        "record-level differential privacy: clients train with DP-SGD, so that what they send hides each training "
+        "example. Needs local-steps, and no BatchNorm in train mode",
+    )
+    record_dp_noise_multiplier: float = setting(
+        0.0, "z: the noise in a step's sum of gradients has deviation z C; 0 = clipping alone, no guarantee", ge=0
+    )
+    record_dp_clipping_norm: float = setting(1.0, "C: largest norm of the gradient of one example", gt=0)
+
+
+class RecordLevelDP(Protection):
+    """The accounting of a run whose clients train with DP-SGD.
+
+    Args:
+        settings: those of the clients.
+        steps: local steps of a round.
+        batch_size: expected size of a batch; 0 = all examples of a client.
+        delta: the probability delta of the guarantee.
+        file: a file for the rounds, so that a run which is killed and repeats some counts them twice, as it must.
+        until_frozen: the protection of the rounds before BN is frozen, where clients train with ``frozen_only``.
+
+    Attributes:
+        releases: the rounds of DP-SGD so far, of all runs with this object.
+        always_releases: whether this round has client-level noise.
+
+    Raises:
+        ConfigError: the library that computes epsilon is not installed.
+    """
+
+    def __init__(
+        self,
+        settings: RecordLevel,
+        steps: int,
+        batch_size: int,
+        delta: float = 1e-5,
+        file: Path | None = None,
+        until_frozen: ClientLevelDP | None = None,
+    ) -> None:
+        self.settings, self.delta, self.releases = settings, delta, list[Steps]()
+        self._steps, self._batch_size, self._file = steps, batch_size, file
+        self.publishes_metrics = settings.publishes_metrics
+        self._until_frozen = until_frozen
+        if until_frozen:
+            until_frozen.tells = False
+        if settings.frozen_only != (until_frozen is not None):
+            raise ConfigError("record-level privacy: frozen_only of the clients and until_frozen belong together")
+        if settings.noise_multiplier:
+            require_dp_accounting()
+
+    def begin(self, method: Method[Any]) -> None:
+        """Check that nothing but the clients' models is used.
+
+        Raises:
+            ConfigError: the method sends or uses more of a client.
+        """
+        if self._until_frozen:
+            self._until_frozen.begin(method)
+        self._restore([])
+        if beside := method.beside_updates():
+            subject = f"strategy {method.name!r} with record-dp"
+            raise ConfigError("\n".join(f"{subject}: {what}" for what in beside.values()))
+
+    def open_round(
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+    ) -> list[Message]:
+        """Note what the round costs, before any client works; return the messages as they are.
+
+        Raises:
+            ConfigError: a client does not say how many examples it has.
+        """
+        if unknown := [node for node, _ in messages if not node.num_examples]:
+            raise ConfigError(
+                f"record-dp: {unknown[0]} does not say how many training examples it has, so epsilon is not known. "
+                "Its app must answer the strategies' query (client_app does, or answer_query)."
+            )
+        self.always_releases = self._until_frozen is not None and not any(
+            merged_config(message).get(FROZEN) for _, message in messages
+        )
+        if self._until_frozen and self.always_releases:
+            sent = self._until_frozen.config()
+            return [with_config(message, sent) for _, message in messages]
+        if messages:
+            smallest = min(node.num_examples or 0 for node, _ in messages)
+            rate = DPSGD(self.settings, smallest, self._batch_size).rate
+            release = Steps(self.settings.noise_multiplier, rate, self._steps)
+            note(self._file, release)
+            self.releases.append(release)
+        run.report.privacy = {"noise-multiplier": self.settings.noise_multiplier}
+        self._tell(run)
+        return [message for _, message in messages]
+
+    def check(self, run: RunState, reply: Reply, before: State) -> None:
+        """Refuse an update that its client should have clipped, in a round with client-level noise."""
+        if self._until_frozen and self.always_releases:
+            self._until_frozen.check(run, reply, before)
+
+    def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
+        """Return the replies; before BN is frozen, one reply with client-level noise."""
+        if not self._until_frozen or not self.always_releases:
+            return replies
+        pooled = self._until_frozen.pool(run, replies, before)
+        self._tell(run)
+        return pooled
+
+    def _tell(self, run: RunState) -> None:
+        if math.isfinite(epsilon := self.epsilon()):
+            run.report.privacy |= {"epsilon": epsilon, "delta": self.delta}
+            logger.info("%s", self.guarantee())
+
+    @property
+    def _secret(self) -> bool:
+        return self.settings.noise.secret and (self._until_frozen is None or self._until_frozen.noise.secret)
+
+    def epsilon(self) -> float:
+        """Return epsilon of the rounds so far; infinity without noise, or with noise that can be repeated."""
+        before = self._until_frozen.ledger.releases if self._until_frozen else ()
+        models = [Steps(release.noise_multiplier / 2, 1.0, 1) for release in before]
+        return epsilon_of_steps([*models, *self.releases], self.delta) if self._secret else math.inf
+
+    def guarantee(self) -> str:
+        """Return what is guaranteed, in a sentence."""
+        if not self._secret:
+            return "No privacy is guaranteed: the noise can be repeated."
+        if not math.isfinite(epsilon := self.epsilon()):
+            return "No privacy is guaranteed: there is clipping without noise."
+        before = len(self._until_frozen.ledger.releases) if self._until_frozen else 0
+        what = "the models hide" if before else "what a client sends hides"
+        trusted = "; the server is trusted while BN is not frozen" if before else ""
+        return (
+            f"epsilon = {epsilon:.4g} at delta = {self.delta:g} after {before + len(self.releases)} rounds: {what} "
+            f"each training example (of the smallest client, in every round; their number is public{trusted})."
+        )
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what the summary of a run says."""
+        found: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.settings.noise_multiplier}
+        if math.isfinite(epsilon := self.epsilon()):
+            found |= {"epsilon": epsilon, "delta": self.delta}
+        return {"privacy": found}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rounds."""
+        inner = {"until_frozen": self._until_frozen.state_dict()} if self._until_frozen else {}
+        return {"releases": [list(release) for release in self.releases], **inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the rounds."""
+        self._restore([Steps(*release) for release in state["releases"]])
+        if self._until_frozen:
+            self._until_frozen.load_state_dict(state["until_frozen"])
+
+    def _restore(self, releases: list[Steps]) -> None:
+        self.releases = restored(self._file, Steps, self.releases, releases)

@@ -1,0 +1,495 @@
+"""Record-level differential privacy: the laws of DP-SGD, what it draws, what it costs, and which layers it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.recorder import Recorder
+from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.privacy import record_level
+from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps
+from fedbn_flwr.privacy.differential import CLIP, ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.noise import SeededNoise
+from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel, clipped_sum, mixes_examples
+from fedbn_flwr.privacy.record_server import RecordLevelDP
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FixBN, Scaffold
+from fedbn_flwr.strategies.fedprox import ProximalTerm
+from fedbn_flwr.strategies.fixbn import FreezeBN
+from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, Passes
+from tests.support.points import Points
+
+IMAGES = (3, 32, 32)
+
+
+class SameBatches(Passes):
+    """Ordinary training on given batches; the gradient is the sum over a batch, divided by its expected size."""
+
+    def __init__(self, batches: Sequence[Tensor], expected: int) -> None:
+        self._batches, self._expected = batches, expected
+
+    def batches(self, *_: Any) -> Iterator[Tensor]:
+        yield from self._batches
+
+    def compute(self, model: nn.Module, inputs: Tensor, targets: Tensor, *others: Any) -> LossAndOutputs:
+        task, amp = others[-2:]
+
+        def total(outputs: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(outputs, targets, reduction="sum") / self._expected
+
+        return super().compute(model, inputs, targets, *others[:2], dataclasses.replace(task, loss=total), amp)
+
+
+def trained(model: nn.Module, data: Points, passes: Passes, hooks: Sequence[ClientHook], **keys: Any) -> dict[str, Any]:
+    settings = LocalTraining(learning_rate=LearningRate(0.05), **{"local_steps": 4, "batch_size": 4, **keys})
+    train(model, data, settings, learning_rate=0.05, stream=lambda _: torch.Generator(), hooks=hooks, passes=passes)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["group", "frozen BN"])
+def test_without_noise_and_clipping_it_is_ordinary_training_on_the_same_batches(
+    torchvision_net: Callable[[], nn.Module], points: Any, kind: str
+) -> None:
+    model = torchvision_net()
+    if kind == "group":
+        model, _ = replace_norm(model, "group", groups=2)
+    data = points(9, 1, IMAGES)
+    dp = DPSGD(RecordLevel(0.0, 1e9, noise=SeededNoise(0)), 9, 4)
+    hooks = [ProximalTerm(0.3), *([FreezeBN(affine=False)] if kind == "frozen BN" else [])]
+    keys = {"sgd_momentum": 0.5, "weight_decay": 0.01}
+    found = trained(copy.deepcopy(model), data, dp, hooks, **keys)
+    batches = [torch.tensor(asked, dtype=torch.int64) for asked in data.asked]
+    assert len({len(batch) for batch in batches}) > 1
+    plain = trained(model, data, SameBatches(batches, 4), hooks, **keys)
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: name + text)
+    assert not torch.equal(found["fc.weight"], torchvision_net().state_dict()["fc.weight"])
+
+
+def net(norm: str = "group", seed: int = 0) -> nn.Module:
+    """Two convolutions, group norm, BatchNorm with statistics of its own in eval mode, and a classifier; float64."""
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(2, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 2, stride=2)]
+    norms = {"group": nn.GroupNorm(2, 4), "batch": nn.BatchNorm2d(4)}
+    model = nn.Sequential(*layers, norms[norm], nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 3)).double()
+    if norm == "batch":
+        model[4].eval()
+        for value in (*model[4].parameters(), *model[4].buffers()):
+            value.data = value.data + torch.rand(value.shape).to(value.dtype)
+    return model
+
+
+def batch(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 2, 6, 6, generator=generator, dtype=torch.float64)
+    return inputs * (torch.arange(size) + 0.2)[:, None, None, None], torch.randint(3, (size,), generator=generator)
+
+
+def each_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[list[Tensor]]:
+    parameters = list(model.parameters())
+    return [
+        list(torch.autograd.grad(F.cross_entropy(model(inputs[i : i + 1]), targets[i : i + 1]), parameters))
+        for i in range(len(inputs))
+    ]
+
+
+def flat(values: Any) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in values])
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_the_clipped_sum_is_that_of_a_loop_over_the_examples(
+    monkeypatch: pytest.MonkeyPatch, norm: str, size: int
+) -> None:
+    model, (inputs, targets) = net(norm), batch(size)
+    each = [flat(gradients) for gradients in each_gradient(model, inputs, targets)]
+    lengths = torch.stack([one.norm() for one in each])
+    c = float(lengths.median()) * 1.01
+    slow = torch.stack([one * min(1.0, c / float(one.norm())) for one in each]).sum(0)
+    total, losses, outputs = clipped_sum(model, F.cross_entropy, inputs, targets, c)
+    torch.testing.assert_close(flat(total.values()), slow, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outputs, model(inputs), rtol=1e-12, atol=1e-12)
+    assert float(losses.mean()) == pytest.approx(float(F.cross_entropy(outputs, targets)), rel=1e-6)
+    monkeypatch.setattr(record_level, "_AT_ONCE", 3 * len(slow))  # three examples in memory at a time
+    parts, *_ = clipped_sum(model, F.cross_entropy, inputs, targets, c)
+    torch.testing.assert_close(flat(parts.values()), slow, rtol=1e-12, atol=1e-12)
+
+
+def test_opacus_finds_the_same_gradients() -> None:
+    from opacus.grad_sample import GradSampleModule
+
+    inputs, targets = batch(5)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    total, *_ = clipped_sum(model, F.cross_entropy, inputs, targets, 0.5)
+    F.cross_entropy(GradSampleModule(model)(inputs), targets).backward()
+    rows = [p.grad_sample.reshape(5, -1) for p in model.parameters()]  # type: ignore[attr-defined]
+    rows = torch.cat(rows, dim=1)
+    slow = (rows * (0.5 / rows.norm(dim=1)).clamp(max=1.0)[:, None]).sum(0)
+    torch.testing.assert_close(flat(total.values()), slow, rtol=1e-12, atol=1e-12)
+
+
+def test_no_example_changes_the_sum_by_more_than_c() -> None:
+    """Brute force over what is left out, with one example that is far larger and one that is not finite."""
+    model, c, most = net("batch"), 0.3, 0.0
+    for seed in range(3):
+        inputs, targets = batch(5, seed)
+        inputs[0] *= 1e6
+        inputs[1] = math.nan
+        whole = flat(clipped_sum(model, F.cross_entropy, inputs, targets, c)[0].values())
+        changes = []
+        for left_out in range(5):
+            kept = [i for i in range(5) if i != left_out]
+            others = flat(clipped_sum(model, F.cross_entropy, inputs[kept], targets[kept], c)[0].values())
+            changes.append(float((whole - others).norm()))
+        assert changes[1] < 1e-12
+        most = max(most, *changes)
+    assert 0.99 * c < most <= c * (1 + 1e-9)
+
+
+def test_a_giant_example_moves_a_step_by_at_most_its_share(points: Any) -> None:
+    data, other = points(8, 0), points(8, 0)
+    data.inputs[3] *= 1e9
+    other.inputs[3] = math.nan  # adds nothing: as if it were not there
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 3)).double()
+
+    def after(points: Points, z: float) -> Tensor:
+        dp = DPSGD(RecordLevel(z, 0.7, noise=SeededNoise(4)), 8, 6)
+        return flat(trained(copy.deepcopy(model), points, dp, [], batch_size=6, local_steps=1).values())
+
+    for z in (0.0, 2.0):
+        moved = float((after(data, z) - after(other, z)).norm())
+        assert 0.5 * (bound := 0.05 * 0.7 / 6) < moved <= bound * (1 + 1e-6)
+
+
+def test_examples_are_drawn_at_the_rate_and_anew(points: Any) -> None:
+    dp = DPSGD(RecordLevel(1.0), 50, 5)
+    assert dp.rate == 0.1
+    torch.manual_seed(0)
+    one = [batch.tolist() for batch in dp.draw(400)]
+    torch.manual_seed(0)
+    two = [batch.tolist() for batch in dp.draw(400)]
+    assert one != two
+    assert all(batch == sorted(set(batch)) for batch in one)
+    counts = np.bincount([i for batch in one + two for i in batch], minlength=50)
+    assert counts.sum() / 800 == pytest.approx(5, abs=0.5)
+    assert 35 < counts.min() <= counts.max() < 130  # 80 each, deviation 8.5
+    assert np.std([len(batch) for batch in one + two]) == pytest.approx(math.sqrt(4.5), rel=0.15)
+    everything = DPSGD(RecordLevel(1.0), 50, 0)
+    assert [batch.tolist() for batch in everything.draw(2)] == [list(range(50))] * 2
+
+
+def test_an_empty_batch_is_a_step_of_noise(points: Any) -> None:
+    z, c, model = 3.0, 0.5, nn.Linear(5, 3).double()
+    noise = SeededNoise(0)
+    noise.uniform = lambda size: np.ones(size)  # type: ignore[method-assign]
+    found = trained(model, points(8), DPSGD(RecordLevel(z, c, noise=noise), 8, 2), [], local_steps=1, batch_size=2)
+    start = nn.Linear(5, 3).double()
+    gradients = []
+    dp = DPSGD(RecordLevel(z, c), 8, 2)
+    for _ in range(200):
+        dp.backward(start, F.cross_entropy, torch.empty(0, 5).double(), torch.empty(0, dtype=torch.int64))
+        gradients.append(flat(p.grad for p in start.parameters()))
+    values = torch.stack(gradients)
+    assert float(values.std()) == pytest.approx(z * c / 2, rel=0.08)
+    assert len(values.unique()) == values.numel()
+    assert all(torch.isfinite(value).all() for value in found.values())
+
+
+class Item(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.fc(inputs)
+        if self.training:
+            self.seen.add_(found.detach().mean(0))
+        return found
+
+
+def test_layers_that_mix_the_examples_are_refused_by_name() -> None:
+    renorm, _ = replace_norm(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), "batch-renorm")
+    cases = {
+        "BatchNorm1d": nn.BatchNorm1d(4),
+        "SyncBatchNorm": nn.SyncBatchNorm(4),
+        "BatchRenorm": renorm,
+        "InstanceNorm1d": nn.InstanceNorm1d(4, track_running_stats=True),
+    }
+    for name, layer in cases.items():
+        model = nn.Sequential(nn.Linear(5, 4), layer)
+        with pytest.raises(NormLayerError, match=rf"1.* \({name}\) (normalises|has running)") as error:
+            DPSGD(RecordLevel(1.0), 4, 2).backward(model, F.cross_entropy, torch.ones(2, 5), torch.ones(2).long())
+        assert "strategy=fixbn with freeze-at=0" in str(error.value)
+        assert mixes_examples(model.eval()) == []
+    assert mixes_examples(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)).eval())
+    with pytest.raises(ConfigError, match="change no buffer by their values"):
+        clipped_sum(Item(), F.cross_entropy, torch.ones(2, 5), torch.ones(2).long(), 1.0)
+    wrapped = nn.DataParallel(nn.Linear(5, 3))
+    with pytest.raises(ConfigError, match="DataParallel around it would have no effect"):
+        DPSGD(RecordLevel(1.0), 4, 2).backward(wrapped, F.cross_entropy, torch.ones(2, 5), torch.ones(2).long())
+
+
+def test_opacus_still_lets_batch_renorm_pass() -> None:
+    """If this fails, Opacus refuses it, too: our own check stays, and the documentation changes."""
+    from opacus.validators import ModuleValidator
+
+    model, _ = replace_norm(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), "batch-renorm")
+    assert ModuleValidator.validate(model, strict=False) == []
+
+
+@pytest.mark.parametrize(("z", "q", "steps"), [(1.0, 0.05, 100), (4.0, 0.3, 200)])
+def test_epsilon_is_that_of_opacus_own_accountants(z: float, q: float, steps: int) -> None:
+    from opacus.accountants import PRVAccountant, RDPAccountant
+
+    dp = DPSGD(RecordLevel(z), 1000, round(1000 * q))
+    found = dp.epsilon(steps, 1e-5)
+    prv, rdp = PRVAccountant(), RDPAccountant()
+    prv.history = rdp.history = [(z, q, steps)]
+    assert found == pytest.approx(prv.get_epsilon(1e-5), rel=0.03)
+    assert found < rdp.get_epsilon(1e-5)
+    assert epsilon_of_steps([Steps(dp.noise_for(found, steps, 1e-5), q, steps)], 1e-5) == pytest.approx(found, rel=0.01)
+    two = epsilon_of_steps([Steps(z, q, steps - 1), Steps(z, q, 1)], 1e-5)
+    assert two == pytest.approx(found, rel=1e-9)
+
+
+def test_without_secret_noise_no_epsilon_is_stated() -> None:
+    assert DPSGD(RecordLevel(0.0), 10, 2).epsilon(1, 1e-5) == math.inf
+    assert DPSGD(RecordLevel(1.0, noise=SeededNoise(0)), 10, 2).epsilon(1, 1e-5) == math.inf
+    for settings in ({"noise_multiplier": -1.0}, {"noise_multiplier": 1.0, "clipping_norm": 0.0}):
+        with pytest.raises(ConfigError, match="must be a finite number"):
+            RecordLevel(**settings)
+    with pytest.raises(ConfigError, match="num_examples=0"):
+        DPSGD(RecordLevel(1.0), 0, 2)
+
+
+SIZES = (9, 4, 12)
+
+
+def gn_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 3)).double()
+
+
+def clients_with(settings: RecordLevel) -> type[TorchClient]:
+    class Client(TorchClient):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, record_level=settings, data_report=lambda: "its classes")
+
+    return Client
+
+
+def test_a_client_sends_its_model_and_nothing_else_of_its_data(federate: Any, datasets: Any) -> None:
+    strategy, settings = FedAvg(eval_on="personal-own"), RecordLevel(1.0)
+    strategy.protect(RecordLevelDP(settings, steps=3, batch_size=4))
+    got = federate(strategy, gn_mlp, datasets, rounds=2, local_steps=3, client=clients_with(settings))
+    replies = [m for m in got.grid.received if m.metadata.message_type == "train"]
+    assert len(replies) == 6
+    for message in replies:
+        (metrics,) = message.content.metric_records.values()
+        assert metrics.keys() == {"num-examples", "steps"}
+        assert list(message.content.array_records) == ["arrays"]
+    assert "its classes" not in str([m.content for m in got.grid.received if m.metadata.message_type == "query"])
+    assert not [m for m in got.grid.sent if m.metadata.message_type == "evaluate"]
+    cost = DPSGD(settings, min(SIZES), 4).epsilon(6, 1e-5)
+    assert strategy.reports[-1].privacy["epsilon"] == cost == strategy.outcome(2)["privacy"]["epsilon"]
+    assert strategy.reports[0].privacy["epsilon"] < cost
+    published = FedAvg()
+    settings = RecordLevel(1.0, publishes_metrics=True)
+    federate(published, gn_mlp, datasets, rounds=1, local_steps=3, client=clients_with(settings))
+    assert "train-loss" in published.reports[0].metrics
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (Scaffold(), "client hook '[a-z-]+' uses or sends more of the client's data than DP-SGD protects"),
+        (FixBN(freeze_at=0, recalibrate=True), "does not send statistics of its training data"),
+        (FedAvg(), r"1 \(BatchNorm1d\) normalises an example with the others"),
+        (FixBN(freeze_at=1), r"1 \(BatchNorm1d\) normalises an example with the others"),
+    ],
+)
+def test_a_client_refuses_what_a_server_must_not_ask(
+    federate: Any, mlp: Any, datasets: Any, strategy: FedAvg, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        federate(strategy, mlp, datasets, rounds=2, local_steps=1, client=clients_with(RecordLevel(1.0)))
+
+
+def test_a_client_counts_in_steps(federate: Any, datasets: Any) -> None:
+    with pytest.raises(ConfigError, match="set local-steps instead of local-epochs"):
+        federate(FedAvg(), gn_mlp, datasets, rounds=1, client=clients_with(RecordLevel(1.0)))
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedtan", "fedtan2", "feddna", "fedbs", "staticbn", "standalone"])
+def test_methods_that_use_more_than_models_are_refused_by_name(
+    federate: Any, mlp: Any, datasets: Any, name: str
+) -> None:
+    strategy = STRATEGIES[name]()
+    strategy.protect(RecordLevelDP(RecordLevel(1.0), steps=1, batch_size=4))
+    with pytest.raises(ConfigError, match=f"strategy '{name}' with record-dp: "):
+        federate(strategy, mlp, datasets, rounds=2, local_steps=1)
+
+
+DIGITS = {"dataset": "digits", "num-clients": 4, "num-server-rounds": 3, "local-steps": 2}
+RECORDS = {**DIGITS, "record-dp": True, "record-dp-noise-multiplier": 1.0}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
+    config = Config.make({**RECORDS, "strategy": "fixbn", "freeze-at": 0, "num-server-rounds": 2, "dp-delta": 1e-4})
+    summary = run(config, tmp_path / "run", workers=0)
+    lines = lines_of(tmp_path / "run")
+    smallest = min(len(part) for part in partitioned_data(config, 4).train)
+    cost = [DPSGD(RecordLevel(1.0), smallest, 32).epsilon(steps, 1e-4) for steps in (2, 4)]
+    assert [line["epsilon"] for line in lines] == cost
+    assert summary["privacy"]["epsilon"] == cost[1]
+    assert not any(key.startswith("train-") for line in lines for key in line)
+    assert Config.make({**RECORDS, "norm": "group", "record-dp-clipping-norm": 0.3}).record_level() == RecordLevel(
+        1.0, 0.3, noise=ANY
+    )
+    assert "after 2 rounds: what a client sends hides each training example" in summary["privacy"]["guarantee"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "norm (BatchNorm1d) normalises an example with the others of its batch"),
+        ({"norm": "batch-renorm"}, "(BatchRenorm) normalises an example with the others of its batch"),
+        ({"strategy": "fixbn"}, "with freeze-at=0.5 BN normalises with whole batches before it is frozen"),
+        (
+            {"strategy": "fixbn", "freeze-at": 0, "freeze-statistics": False, "freeze-affine": True},
+            "with freeze-statistics=false BN normalises with whole",
+        ),
+        ({"norm": "group", "local-steps": 0}, "record-dp=true counts steps: set local-steps"),
+        ({"norm": "group", "strategy": "scaffold"}, "strategy 'scaffold' with record-dp=true: the changes of"),
+        ({"norm": "group", "sampling": "without-replacement"}, "record-dp draws each example with a fixed probability"),
+        ({"norm": "group", "compile": True}, "compile=true has no effect there"),
+        ({"norm": "group", "dp": "server"}, "record-dp=true with dp=server: choose one of them"),
+        ({"norm": "group", "validation-share": 0.2}, "leave it out, or set dp-metrics=published"),
+        ({"strategy": "centralized"}, "record-dp=true: strategy=centralized has no clients"),
+        ({"norm": "group", "record-dp": False}, "record-dp-noise-multiplier=1.0 has no effect: it is for record-dp"),
+        ({"norm": "group", "record-dp": False, "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect"),
+        ({"norm": "group", "standardise": "local"}, "standardise=local brings the mean and std"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_any_work(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(FedBNError) as error:
+        check(Config.make({**RECORDS, **keys}))
+    assert words in str(error.value)
+
+
+def both(z: float, records: RecordLevel) -> tuple[FixBN, RecordLevelDP]:
+    strategy = FixBN(freeze_at=2)
+    until = ClientLevelDP(DPSettings(dp="client", dp_noise_multiplier=z, dp_clipping_norm=0.3))
+    protection = RecordLevelDP(records, steps=3, batch_size=4, until_frozen=until)
+    strategy.protect(protection)
+    return strategy, protection
+
+
+def test_noise_of_clients_protects_the_rounds_before_the_freeze(federate: Any, mlp: Any, datasets: Any) -> None:
+    records = RecordLevel(1.5, frozen_only=True)
+    strategy, protection = both(8.0, records)
+    got = federate(strategy, mlp, datasets, rounds=4, local_steps=3, client=clients_with(records))
+    assert [report.rejected for report in strategy.reports] == [{}] * 4
+    of_models, of_steps = [Steps(4.0, 1.0, 2)], [Steps(1.5, 1.0, 6)]
+    whole = epsilon_of_steps([*of_models, *of_steps], 1e-5)
+    assert strategy.reports[3].privacy["epsilon"] == protection.epsilon() == pytest.approx(whole, rel=1e-12)
+    assert strategy.reports[1].privacy["epsilon"] == epsilon_of_steps(of_models, 1e-5)
+    assert max(epsilon_of_steps(own, 1e-5) for own in (of_models, of_steps)) < whole
+    assert whole < sum(epsilon_of_steps(own, 5e-6) for own in (of_models, of_steps))
+    assert "after 4 rounds: the models hide each training example" in protection.guarantee()
+    assert "the server is trusted while BN is not frozen" in protection.guarantee()
+    one, two, three, four = (state["1.running_var"] for state in got.history[1:])
+    assert not np.array_equal(one, two)  # noise of clients
+    assert np.array_equal(two, three)
+    assert np.array_equal(three, four)
+    asked = [message for message in got.grid.sent if message.metadata.message_type == "train"]
+    clipped = [CLIP in next(iter(message.content.config_records.values())) for message in asked]
+    assert clipped == [True] * 6 + [False] * 6
+    assert all(m.keys() == {"num-examples", "steps"} for m in metrics_of(got))
+
+
+def metrics_of(got: Any) -> list[Any]:
+    replies = [message for message in got.grid.received if message.metadata.message_type == "train"]
+    return [next(iter(message.content.metric_records.values())) for message in replies]
+
+
+def test_after_the_freeze_a_step_is_that_of_dp_sgd(federate: Any, mlp: Any, datasets: Any) -> None:
+    """Of all steps after T*, none moves the model of a client by more than lr C |batch| / B without noise."""
+    records = RecordLevel(0.0, 1e-9, frozen_only=True, noise=SeededNoise(0))
+    strategy, protection = both(0.0, records)
+    got = federate(strategy, mlp, datasets, rounds=3, local_steps=3, client=clients_with(records))
+    moved = [
+        max(float(np.abs(after[name] - before[name]).max()) for name in ("0.weight", "1.weight", "3.bias"))
+        for before, after in itertools.pairwise(got.history)
+    ]
+    assert moved[0] > 1e-3 < moved[1]
+    assert 0 < moved[2] < 3 * 0.1 * 1e-9 * 12
+    assert protection.guarantee() == "No privacy is guaranteed: the noise can be repeated."
+    with pytest.raises(ConfigError, match="frozen_only of the clients and until_frozen belong together"):
+        RecordLevelDP(RecordLevel(1.0, frozen_only=True), 1, 1)
+
+
+BOTH = {"strategy": "fixbn", "freeze-at": 1, "dp": "server", "dp-noise-multiplier": 20.0}
+
+
+def test_a_resumed_run_counts_both_kinds_of_rounds_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Recorder.after_round
+
+    def killed(self: Any, server_round: int, arrays: Any) -> Any:
+        if server_round == 2:
+            raise KeyboardInterrupt
+        return original(self, server_round, arrays)
+
+    config = {**RECORDS, **BOTH, "num-server-rounds": 2, "checkpoint-every": 5}  # the checkpoint is that of round 0
+    monkeypatch.setattr(Recorder, "after_round", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(Config.make(config), tmp_path / "run", workers=0)
+    monkeypatch.setattr(Recorder, "after_round", original)
+    summary = run(Config.make({**config, "resume": True}), tmp_path / "run", workers=0)
+    smallest = min(len(part) for part in partitioned_data(Config.make(config), 4).train)
+    steps = Steps(1.0, DPSGD(RecordLevel(1.0), smallest, 32).rate, 4)
+    assert summary["privacy"]["epsilon"] == epsilon_of_steps([Steps(10.0, 1.0, 2), steps], 1e-5)
+    assert "after 4 rounds: the models hide" in summary["privacy"]["guarantee"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"freeze-at": 0}, "choose one of them. Both are for FixBN with T* above 0"),
+        ({"freeze-at": 3}, "with freeze-at=3 BN is never frozen, so there is no DP-SGD"),
+        ({"momentum-scope": "local", "sgd-momentum": 0.9}, "momentum-scope=local carries gradients without noise"),
+        ({"dp-max-epsilon": 3.0}, "dp-max-epsilon=3.0 is for clients"),
+        ({"dp-neighbours": "replace-one"}, "have no meaning for an example"),
+    ],
+)
+def test_what_does_not_go_together_with_noise_of_clients(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(FedBNError) as error:
+        check(Config.make({**RECORDS, **BOTH, **keys}))
+    assert words in str(error.value)
