@@ -84,10 +84,12 @@ def restored(file: Path | None, kind: type[R], *known: list[R]) -> list[R]:
         text = file.read_text(encoding="utf-8")
         complete = text[: text.rfind("\n") + 1]  # without the line that a killed process did not finish
         found.append([kind(**json.loads(line)) for line in complete.splitlines()])
-    longest = list(max(found, key=len))
+    longest: list[R] = []
+    for releases in found:
+        longest = releases if len(releases) > len(longest) else longest
     if file and longest:
         write_atomically(file, "".join(json.dumps(release._asdict()) + "\n" for release in longest))
-    return longest
+    return list(longest)
 
 
 @dataclass
