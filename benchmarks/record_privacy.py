@@ -63,8 +63,11 @@ def main(
             private = epsilon < math.inf
             norm = max(NORMS, key=lambda norm: accuracy(model, epsilon, norm, TUNING_SEED)) if private else 1.0
             scores = [100 * accuracy(model, epsilon, norm, seed) for seed in SEEDS]
+            if math.isnan(sum(scores)):
+                cells.append("diverges")
+                continue
             shown = f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}"
-            cells.append("diverges" if math.isnan(sum(scores)) else shown + f" ({norm:g})" * private)
+            cells.append(shown + f" ({norm:g})" * private)
         rows.append(cells + ["refused"] * (len(EPSILONS) + 1 - len(cells)))
     rows.append(["z", "0", *(f"{_noise(epsilon, SEEDS[0]):.2f}" for epsilon in EPSILONS[1:])])
     head = ["accuracy, % (C)", "no privacy", *(f"epsilon = {epsilon:g}" for epsilon in EPSILONS[1:])]
