@@ -39,7 +39,6 @@ average by at most $C / m$.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -55,8 +54,8 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.privacy.accounting import Ledger, Neighbours, Release, require_dp_accounting
 from fedbn_flwr.privacy.coordinates import Coordinates, Update, norm
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
-from fedbn_flwr.server.method import Method, Settings
-from fedbn_flwr.server.method import setting as _setting
+from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
@@ -68,9 +67,6 @@ logger = logging.getLogger("flwr")
 
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
 SCALE = Key("fedbn-flwr.dp-statistics-scale", "float: s", "server", "client")
-
-
-setting = functools.partial(_setting, group="privacy")
 
 
 class DPSettings(Settings):

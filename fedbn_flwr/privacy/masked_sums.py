@@ -45,7 +45,6 @@ The result equals the average without masks but for the rounding of ``FixedPoint
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -72,8 +71,8 @@ from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, own_hooks
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.ring import FixedPoint, split
-from fedbn_flwr.server.method import Method, Settings
-from fedbn_flwr.server.method import setting as _setting
+from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply, Terms
@@ -83,8 +82,6 @@ from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["MaskSettings", "MaskedSums", "conflicts", "refusals", "uncovered", "unused"]
-
-setting = functools.partial(_setting, group="privacy")
 
 _LACKS_COUNT = (
     "masked=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"

@@ -11,7 +11,6 @@ steps of DP-SGD after T* it gives one epsilon for an example. The server is trus
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,8 @@ from fedbn_flwr.messages.protocol import FROZEN, merged_config
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, note, require_dp_accounting, restored
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel
-from fedbn_flwr.server.method import Method, Settings
-from fedbn_flwr.server.method import setting as _setting
+from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
@@ -38,7 +37,6 @@ from fedbn_flwr.server.synchronised_step import with_config
 __all__ = ["RecordDPSettings", "RecordLevelDP"]
 
 logger = logging.getLogger("flwr")
-setting = functools.partial(_setting, group="privacy")
 
 
 class RecordDPSettings(Settings):
