@@ -4,7 +4,8 @@
     python benchmarks/leakage.py --data-dir DIR --write docs/results/privacy.md     # and MNIST
 
 Twenty clients under Dirichlet(0.3) label skew train for some rounds; then the attacker gets what they send in the next
-round. It has the test set as public data, and 200 shadow clients.
+round. It has the test set as public data, and 200 shadow clients, whose replies it treats as the protection treats those of the
+clients.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fedbn_flwr.training import train
 from fedbn_flwr.training.wrappers import load_state
 
 CLIENTS, SHADOWS, ALPHA = 20, 200, 0.3
-C, Z, SCALE = 0.3, 1.0, 0.1
+C, Z, SCALE = 0.3, (0.03, 0.1, 0.3, 1.0), 0.1
 DATA: dict[str, dict[str, Any]] = {
     "digits": {"dataset": "digits", "num-server-rounds": 5, "local-epochs": 2},
     "MNIST": {"dataset": "mnist", "num-server-rounds": 5, "local-steps": 60},
@@ -85,11 +86,13 @@ def _rows(name: str, data_dir: str) -> list[list[str]]:
     parts = split_state(make_model(config))
     mean = {key: sum(update[key] for update in of_clients) / CLIENTS for key in of_clients[0]}
     ways: dict[str, tuple[Updates, Updates]] = {  # what the shadow clients send, what the attacker has of the clients
-        "the reply": (of_shadows, of_clients),
-        "the average of all replies (masked sums)": (of_shadows, [mean] * CLIENTS),
-        f"the reply, clipped to {C} (dp=client)": (_clipped(of_shadows), _clipped(of_clients)),
-        f"the average of clipped replies, with noise (z = {Z})": (_clipped(of_shadows), [_noisy(of_clients)] * CLIENTS),
+        "the reply (or the sum of all replies, and all others)": (of_shadows, of_clients),
+        "the average of all replies, and no other": (of_shadows, [mean] * CLIENTS),
+        f"the reply, clipped to C = {C} (dp=client)": (_clipped(of_shadows), _clipped(of_clients)),
     }
+    for z in Z:  # of the sum with noise the attacker subtracts the others
+        seen = f"the sum of clipped replies with noise, z = {z:g}, and all others"
+        ways[seen] = _noisy(of_shadows, z), _noisy(of_clients, z)
     chosen = (parts.statistics, (*parts.affine, *parts.rest), tuple(of_clients[0]))
 
     def share(names: Sequence[str], known: Updates, seen: Updates) -> str:
@@ -100,7 +103,7 @@ def _rows(name: str, data_dir: str) -> list[list[str]]:
 
 
 def _clipped(updates: Updates) -> Updates:
-    return [clipped(update, C)[0] for update in updates]
+    return [clipped(update, C) for update in updates]
 
 
 def _trained(config: Config, before: State, data: Subset, name: str) -> dict[str, Any]:
@@ -113,10 +116,12 @@ def _trained(config: Config, before: State, data: Subset, name: str) -> dict[str
     return Coordinates(before, split_state(model), SCALE).update(state)
 
 
-def _noisy(updates: Updates) -> dict[str, Any]:
-    noise, total = SystemNoise(), _clipped(updates)
-    mean = {key: sum(update[key] for update in total) / len(total) for key in total[0]}
-    return {key: array + Z * C / len(total) * noise.normal(array.shape) for key, array in mean.items()}
+def _noisy(updates: Updates, z: float) -> Updates:
+    noise = SystemNoise()
+    return [
+        {key: array + z * C * noise.normal(array.shape) for key, array in update.items()}
+        for update in _clipped(updates)
+    ]
 
 
 def _only(update: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

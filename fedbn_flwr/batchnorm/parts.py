@@ -123,6 +123,13 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
     return frozenset(fixed)
 
 
+def tied_entries(model: nn.Module) -> dict[str, str]:
+    """Return the entries that are the same tensor as an earlier one, each with the name of the first."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: other for name, other in names.items() if name != other}
+
+
 def learning_parts(model: nn.Module) -> Parts:
     """Return the split of a model in which BatchNorm has only the entries that training changes (see ``train_only``).
 

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import fixed_entries, split_state
+from fedbn_flwr.batchnorm.parts import fixed_entries, split_state, tied_entries
 from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import (
     ConfigError,
@@ -181,7 +181,9 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     file = UNTIL_FROZEN if records else PRIVACY
     clients = None
     if config.dp != "none":
-        clients = ClientLevelDP(config.dp_settings(), file=out / file, fixed=fixed_entries(model))
+        clients = ClientLevelDP(
+            config.dp_settings(), file=out / file, fixed=fixed_entries(model), tied=tied_entries(model)
+        )
     if config.masked:
         return MaskedSums(config.mask_settings(), clients)
     if not records:

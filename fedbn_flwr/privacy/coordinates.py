@@ -10,8 +10,9 @@ The statistics are in units of the layer, so that one noise fits all layers; ``s
 update of the averaged state. Counters and other integers are no coordinates.
 
 The way back keeps every variance above zero. With ``t`` the deviation of the noise in a variance, a noisy variance
-``r`` below ``t`` becomes ``t exp(r / t - 1)``; others stay as they are. It uses nothing of the clients, so it costs no
-privacy.
+``r`` below ``t`` becomes ``t exp(r / t - 1)``; others stay as they are. Noise of a relative size can take a variance up
+or down without end, round after round, so one within [1e-12, 1e12] stays there. Both use nothing of the
+clients, so they cost no privacy.
 """
 
 from __future__ import annotations
@@ -39,12 +40,23 @@ class Coordinates:
         parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are found by their names.
         scale: s, the weight of running statistics.
         fixed: entries that no client changes: they have no coordinates and keep their value.
+        tied: entries that are the same tensor as another one, and that one: they have its coordinates.
     """
 
-    def __init__(self, before: State, parts: Parts, scale: float, fixed: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        before: State,
+        parts: Parts,
+        scale: float,
+        fixed: Collection[str] = (),
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
         self._before = before
+        self._tied = {name: first for name, first in (tied or {}).items() if name in before}
         self._units: dict[str, Array | float] = {
-            name: 1.0 for name, array in before.items() if array.dtype.kind in "fc" and name not in fixed
+            name: 1.0
+            for name, array in before.items()
+            if array.dtype.kind in "fc" and name not in fixed and name not in self._tied
         }
         self._variances = set()
         for mean, variance in {*split_state(before).moments(), *parts.moments()}:
@@ -77,11 +89,11 @@ class Coordinates:
             like = self._before[name]
             moved: Array = _real(like) + update[name] * unit
             if name in self._variances:
-                moved = _above_zero(moved, np.asarray(deviation * unit))
+                moved = _bounded(_above_zero(moved, np.asarray(deviation * unit)), like)
             if like.dtype.kind == "c":
                 moved = moved.view(np.complex128).reshape(like.shape)
             found[name] = moved.astype(like.dtype)
-        return found
+        return found | {name: found[first] for name, first in self._tied.items()}
 
 
 def norm(update: Update) -> float:
@@ -101,3 +113,9 @@ def _above_zero(variance: Array, deviation: Array) -> Array:
         return variance
     t = np.maximum(deviation, np.finfo(np.float64).tiny)
     return np.where(variance < t, t * np.exp(np.minimum(variance, t) / t - 1), variance)
+
+
+def _bounded(variance: Array, before: Array) -> Array:
+    """Return the variances; those that were within the limits stay there."""
+    low, high = max(1e-12, float(np.finfo(before.dtype).tiny)), min(1e12, float(np.finfo(before.dtype).max))
+    return np.where((before >= low) & (before <= high), np.clip(variance, low, high), variance)

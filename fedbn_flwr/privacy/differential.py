@@ -21,8 +21,8 @@ Counters are not averaged: they count the rounds, since a number of batches woul
 released, also if few clients or none have answered: whether a client answers can depend on its data.
 
 Adaptive clipping: $b$ is the share of clients with $\lVert u_i \rVert \le C$, from the sum of $b_i - 1/2$ with noise of
-deviation $\sigma_b = \max(m / 20, z)$, and $C \leftarrow C \exp(-\eta (b - \gamma))$. Both noises together cost what
-one noise of multiplier $z$ does: the updates get $z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
+deviation $\sigma_b = \max(m / 20, z)$, and $C \leftarrow C \exp(-\eta (b - \gamma))$. The two noises together cost as
+much as one noise with multiplier $z$: the updates get $z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
 
 ## What it protects
 
@@ -61,12 +61,14 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 
-__all__ = ["CLIP", "SCALE", "ClientLevelDP", "DPSettings", "clipped", "conflicts", "own_hooks"]
+__all__ = ["CLIP", "SCALE", "ClientLevelDP", "DPSettings", "clipped", "clipping_factor", "conflicts", "own_hooks"]
 
 logger = logging.getLogger("flwr")
 
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
 SCALE = Key("fedbn-flwr.dp-statistics-scale", "float: s", "server", "client")
+
+_NOISY = 0.3  # noise in running variances, relative to them, from which on a warning says so
 
 
 class DPSettings(Settings):
@@ -79,7 +81,9 @@ class DPSettings(Settings):
     dp_noise_multiplier: float = setting(
         0.0, "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing", ge=0
     )
-    dp_clipping_norm: float = setting(1.0, "C: largest norm of a client's update; in round 1, if it adapts", gt=0)
+    dp_clipping_norm: float = setting(
+        1.0, "C: largest norm of a client's update; if C adapts, its value in round 1", gt=0
+    )
     dp_clipping_quantile: float = setting(
         0.0, "gamma: C adapts until this share of the updates is not clipped; 0 = C is fixed", ge=0, lt=1
     )
@@ -97,7 +101,7 @@ class DPSettings(Settings):
     dp_sampling: Literal["known", "secret"] = setting(
         "known",
         "known = clients are drawn with the seed, and epsilon counts each as if it took part in every round; secret = "
-        "they are drawn anew in every run and withheld, and epsilon is smaller, against those who see models alone",
+        "they are drawn anew in every run and withheld, and epsilon is smaller for those who see the models alone",
     )
     dp_target_epsilon: float = setting(
         0.0, "choose the noise multiplier so that R rounds cost this epsilon; 0 = dp-noise-multiplier", ge=0
@@ -150,6 +154,7 @@ class ClientLevelDP(Protection):
         file: a file for the releases, see ``Ledger``.
         fixed: names of the entries that no client trains (a frozen backbone): they get no noise, and a reply that
             changed them is refused.
+        tied: names of the entries that are the same tensor as another one, and its name.
 
     Attributes:
         clipping_norm: C of the next round.
@@ -170,8 +175,10 @@ class ClientLevelDP(Protection):
         noise: Noise | None = None,
         file: Path | None = None,
         fixed: Collection[str] = (),
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.settings, self.noise, self._fixed = settings, noise or SystemNoise(), frozenset(fixed)
+        self._tied = dict(tied or {})
         self.publishes_metrics = settings.dp_metrics == "published"
         self.secret_sampling = settings.dp_sampling == "secret"
         if problems := conflicts(settings):
@@ -210,6 +217,7 @@ class ClientLevelDP(Protection):
         own = self.settings
         self.clipping_norm = own.dp_clipping_norm
         self.noise_multiplier = None if own.dp_target_epsilon else own.dp_noise_multiplier
+        self._spent = False
 
     def config(self) -> Mapping[str, Any]:
         """Return C and s for the mod of a client that clips."""
@@ -240,14 +248,17 @@ class ClientLevelDP(Protection):
         total: dict[str, Array] = {name: 0 * array for name, array in coordinates.update(before).items()}
         surplus = 0.0  # sum of b_i - 1/2
         for reply in replies:
-            update, fits = clipped(coordinates.update(reply.state), self.clipping_norm)
+            update = coordinates.update(reply.state)
+            factor, fits = clipping_factor(update, self.clipping_norm)
             surplus += fits - 0.5
-            for name, array in update.items():
-                total[name] += array
+            for name, array in update.items() if factor else ():
+                total[name] += factor * array
         of_bits, of_updates = self._split(release.noise_multiplier, asked)
         deviation = of_updates * self.clipping_norm / asked
-        average = {name: array / asked + deviation * self.noise.normal(array.shape) for name, array in total.items()}
-        state = coordinates.state(average, deviation)
+        for array in total.values():
+            array /= asked
+            array += deviation * self.noise.normal(array.shape)
+        state = coordinates.state(total, deviation)
         state |= {name: state[name] + 1 for name in run.parts.counters if name in state}
         if own.dp_clipping_quantile:
             share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
@@ -257,7 +268,7 @@ class ClientLevelDP(Protection):
     def _coordinates(self, run: RunState, before: State) -> Coordinates:
         part_of = run.parts.part_of
         shared = {name: array for name, array in before.items() if part_of[name] not in self._local}
-        return Coordinates(shared, run.parts, self.settings.dp_statistics_scale, self._fixed)
+        return Coordinates(shared, run.parts, self.settings.dp_statistics_scale, self._fixed, self._tied)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
         """Return the deviation of the noise in the sum of bits, and z_u; without adaptive clipping 0 and z."""
@@ -266,23 +277,61 @@ class ClientLevelDP(Protection):
         of_bits = max(asked / 20, noise_multiplier)
         return of_bits, noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * of_bits)) ** 2)
 
-    def _release(self, run: RunState) -> Release:
-        """Note the release of this round, before its result exists; report what it costs."""
-        own, (sampled, population) = self.settings, (run.report.asked, run.num_able)
-        if self.noise_multiplier is None:
-            left = run.total_rounds - run.after
-            self.noise_multiplier = self.ledger.noise_for(own.dp_target_epsilon, sampled, population, left)
+    def admits(self, run: RunState, asked: int) -> bool:
+        """Return whether a round with so many clients keeps within the budget; choose the noise for a target epsilon.
+
+        Raises:
+            ConfigError: not even one round does.
+        """
+        own, ledger = self.settings, self.ledger
+        limit = own.dp_max_epsilon or own.dp_target_epsilon
+        if self.noise_multiplier is None and ledger.epsilon() < own.dp_target_epsilon:
+            left = run.total_rounds - len(run.reports) + 1 - run.after
+            self.noise_multiplier = ledger.noise_for(own.dp_target_epsilon, asked, run.num_able, left)
             logger.info("dp-target-epsilon=%g: noise multiplier %.4g", own.dp_target_epsilon, self.noise_multiplier)
-        release = Release(self.noise_multiplier, sampled, population)
-        if own.dp_max_epsilon and (cost := self.ledger.epsilon([release])) > own.dp_max_epsilon:
+        if not ledger.releases:
+            self._warn(asked)
+        if not limit:
+            return True
+        z = self.noise_multiplier
+        cost = math.inf if z is None else ledger.epsilon([Release(z, asked, run.num_able)])
+        self._spent = cost > limit * (1 + 1e-9)
+        if not self._spent:
+            return True
+        if not ledger.releases:
             raise ConfigError(
                 f"dp-max-epsilon={own.dp_max_epsilon}: round {run.report.server_round} would bring epsilon to "
                 f"{cost:.4g}. Use more noise (dp-noise-multiplier), or more clients."
             )
+        logger.warning(
+            "epsilon is %.4g, and a round with %d of %d clients would bring it above %g: the run ends.",
+            ledger.epsilon(),
+            asked,
+            run.num_able,
+            limit,
+        )
+        return False
+
+    def _warn(self, asked: int) -> None:
+        own = self.settings
+        size = (self.noise_multiplier or 0.0) * self.clipping_norm / (asked * own.dp_statistics_scale)
+        if size > _NOISY and Part.STATISTICS not in self._local:
+            logger.warning(
+                "the noise in BN's running variances is %.2g of them in each round (z C / (m s)): they become useless. "
+                "Use a smaller dp-clipping-norm, more clients, a larger dp-statistics-scale, or a method that does not "
+                "send statistics (fedbn, silobn, or fixbn with an early freeze-at).",
+                size,
+            )
+
+    def _release(self, run: RunState) -> Release:
+        """Note the release of this round, before its result exists; report what it costs."""
+        if self.noise_multiplier is None:
+            raise ConfigError("no noise was chosen for this round: admits() was not called")
+        release = Release(self.noise_multiplier, run.report.asked, run.num_able)
         self.ledger.add(release)
         run.report.privacy = {"clipping-norm": self.clipping_norm, "noise-multiplier": self.noise_multiplier}
         if self.tells and self.guarantees:
-            run.report.privacy |= {"epsilon": self.ledger.epsilon(), "delta": own.dp_delta}
+            run.report.privacy |= {"epsilon": self.ledger.epsilon(), "delta": self.settings.dp_delta}
             logger.info("%s", self.guarantee())
         return release
 
@@ -310,7 +359,7 @@ class ClientLevelDP(Protection):
     def stops_after(self, server_round: int) -> bool:
         """Return whether a further round, with as many clients as the last, would cost too much in total."""
         limit, releases = self.settings.dp_max_epsilon or self.settings.dp_target_epsilon, self.ledger.releases
-        return bool(limit and releases) and self.ledger.epsilon(releases[-1:]) > limit
+        return self._spent or bool(limit and releases) and self.ledger.epsilon(releases[-1:]) > limit
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
@@ -328,21 +377,27 @@ class ClientLevelDP(Protection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore C, z and the releases."""
-        self.clipping_norm, self.noise_multiplier = state["clipping_norm"], state["noise_multiplier"]
+        """Restore C, z and the releases; a target epsilon chooses z anew, for the rounds that are left."""
+        self.clipping_norm = state["clipping_norm"]
+        self.noise_multiplier = None if self.settings.dp_target_epsilon else state["noise_multiplier"]
         self.ledger.restore(Release(*release) for release in state["releases"])
 
 
-def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
-    """Return the update, scaled to ``clipping_norm`` if it is longer, and whether it was not longer.
+def clipping_factor(update: Update, clipping_norm: float) -> tuple[float, bool]:
+    """Return the factor that brings an update to ``clipping_norm`` if it is longer, and whether it was not longer.
 
-    An update whose length is not finite becomes zero.
+    The factor of an update whose length is not finite is 0.
     """
     length = norm(update)
     if not math.isfinite(length):
-        return {name: np.zeros_like(array) for name, array in update.items()}, False
-    factor = min(1.0, clipping_norm / length) if length else 1.0
-    return {name: factor * array for name, array in update.items()}, length <= clipping_norm
+        return 0.0, False
+    return min(1.0, clipping_norm / length) if length else 1.0, length <= clipping_norm
+
+
+def clipped(update: Update, clipping_norm: float) -> dict[str, Array]:
+    """Return the update, scaled to ``clipping_norm`` if it is longer; zero if its length is not finite."""
+    factor, _ = clipping_factor(update, clipping_norm)
+    return {name: factor * array if factor else np.zeros_like(array) for name, array in update.items()}
 
 
 def own_hooks(kind: type[Method[Any]]) -> list[type]:

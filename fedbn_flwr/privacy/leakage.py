@@ -6,8 +6,9 @@ from the public data, trains them as a client trains, and learns the way from an
 regression. Gradient inversion, which rebuilds examples, is another question; this meter does not answer it.
 
 The distance of two class mixes is the total variation, half the sum of the differences: 0 = the same, 1 = no class in
-common. ``Leakage.share`` sets the attack's error against that of a guess without the client's reply: 0 = the reply
-tells nothing, 1 = it tells the mix exactly. A share below 0 is an attack worse than the guess.
+common. ``Leakage.share`` sets the attack's error against that of the best guess that is the same for all clients, their
+mean mix: 0 = the reply tells nothing of the single client, 1 = it tells the mix exactly. A share below 0 is an attack
+worse than this guess.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Leakage:
 
     Attributes:
         error: mean distance of the estimates from the mixes.
-        guess: the same of a guess that is the mean mix of the shadow clients.
+        guess: the same of a guess that is the mean of these clients' mixes.
     """
 
     error: float
@@ -60,7 +61,7 @@ class ClassMixAttack:
         self._model = RidgeCV(alphas=_STRENGTHS).fit((rows - self._mean) / self._std, mixes)
 
     def estimate(self, update: Mapping[str, Array]) -> NDArray[np.float64]:
-        """Return the class mix (classes,) that an update tells of: at least 0, of sum 1."""
+        """Return the estimated class mix (classes,): at least 0, of sum 1."""
         row = (_row(update) - self._mean) / self._std
         found = np.clip(np.asarray(self._model.predict(row[None])[0], dtype=np.float64), 0, None)
         total = float(found.sum())
@@ -69,7 +70,7 @@ class ClassMixAttack:
     def measure(self, updates: Sequence[Mapping[str, Array]], mixes: NDArray[np.float64]) -> Leakage:
         """Return the error over clients, given what they send and their true mixes (clients, classes)."""
         found = [_distance(self.estimate(update), mix) for update, mix in zip(updates, mixes, strict=True)]
-        guess = [_distance(self._mixes.mean(0), mix) for mix in mixes]
+        guess = [_distance(mixes.mean(0), mix) for mix in mixes]
         return Leakage(float(np.mean(found)), float(np.mean(guess)))
 
 

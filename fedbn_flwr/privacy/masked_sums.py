@@ -186,8 +186,12 @@ class MaskedSums(Protection):
         self._method, self._round = method, None
         self._inner.begin(method)
 
+    def admits(self, run: RunState, asked: int) -> bool:
+        """See ``Protection``; so also ``config``, ``stops_after`` and the calls after it."""
+        return self._inner.admits(run, asked)
+
     def config(self) -> Mapping[str, Any]:
-        """See ``Protection``; so also ``stops_after`` and the calls after it."""
+        """See ``admits``."""
         return self._inner.config()
 
     def open_round(
@@ -263,19 +267,19 @@ class MaskedSums(Protection):
         return self._inner.pool(run, [average] * len(answered), before) if self._dp else [average]
 
     def stops_after(self, server_round: int) -> bool:
-        """See ``config``."""
+        """See ``admits``."""
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """See ``config``."""
+        """See ``admits``."""
         return self._inner.outcome()
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``config``."""
+        """See ``admits``."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``config``."""
+        """See ``admits``."""
         self._inner.load_state_dict(state)
 
     @property

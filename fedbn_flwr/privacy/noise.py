@@ -19,6 +19,8 @@ from fedbn_flwr.seeds import numpy_generator
 
 __all__ = ["Noise", "SeededNoise", "SystemNoise", "keystream"]
 
+_BLOCK = 2**20  # values
+
 
 def keystream(key: bytes, num_bytes: int) -> bytes:
     """Return the first bytes of ChaCha20's stream of a key of 32 bytes, which must not be used for another stream."""
@@ -48,11 +50,14 @@ class SystemNoise:
 
     def normal(self, shape: Sequence[int]) -> Array:
         """Return standard normal values in float64 (Box and Muller 1958); none is above 8.6 in size."""
-        size = int(np.prod(shape))
-        pairs = (size + 1) // 2
-        first, second = self.uniform(2 * pairs).reshape(2, pairs)
-        radius, angle = np.sqrt(-2 * np.log(first + 2.0**-53)), 2 * np.pi * second
-        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)
+        values = np.empty(int(np.prod(shape)))
+        for start in range(0, values.size, _BLOCK):  # in blocks, which need less memory
+            block = values[start : start + _BLOCK]
+            pairs = (block.size + 1) // 2
+            first, second = self.uniform(2 * pairs).reshape(2, pairs)
+            radius, angle = np.sqrt(-2 * np.log(first + 2.0**-53)), 2 * np.pi * second
+            block[:pairs], block[pairs:] = radius * np.cos(angle), (radius * np.sin(angle))[: block.size - pairs]
+        return values.reshape(shape)
 
     def uniform(self, size: int) -> Array:
         """Return values in [0, 1), multiples of 2^-53, in float64."""

@@ -105,6 +105,10 @@ class RecordLevelDP(Protection):
             subject = f"strategy {method.name!r} with record-dp"
             raise ConfigError("\n".join(f"{subject}: {what}" for what in beside.values()))
 
+    def admits(self, run: RunState, asked: int) -> bool:
+        """See ``Protection``; the rounds before BN is frozen may have a budget of their own."""
+        return self._until_frozen is None or self._until_frozen.admits(run, asked)
+
     def open_round(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
     ) -> list[Message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ class DPWrapper(Strategy):
         noise: for tests: another source of noise than the operating system. No epsilon is stated then.
         file: a file for the releases, which a run that is killed and resumed needs: it repeats rounds.
         fixed: names of the entries that no client trains; they get no noise.
+        tied: names of the entries that share a tensor with another one, and that one's (``tied_entries(model)``): they
+            get one noise.
         **settings: further fields of ``DPSettings`` without ``dp_``: ``clipping_quantile``, ``delta``, ...
 
     Raises:
@@ -51,6 +53,7 @@ class DPWrapper(Strategy):
         noise: Noise | None = None,
         file: Path | None = None,
         fixed: Collection[str] = (),
+        tied: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
         named = {"noise_multiplier": noise_multiplier, "clipping_norm": clipping_norm, **settings}
@@ -66,7 +69,7 @@ class DPWrapper(Strategy):
             problems = ["where='none' protects nothing; use 'server' or 'client'"]
         if problems:
             raise ConfigError("\n".join(problems))
-        self.privacy = ClientLevelDP(chosen, noise, file, fixed)
+        self.privacy = ClientLevelDP(chosen, noise, file, fixed, tied)
         self.strategy = strategy
         strategy.protect(self.privacy)
 

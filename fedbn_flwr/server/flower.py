@@ -348,6 +348,8 @@ class Server(Method[P]):
         self.run.num_able = len(able)
         count = max(share_of(self.fraction_train, len(able)), self.min_train_nodes)
         nodes = self.nodes.sample(able, count, "train", server_round)
+        if nodes and not self.protection.admits(self.run, len(nodes)):
+            return []
         logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
         hooks = self.hooks_for(server_round)
         self.run.hooks_sent = frozenset(hooks)

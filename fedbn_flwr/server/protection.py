@@ -44,6 +44,10 @@ class Protection:
             ConfigError: the method, or a setting of it, does not fit.
         """
 
+    def admits(self, run: RunState, asked: int) -> bool:
+        """Return whether so many clients may be asked to train in this round; if not, the round does nothing."""
+        return True
+
     def config(self) -> Mapping[str, Any]:
         """Return the further config of a training message."""
         return {}

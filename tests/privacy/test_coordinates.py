@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import average
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import split_state, tied_entries
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
 
@@ -78,3 +78,39 @@ def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) 
     exact = BEFORE["1.running_var"] + noise["1.running_var"] * (BEFORE["1.running_var"] + 1e-5) / 0.1
     kept = large & (exact >= deviation * (BEFORE["1.running_var"] + 1e-5) / 0.1)
     np.testing.assert_allclose(state["1.running_var"][kept], exact[kept], rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_rounds(kind: type) -> None:
+    rng = np.random.default_rng(0)
+    state = {name: array.astype(kind) if array.dtype.kind == "f" else array for name, array in BEFORE.items()}
+    for _ in range(600):
+        coordinates = Coordinates(state, PARTS, 0.1)
+        noise = {name: 0.3 * rng.standard_normal(a.shape) for name, a in coordinates.update(state).items()}
+        state = coordinates.state(noise, 0.3)
+        assert all(np.isfinite(array).all() for array in state.values())
+        assert all((state[name] > 0).all() for name in ("1.running_var", "2.running_var"))
+
+
+def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them() -> None:
+    before = {**BEFORE, "1.running_var": np.array([1e-30, 1e15, 1.0])}
+    coordinates = Coordinates(before, PARTS, 0.1)
+    states = [{**before, "1.running_var": np.array([3e-30, 2e15, 2.0])}] * 2
+    update = coordinates.update(states[0])
+    np.testing.assert_allclose(coordinates.state(update, 0.0)["1.running_var"], [3e-30, 2e15, 2.0], rtol=1e-12)
+
+
+def test_tied_entries_have_one_coordinate_and_stay_equal() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).double()
+    model[2].weight = model[0].weight
+    model.append(model[1])
+    tied, before = tied_entries(model), to_state(model.state_dict())
+    leaves = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert tied == {"2.weight": "0.weight", **{f"3.{leaf}": f"1.{leaf}" for leaf in leaves}}
+    coordinates = Coordinates(before, split_state(model), 0.1, tied=tied)
+    update = coordinates.update(before)
+    assert set(update) == {"0.weight", "0.bias", "2.bias", *(f"1.{leaf}" for leaf in leaves[:4])}
+    rng = np.random.default_rng(0)
+    state = coordinates.state({name: rng.normal(size=a.shape) for name, a in update.items()}, 1.0)
+    assert all(np.array_equal(state[name], state[first]) for name, first in tied.items())
+    assert not np.array_equal(state["2.weight"], before["2.weight"])

@@ -352,6 +352,70 @@ def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> Non
     assert ends == [cost > 8.0 for cost in costs] == [False, True, True]
 
 
+def of_round(server_round: int, able: int, num_rounds: int = 10, after: int = 0) -> RunState:
+    state = RunState("fedavg", num_rounds=num_rounds, after=after, num_able=able)
+    state.reports = [RoundReport(r, "train") for r in range(after + 1, server_round + 1)]
+    return state
+
+
+def test_a_budget_ends_the_run_before_clients_train_if_fewer_are_left_to_hide_among(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = {"dp_sampling": "secret", "dp_neighbours": "replace-one", "dp_max_epsilon": 1.0}
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=4.0, **settings))
+    assert privacy.admits(of_round(1, 100), 2)
+    privacy.ledger.releases = [Release(4.0, 2, 100)] * 6
+    assert privacy.admits(of_round(7, 100), 2)
+    assert not privacy.stops_after(6)
+    assert not privacy.admits(of_round(7, 2), 2)  # who is left takes part for sure
+    assert privacy.stops_after(7)
+    assert "a round with 2 of 2 clients would bring it above 1: the run ends." in caplog.text
+    fresh = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=0.1, **settings))
+    with pytest.raises(ConfigError, match=r"dp-max-epsilon=1\.0: round 1 would bring epsilon to"):
+        fresh.admits(of_round(1, 100), 2)
+
+
+def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(federate: Any, mlp: Any, datasets: Any) -> None:
+    strategy = FedAvg()
+    wrapper = DPWrapper(strategy, 1.0, 1.0, max_epsilon=100.0)
+    admits = wrapper.privacy.admits
+
+    def second_costs_too_much(state: RunState, asked: int) -> bool:
+        if state.report.server_round == 2:
+            wrapper.privacy.ledger.releases += [Release(0.05, 3, 3)]
+        return admits(state, asked)
+
+    wrapper.privacy.admits = second_costs_too_much  # type: ignore[method-assign]
+    got = federate(strategy, mlp, datasets, rounds=5)
+    assert [(report.asked, report.kept_previous) for report in strategy.reports] == [(3, False), (0, True)]
+    assert all(np.array_equal(array, got.history[1][name]) for name, array in got.state.items())
+
+
+def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
+    settings = DPSettings(dp="server", dp_target_epsilon=8.0)
+    first = ClientLevelDP(settings)
+    assert first.admits(of_round(1, 4), 4)
+    planned = first.noise_multiplier
+    assert planned is not None
+    first.ledger.releases = [Release(planned, 4, 4)] * 5  # four rounds, and one that a crash repeated
+    resumed = ClientLevelDP(settings)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.admits(of_round(5, 4, after=4), 4)
+    assert resumed.noise_multiplier is not None
+    assert resumed.noise_multiplier > 1.01 * planned
+    left = [Release(resumed.noise_multiplier, 4, 4)] * 6
+    assert 7.97 < resumed.ledger.epsilon(left) <= 8.0
+
+
+def test_noise_that_ruins_the_statistics_is_told_before_the_first_round(caplog: pytest.LogCaptureFixture) -> None:
+    for clipping_norm, warns in ((1.0, True), (0.1, False)):
+        caplog.clear()
+        ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0, dp_clipping_norm=clipping_norm)).admits(
+            of_round(1, 10), 10
+        )
+        assert ("the noise in BN's running variances is 1 of them in each round" in caplog.text) == warns
+
+
 def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
     before, states = federation(mlp, 3, clients=20)
     settings = DPSettings(dp="server", dp_clipping_norm=1e-3, dp_clipping_quantile=0.5, dp_clipping_rate=0.5)
