@@ -4,8 +4,8 @@
     python benchmarks/leakage.py --data-dir DIR --write docs/results/privacy.md     # and MNIST
 
 Twenty clients under Dirichlet(0.3) label skew train for some rounds; then the attacker gets what they send in the next
-round. It has the test set as public data, and 200 shadow clients, whose replies it treats as the protection treats those of the
-clients.
+round. It has the test set as public data, and 200 shadow clients, whose replies it treats as the protection treats
+those of the clients.
 """
 
 from __future__ import annotations
@@ -118,10 +118,11 @@ def _trained(config: Config, before: State, data: Subset, name: str) -> dict[str
 
 def _noisy(updates: Updates, z: float) -> Updates:
     noise = SystemNoise()
-    return [
-        {key: array + z * C * noise.normal(array.shape) for key, array in update.items()}
-        for update in _clipped(updates)
-    ]
+
+    def noised(update: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: array + z * C * noise.normal(array.shape) for key, array in update.items()}
+
+    return [noised(update) for update in _clipped(updates)]
 
 
 def _only(update: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

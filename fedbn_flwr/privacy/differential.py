@@ -359,7 +359,7 @@ class ClientLevelDP(Protection):
     def stops_after(self, server_round: int) -> bool:
         """Return whether a further round, with as many clients as the last, would cost too much in total."""
         limit, releases = self.settings.dp_max_epsilon or self.settings.dp_target_epsilon, self.ledger.releases
-        return self._spent or bool(limit and releases) and self.ledger.epsilon(releases[-1:]) > limit
+        return self._spent or (bool(limit and releases) and self.ledger.epsilon(releases[-1:]) > limit)
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""

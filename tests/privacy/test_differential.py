@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
@@ -577,3 +579,29 @@ def test_sums_of_the_clients_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="standardise=federated collects sums of the clients' inputs"):
         Config.make(keys)
     assert Config.make({**keys, "standardise": "local"}).dp == "server"
+
+
+@pytest.mark.parametrize("dp", ["server", "none"])
+def test_no_file_to_give_away_holds_what_a_client_reported(
+    dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients' loss and the error of one are searched in every file but the checkpoints; without dp they are there."""
+    from fedbn_flwr.client import torch_client
+
+    original, loss = torch_client.train, 0.7318284590452353
+
+    def planted(model: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, data, *args, **kwargs)
+        if len(data) == smallest:
+            raise ValueError("PLANTED-ERROR")
+        return replace(result, loss=loss)
+
+    config = Config.make({**DIGITS, "dp": dp, "partition": "dirichlet", **(NOISY if dp == "server" else {})})
+    smallest = min(len(own) for own in partitioned_data(config, 4).train)
+    monkeypatch.setattr(torch_client, "train", planted)
+    run(config, tmp_path / "run", workers=0)
+    traces = [b"PLANTED-ERROR", b"0.731828", *(np.array(loss, kind).tobytes() for kind in ("f4", "f8"))]
+    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "checkpoint" not in p.parts]
+    found = {trace for p in files for trace in traces if trace in p.read_bytes()}
+    assert {p.name for p in files} >= {"model.safetensors", "metrics.jsonl", "summary.json"}
+    assert found == (set() if dp == "server" else {traces[0], traces[1]})

@@ -46,7 +46,7 @@ def test_an_estimate_is_a_mix() -> None:
 def test_the_distance_of_two_mixes_is_the_total_variation() -> None:
     known = np.array([[1.0, 0.0], [0.0, 1.0]] * 10)
     attack = ClassMixAttack([{"x": mix[:1]} for mix in known], known)
-    found = attack.measure([{"x": np.array([1.0])}], np.array([[0.0, 1.0]]))
+    found = attack.measure([{"x": np.array([1.0])}, {"x": np.array([0.0])}], np.array([[0.0, 1.0], [1.0, 0.0]]))
     assert found.error == pytest.approx(1, abs=0.02)
     assert found.guess == pytest.approx(0.5)
     assert found.share == pytest.approx(-1, abs=0.04)
