@@ -585,7 +585,7 @@ def test_sums_of_the_clients_inputs_are_refused(tmp_path: Path) -> None:
 def test_no_file_to_give_away_holds_what_a_client_reported(
     dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clients' loss and the error of one are searched in every file but the checkpoints; without dp they are there."""
+    """The clients' loss and an error of one are searched in all files but checkpoints; without dp they are found."""
     from fedbn_flwr.client import torch_client
 
     original, loss = torch_client.train, 0.7318284590452353

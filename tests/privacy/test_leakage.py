@@ -43,6 +43,14 @@ def test_an_estimate_is_a_mix() -> None:
         assert found.sum() == pytest.approx(1)
 
 
+def test_an_entry_that_no_shadow_client_moves_does_not_decide() -> None:
+    rng = np.random.default_rng(0)
+    known, true = mixes(rng, 60), mixes(rng, 20)
+    still = [{**update, "still": np.zeros(40)} for update in updates(rng, known, 0.0)]
+    moved = [{**update, "still": 1e-3 * rng.normal(size=40)} for update in updates(rng, true, 0.0)]
+    assert ClassMixAttack(still, known).measure(moved, true).share > 0.9
+
+
 def test_the_distance_of_two_mixes_is_the_total_variation() -> None:
     known = np.array([[1.0, 0.0], [0.0, 1.0]] * 10)
     attack = ClassMixAttack([{"x": mix[:1]} for mix in known], known)
