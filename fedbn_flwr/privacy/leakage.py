@@ -57,7 +57,7 @@ class ClassMixAttack:
 
         rows = np.stack([_row(update) for update in updates])
         spread = rows.std(0)
-        # An entry that no shadow client moves must not decide when a client moves it: a pixel that public data never use.
+        # An entry that hardly a shadow client moves must not decide when a client moves it: the weight of a rare pixel.
         self._mean, self._std = rows.mean(0), spread + 0.01 * np.sqrt(np.mean(spread**2)) + 1e-12
         self._mixes = mixes
         self._model = RidgeCV(alphas=_STRENGTHS).fit((rows - self._mean) / self._std, mixes)

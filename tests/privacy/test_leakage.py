@@ -43,11 +43,12 @@ def test_an_estimate_is_a_mix() -> None:
         assert found.sum() == pytest.approx(1)
 
 
-def test_an_entry_that_no_shadow_client_moves_does_not_decide() -> None:
+def test_entries_that_hardly_a_shadow_client_moves_do_not_decide() -> None:
     rng = np.random.default_rng(0)
     known, true = mixes(rng, 60), mixes(rng, 20)
-    still = [{**update, "still": np.zeros(40)} for update in updates(rng, known, 0.0)]
-    moved = [{**update, "still": 1e-3 * rng.normal(size=40)} for update in updates(rng, true, 0.0)]
+    rare = 1e-6 * rng.normal(size=(60, 60)) * np.eye(60)  # each is moved by one shadow client
+    still = [{**u, "rare": row} for u, row in zip(updates(rng, known, 0.0), rare, strict=True)]
+    moved = [{**update, "rare": 1e-3 * rng.normal(size=60)} for update in updates(rng, true, 0.0)]
     assert ClassMixAttack(still, known).measure(moved, true).share > 0.9
 
 
