@@ -46,14 +46,16 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     PARTITION_ID,
     SERVER_ROUND,
+    STATISTICS_QUERY,
     STEP_MODEL,
     MessageConfig,
     merged_config,
 )
 from fedbn_flwr.messages.records import to_record, views
-from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.masked_values import model_values, statistics_values
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
+from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.transport import Reducer, wrap_reducers
 
 __all__ = ["masked_update"]
@@ -86,7 +88,7 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
     with wrap_reducers(numbers.reducer):
         reply = call_next(message, context)
     if reply.has_content():
-        reply.content = _masked(reply.content, key, before, numbers)
+        reply.content = _masked(message, reply.content, key, before, numbers)
         _keep(context, party)
     return reply
 
@@ -104,13 +106,20 @@ class _Masking:
         vector = self._point.vector({tag: array}, self.weight)
         return self.party.exchange(tag, vector).reshape(array.shape)
 
-    def update(self, state: State, before: State) -> Array:
-        """Return the masked update of the shared entries."""
+    def update(self, state: State, before: State, buffers: State | None) -> Array:
+        """Return the masked update of the shared entries, with SGD's buffers if they are averaged."""
+        sent = self._shared(before)
+        check_state(state, sent, split_state(sent))
+        return self.party.masked(self._point.vector(model_values(sent, state, buffers), self.weight))
+
+    def statistics(self, entries: State, num_examples: int, before: State) -> Array:
+        """Return the masked statistics that were re-estimated."""
+        values = statistics_values(entries, num_examples, self._shared(before))
+        return self.party.masked(self._point.vector(values, self.weight))
+
+    def _shared(self, before: State) -> State:
         local = set(MessageConfig.read(self.config).local_entries)
-        sent = {name: array for name, array in before.items() if name not in local}
-        parts = split_state(sent)
-        check_state(state, sent, parts)
-        return self.party.masked(self._point.vector(Coordinates(sent, parts, 1.0).update(state), self.weight))
+        return {name: array for name, array in before.items() if name not in local}
 
     def reducer(self, reducer: Reducer) -> Reducer:
         return _MaskedReducer(reducer, self)
@@ -143,7 +152,7 @@ def _received(message: Message, context: Context) -> tuple[str, State]:
     return key, views(ArrayRecord(dict(record or context.state.array_records.get(STEP_MODEL, ArrayRecord()))))
 
 
-def _masked(content: RecordDict, key: str, before: State, masking: _Masking) -> RecordDict:
+def _masked(message: Message, content: RecordDict, key: str, before: State, masking: _Masking) -> RecordDict:
     """Return what the server may see of a reply."""
     records, metrics = content.array_records, content.metric_records
     found: RecordDict = RecordDict({key: ArrayRecord()})
@@ -156,7 +165,12 @@ def _masked(content: RecordDict, key: str, before: State, masking: _Masking) -> 
             raise MaskingError(
                 f"the server gives this client the weight {masking.weight:g}, and it has trained on {counts} examples"
             )
-        found[key] = to_record({str(MASKED): masking.update(views(records[key]), before)})
+        own = views(records[key])
+        if message.metadata.message_type == STATISTICS_QUERY:
+            vector = masking.statistics(own, counts[0], before)
+        else:
+            vector = masking.update(own, before, views(records[MOMENTUM]) if MOMENTUM in records else None)
+        found[key] = to_record({str(MASKED): vector})
     if masking.config.get(MASK_METRICS):
         found.metric_records.update(metrics)
     elif counts:

@@ -56,7 +56,8 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
 from fedbn_flwr.messages.protocol import (
     MASK_METRICS,
@@ -70,9 +71,11 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, own_hooks
 from fedbn_flwr.privacy.masked_round import MaskedRound
+from fedbn_flwr.privacy.masked_values import buffers_of, model_values, pooled_statistics, statistics_like
 from fedbn_flwr.privacy.ring import FixedPoint, split
 from fedbn_flwr.privacy.settings import Settings, setting
 from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply, Terms
@@ -87,7 +90,7 @@ _LACKS_COUNT = (
     "masked=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
     "flower-projects.md)."
 )
-_SUMS = frozenset({"exchanges"})  # what a method may take beside updates: it is masked, too
+_SUMS = frozenset({"exchanges", "buffers", "statistics"})  # what a method may take beside updates: it is masked, too
 
 
 class MaskSettings(Settings):
@@ -113,7 +116,10 @@ class MaskSettings(Settings):
 
 def uncovered(method: Method[Any]) -> list[str]:
     """Return what the method takes from single clients that is no sum over them."""
-    found = [what for kind, what in method.beside_updates().items() if kind not in _SUMS]
+    beside = method.beside_updates()
+    found = [what for kind, what in beside.items() if kind not in _SUMS]
+    if "statistics" in beside and Part.STATISTICS in method.local:
+        found.append(beside["statistics"] + ", relative to global ones, which the clients do not have")
     if unknown := own_hooks(type(method)):
         found.append(
             f"{unknown[0].__name__} reads replies in a method of its own, and under masks gets one, their average; let "
@@ -202,6 +208,17 @@ class MaskedSums(Protection):
         Raises:
             ClientPartError: no client has the mod.
         """
+        return self._agreed(run, messages, grid, timeout)
+
+    def open_statistics(
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+    ) -> list[Message]:
+        """Do so for re-estimated statistics, with new keys."""
+        return self._agreed(run, messages, grid, timeout)
+
+    def _agreed(
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+    ) -> list[Message]:
         if not messages:
             return []
         nodes = [node for node, _ in messages]
@@ -238,7 +255,7 @@ class MaskedSums(Protection):
 
     def terms(self, terms: Terms) -> Terms:
         """Ask for a masked vector in place of the entries."""
-        size = sum(array.size for array in _update_like(terms.expected, terms.parts).values())
+        size = _size(self._like(terms.expected, terms.parts))
         return dataclasses.replace(terms, expected={MASKED: np.broadcast_to(np.int64(0), size)})
 
     def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
@@ -248,23 +265,43 @@ class MaskedSums(Protection):
         """
         if not replies:
             return self._inner.pool(run, replies, before)
-        moved, masks = run.report.train, self._masks
+        moved = run.report.train
         moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
-        number_of = {node.node_id: number for number, node in enumerate(masks.nodes)}
-        vectors = {number_of[reply.node.node_id]: reply.state[MASKED] for reply in replies}
-        answered, total = frozenset(vectors), _sum(list(vectors.values()))
-        try:
-            mean = self._point.mean(total - masks.left_over(answered, total.size), self._weight(answered))
-        except (MaskingError, ReplyError) as error:
-            masks.give_up(str(error))
-            return self._inner.pool(run, [], before)
+        vectors = self._by_number([(reply.node, reply.state) for reply in replies])
+        answered = frozenset(vectors)
         shared = {name: before[name] for name in before if run.parts.part_of[name] not in self._of.local}
-        coordinates = Coordinates(shared, run.parts, 1.0)
-        state = coordinates.state(split(mean, _update_like(shared, run.parts)), 0.0)
-        average = Reply(Node(0), self._weight(answered), state, {})
-        self._of.check(run.report.server_round, average, before)
+        try:
+            values = split(self._mean(vectors), self._like(shared, run.parts))
+            state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
+            sends_buffers = self._of.params.momentum_scope == "global"
+            extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
+            average = Reply(Node(0), self._weight(answered), state, {}, extras)
+            self._of.check(run.report.server_round, average, before)
+        except (MaskingError, ReplyError) as error:  # one client can spoil a sum, and nobody knows which
+            self._masks.give_up(str(error))
+            return self._inner.pool(run, [], before)
         state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
         return self._inner.pool(run, [average] * len(answered), before) if self._dp else [average]
+
+    def check_statistics(self, run: RunState, state: State, before: State) -> None:
+        """Refuse anything but a masked vector."""
+        size, vector = _size(statistics_like(before)), state.get(MASKED)
+        if vector is None or len(state) > 1 or vector.dtype != np.int64 or vector.shape != (size,):
+            raise ReplyError(f"a masked vector of {size} int64 needed, and {', '.join(sorted(state))} sent")
+
+    def statistics(
+        self, run: RunState, replies: Sequence[tuple[Node, State]], before: State
+    ) -> list[Mapping[str, Moments]]:
+        """Return the moments of all clients' data together."""
+        if not replies:
+            return []
+        vectors = self._by_number(replies)
+        try:
+            values = split(self._mean(vectors), statistics_like(before))
+            return [pooled_statistics(values, self._weight(frozenset(vectors)), before)]
+        except (MaskingError, ReplyError) as error:
+            self._masks.give_up(str(error))
+            return []
 
     def stops_after(self, server_round: int) -> bool:
         """See ``admits``."""
@@ -294,6 +331,20 @@ class MaskedSums(Protection):
             raise ConfigError("masked sums begin with a round")
         return self._round
 
+    def _by_number(self, replies: Sequence[tuple[Node, State]]) -> dict[int, Array]:
+        """Return the masked vectors by the number of the client."""
+        number_of = {node.node_id: number for number, node in enumerate(self._masks.nodes)}
+        return {number_of[node.node_id]: state[MASKED] for node, state in replies}
+
+    def _mean(self, vectors: Mapping[int, Array]) -> Array:
+        """Return the weighted mean of what these clients have masked (step 4)."""
+        answered, total = frozenset(vectors), _sum(list(vectors.values()))
+        return self._point.mean(total - self._masks.left_over(answered, total.size), self._weight(answered))
+
+    def _like(self, shared: State, parts: Parts) -> dict[str, Array]:
+        """Return arrays like the values of a client in training."""
+        return model_values(shared, shared, {} if self._of.params.momentum_scope == "global" else None, parts)
+
     def _weight(self, numbers: Collection[int]) -> float:
         """Return the sum of these clients' weights."""
         if self._dp:
@@ -301,9 +352,8 @@ class MaskedSums(Protection):
         return float(sum(self._masks.nodes[number].num_examples or 0 for number in numbers))
 
 
-def _update_like(shared: State, parts: Parts) -> dict[str, Array]:
-    """Return arrays like those of an update of these entries."""
-    return Coordinates(shared, parts, 1.0).update(shared)
+def _size(values: Mapping[str, Array]) -> int:
+    return sum(array.size for array in values.values())
 
 
 def _sum(vectors: Sequence[Array]) -> Array:

@@ -17,7 +17,6 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import (
     ClientPartError,
@@ -42,7 +41,7 @@ from fedbn_flwr.server.failures import account, all_not_finite, divergence, loss
 from fedbn_flwr.server.method import Method, P
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.recalibration import from_entries, pooled
+from fedbn_flwr.server.recalibration import pooled
 from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.replies import Reply, Terms, read_arrays, read_metrics, sort_out, tested_nothing
 from fedbn_flwr.server.report import RoundReport, Traffic
@@ -548,22 +547,24 @@ class Server(Method[P]):
         traffic = report.train if self.recalibrates else report.evaluate
         nodes = [node for node in self._present(grid, 1) if node.num_examples != 0]
         messages = self._address(nodes, STATISTICS_QUERY, arrays, self._common(server_round).write(), traffic, {})
+        pairs = [(self.nodes.node(message.metadata.dst_node_id), message) for message in messages]
+        messages = self.protection.open_statistics(self.run, pairs, grid, self.dispatcher.timeout)
         replies = grid.send_and_receive(messages, timeout=self.dispatcher.timeout)
 
-        def read(node: Node, message: Message) -> Mapping[str, Moments]:
+        def read(node: Node, message: Message) -> State:
             read_metrics(message, self.weighted_by_key)
             state, _, sizes = read_arrays(message, self.arrayrecord_key)
-            moments = from_entries(state, like, parts)
+            self.protection.check_statistics(self.run, state, like)
             for size in sizes:
                 traffic.count_up(size)
-            return moments
+            return state
 
         good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
         self._raise_shared_test_error(refused)
-        found = [moments for _, _, moments in good]
-        self.run.reestimated = pooled(found, like, parts) if len(found) >= self.params.min_replies else {}
+        found = self.protection.statistics(self.run, [(node, state) for node, _, state in good], like)
+        self.run.reestimated = pooled(found, like, parts) if len(good) >= self.params.min_replies else {}
         if not self.run.reestimated:
-            logger.warning("round %d: no statistics re-estimated from %d usable replies", server_round, len(found))
+            logger.warning("round %d: no statistics re-estimated from %d usable replies", server_round, len(good))
 
     # --- shared by the calls ----------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision.models as tv
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -24,7 +25,19 @@ from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.noise import SeededNoise
 from fedbn_flwr.privacy.ring import FixedPoint
-from fedbn_flwr.strategies import FedAdam, FedAvg, FedBN, FedBS, FedDNA, FedTAN, FixBN, Scaffold, StaticBN
+from fedbn_flwr.strategies import (
+    FedAdam,
+    FedAvg,
+    FedBN,
+    FedBS,
+    FedDNA,
+    FedTAN,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    StaticBN,
+    combined,
+)
 from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
 
 SIZES = (12, 5, 8, 21)
@@ -76,6 +89,56 @@ def test_a_masked_run_equals_the_plain_one(method, federate, datasets, mlp, same
     if method is FixBN:  # frozen after round 1 of 2
         for name in ("1.running_mean", "1.running_var"):
             assert ours.history[2][name].tobytes() == ours.history[1][name].tobytes()
+
+
+SUMMED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "staticbn": (StaticBN, {}),
+    "recalibrate": (lambda: FedAvg(recalibrate=True), {}),
+    "global momentum": (lambda: FedAvg(momentum_scope="global"), {"sgd_momentum": 0.9}),
+    "both, BN parts local": (
+        lambda: combined(FixBN)(momentum_scope="global", recalibrate=True, freeze_at=2),
+        {"sgd_momentum": 0.9},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUMMED)
+def test_reestimated_statistics_and_buffers_are_sums_too(case, federate, datasets, mlp) -> None:
+    make, options = SUMMED[case]
+    options = {"rounds": 3, "local_steps": 2, **options}
+    plain, ours = (federate(kind(make()), mlp, datasets, **options) for kind in (lambda s: s, masked))
+    assert 0 < furthest(plain.state, ours.state) < 1e-9
+    buffers = ours.strategy.momentum, plain.strategy.momentum
+    assert set(buffers[0]) == set(buffers[1])
+    assert bool(buffers[0]) == ("momentum" in case or "both" in case)
+    assert furthest(*buffers) < 1e-9 if buffers[0] else True
+    lost = federate(masked(make()), mlp, datasets, wrap=losing({2: "query.statistics"}), **options)
+    assert furthest(lost.state, ours.state) < 0.5
+    if "staticbn" in case:
+        assert "power cut" in " ".join(lost.strategy.reports[0].rejected.values())
+        one, other = (run.history[1]["1.running_mean"] for run in (lost, ours))
+        assert one.tobytes() != other.tobytes(), "of three clients, of four"
+
+
+def test_reestimated_statistics_of_a_torchvision_net_are_those_of_the_plain_run(federate, points) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = tv.resnet18(num_classes=3).double()
+    data = [points(n, i, shape=(3, 40, 40)) for i, n in enumerate((5, 3, 7))]
+    options: dict[str, Any] = {"rounds": 1, "rate": 0.01, "batch_size": 3, "local_steps": 1}
+    plain, ours = (
+        federate(kind(StaticBN()), lambda: copy.deepcopy(net), data, **options) for kind in (lambda s: s, masked)
+    )
+    for name in plain.strategy.parts.statistics:
+        np.testing.assert_allclose(ours.state[name], plain.state[name], rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+def test_statistics_of_images_of_different_sizes_are_refused(federate, points, caplog) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))
+    data = [points(6, i, shape=(3, 4, 4 + i)) for i in range(3)]
+    ours = federate(masked(StaticBN()), lambda: copy.deepcopy(model).double(), data, rounds=1)
+    assert "layer '1' has different numbers of values per example" in caplog.text
+    assert (ours.state["1.running_mean"] == 0).all()
 
 
 def test_a_torchvision_net_has_the_stated_error(federate, points, torchvision_net) -> None:
@@ -380,9 +443,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "2L+1": (lambda: FedTAN(fedtan_exchanges="2L+1"), "with fedtan-exchanges=2L.1 they are no sums"),
     "variates": (Scaffold, "the changes of the control variates come beside the model"),
     "losses": (FedBS, "the clients' losses are the weights"),
-    "statistics": (StaticBN, "strategy=staticbn collects statistics"),
-    "recalibrate": (lambda: FedAvg(recalibrate=True), "recalibrate=true or eval-on=recalibrated collects"),
-    "momentum": (lambda: FedAvg(momentum_scope="global"), "momentum-scope=global sends SGD's momentum"),
+    "local statistics": (lambda: SiloBN(recalibrate=True), "relative to global ones, which the clients do not have"),
     "pooled": (lambda: FedAvg(variance="pooled"), "variance=pooled adds the spread"),
     "drift": (lambda: FixBN(freeze_at="auto", freeze_window=2), "freeze-at=auto follows delta_m of each client"),
     "shared BN": (lambda: FedBN(eval_on="averaged-bn"), "eval-on=averaged-bn collects the BN parts"),
