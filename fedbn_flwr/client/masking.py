@@ -26,6 +26,7 @@ from fedbn_flwr.messages.protocol import (
     LOCAL_HOME,
     LOCAL_SHA256,
     MASK_ANSWERED,
+    MASK_EQUAL,
     MASK_KEYS,
     MASK_LOST,
     MASK_METRICS,
@@ -52,7 +53,8 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import to_record, views
-from fedbn_flwr.privacy.masked_values import model_values, statistics_values
+from fedbn_flwr.privacy.differential import CLIP
+from fedbn_flwr.privacy.masked_values import about, model_values, statistics_values
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.momentum import MOMENTUM
@@ -80,15 +82,14 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
     if MASK_PRESENT not in config:
         return call_next(message, context)
     party = _party(context, config)
-    party.meet(config[MASK_PRESENT])
+    masking = _Masking(party, config, context)
     if config.get(ATTEMPT, 0):
         raise MaskingError("a synchronised step with masks is not repeated: its sums would differ by a client's")
     key, before = _received(message, context)
-    numbers = _Masking(party, config)
-    with wrap_reducers(numbers.reducer):
+    with wrap_reducers(masking.reducer):
         reply = call_next(message, context)
     if reply.has_content():
-        reply.content = _masked(message, reply.content, key, before, numbers)
+        reply.content = _masked(message, reply.content, key, before, masking)
         _keep(context, party)
     return reply
 
@@ -96,15 +97,22 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
 class _Masking:
     """How this client's numbers leave it in a round."""
 
-    def __init__(self, party: Party, config: Mapping[str, Any]) -> None:
+    def __init__(self, party: Party, config: Mapping[str, Any], context: Context) -> None:
         self.config = config
         self.party = party
+        self._context = context
         self.weight = float(config[MASK_WEIGHT])
-        self._point = FixedPoint(float(config[MASK_RANGE]), float(config[MASK_TOTAL]))
+        value_range, total, self.equal = float(config[MASK_RANGE]), float(config[MASK_TOTAL]), bool(config[MASK_EQUAL])
+        party.meet(config[MASK_PRESENT], about(value_range, total, self.equal))
+        self._point = FixedPoint(value_range, total)
+        if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
+            raise MaskingError("all weights are 1 with dp=client, where updates are clipped, and there alone")
 
     def exchange(self, tag: str, array: Array) -> Array:
         vector = self._point.vector({tag: array}, self.weight)
-        return self.party.exchange(tag, vector).reshape(array.shape)
+        masked = self.party.exchange(tag, vector).reshape(array.shape)
+        _keep(self._context, self.party)  # before it leaves: the training may fail later, and be asked for again
+        return masked
 
     def update(self, state: State, before: State, buffers: State | None) -> Array:
         """Return the masked update of the shared entries, with SGD's buffers if they are averaged."""
@@ -161,7 +169,7 @@ def _masked(message: Message, content: RecordDict, key: str, before: State, mask
         found[EXCHANGE] = to_record({str(tag): masking.exchange(tag, array) for tag, array in sent.items()})
     counts = [int(record[NUM_EXAMPLES]) for record in metrics.values() if NUM_EXAMPLES in record]  # type: ignore[arg-type]
     if records.get(key):
-        if masking.weight != 1 and [masking.weight] != counts:
+        if not masking.equal and [masking.weight] != counts:
             raise MaskingError(
                 f"the server gives this client the weight {masking.weight:g}, and it has trained on {counts} examples"
             )

@@ -39,6 +39,7 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_TESTED,
     EXCHANGE,
     EXCHANGE_QUERY,
+    FRESH_BATCHES,
     INFO,
     MOD,
     MOMENTS,
@@ -138,6 +139,7 @@ class TorchClient(NumPyClient):
         if partition_id is None and context is not None and PARTITION_ID in context.node_config:
             partition_id = int(context.node_config[PARTITION_ID])
         self.partition_id = partition_id
+        self._fresh = 0
         self.seed = seed
         self.task = task
         self.state_dir = state_dir
@@ -217,6 +219,7 @@ class TorchClient(NumPyClient):
 
     def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
         read, local = TrainConfig.read(config), self._local_entries(lent, config)
+        self._fresh = int(config.get(FRESH_BATCHES, 0))
         self._standardise(read)
         store = self._store(lent, config, read)
         if read.by_messages:
@@ -361,7 +364,8 @@ class TorchClient(NumPyClient):
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
         key = -1 if self.partition_id is None else self.partition_id
-        return torch_generator(self.seed, purpose, server_round, key)
+        fresh = [self._fresh] if self._fresh else []
+        return torch_generator(self.seed, purpose, server_round, key, *fresh)
 
     def _store(self, lent: LentModel, config: Config, read: MessageConfig) -> LocalState:
         """Return the client's kept state, restored to the one that the server expects."""

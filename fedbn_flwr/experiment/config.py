@@ -478,6 +478,8 @@ class Config(_MethodSettings):
         if self.strategy == CENTRALIZED:
             return ["masked=true: strategy=centralized has no clients"]
         found = masked_sums.refusals(self._made()) + masked_sums.conflicts(self.dp_settings())
+        if self.num_clients == 1:
+            found.append("masked=true needs at least 2 clients, and num-clients=1: a sum over one client is its update")
         return found + self._uncovered("masked-metrics", "masks do")
 
     def _made(self) -> FedAvg[Any]:

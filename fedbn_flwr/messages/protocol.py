@@ -245,6 +245,10 @@ MASK_PRESENT = Key("fedbn-flwr.mask-present", "list of int: clients to mask with
 MASK_WEIGHT = Key("fedbn-flwr.mask-weight", "float: w_i", "server", "client")
 MASK_TOTAL = Key("fedbn-flwr.mask-total-weight", "float: W", "server", "client")
 MASK_RANGE = Key("fedbn-flwr.mask-range", "float: R", "server", "client")
+MASK_EQUAL = Key("fedbn-flwr.mask-equal-weights", "bool: all weights are 1", "server", "client")
+FRESH_BATCHES = Key(
+    "fedbn-flwr.fresh-batches", "int: other batches than in an earlier pass over the round", "server", "client"
+)
 MASK_METRICS = Key("fedbn-flwr.mask-metrics", "bool: the server may have the metrics", "server", "client")
 MASKED = Key("fedbn-flwr.masked", "int64 vector, in the model's record: the masked update", "client", "server")
 

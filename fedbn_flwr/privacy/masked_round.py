@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -58,6 +58,7 @@ class MaskedRound:
         timeout: seconds to wait for the answers to a query.
         present: the clients that have sent their shares: those that train.
         threshold: t; 0 before the keys.
+        about: what the clients are told of the sum.
     """
 
     report: RoundReport
@@ -66,6 +67,7 @@ class MaskedRound:
     timeout: float
     present: frozenset[int] = frozenset()
     threshold: int = 0
+    about: str = ""
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
     _neighbours: dict[int, frozenset[int]] = field(default_factory=dict)
     _sealed: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by receiver, then by sender
@@ -99,8 +101,17 @@ class MaskedRound:
         return sorted(self._neighbours[number] & self.present)
 
     def enough(self, numbers: frozenset[int]) -> bool:
-        """Return whether each of these clients has t of them in its neighbourhood."""
-        return bool(numbers) and all(len(self._around(i) & numbers) >= self.threshold for i in numbers)
+        """Return whether each of these clients has t of them in its neighbourhood, and all are connected.
+
+        Parts that are not connected would have sums of their own.
+        """
+        if not numbers or any(len(self._around(i) & numbers) < self.threshold for i in numbers):
+            return False
+        reached, new = set[int](), {min(numbers)}
+        while new:
+            reached |= new
+            new = set[int]().union(*(self._around(i) & numbers for i in new)) - reached
+        return reached == numbers
 
     def left_over(self, answered: frozenset[int], size: int) -> Array:
         """Return the masks that remain in the sum of these clients' vectors, whose size is given.
@@ -123,7 +134,7 @@ class MaskedRound:
                 continue
             secret = recovered_key(own[: self.threshold], self._keys[number].masks)
             for other in partners:
-                add_pair_mask(left, other, number, secret, self._keys[other].masks, server_round)
+                add_pair_mask(left, other, number, secret, self._keys[other].masks, server_round, self.about)
         return left
 
     def lose(self, number: int, why: str) -> None:
@@ -175,16 +186,29 @@ class MaskedRound:
                 MASK_NUMBERS: others,
                 MASK_SHARES: [self._sealed[number][other] for other in others],
             }
-        shares: dict[int, list[bytes]] = {number: [] for number in self.present}
-        for number, own in self._ask("reveal", configs, _by_number).items():
-            for owner in self._around(number) & own.keys():
-                shares[owner].append(own[owner])
-        return shares
+
+        def shares(answers: Mapping[int, Mapping[int, bytes]]) -> dict[int, list[bytes]]:
+            found: dict[int, list[bytes]] = {number: [] for number in self.present}
+            for number, own in answers.items():
+                for owner in self._around(number) & own.keys():
+                    found[owner].append(own[owner])
+            return found
+
+        def enough(answers: Mapping[int, Mapping[int, bytes]]) -> bool:
+            return all(len(own) >= self.threshold for own in shares(answers).values())
+
+        return shares(self._ask("reveal", configs, _by_number, enough))
 
     def _ask(
-        self, stage: str, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Read]
+        self,
+        stage: str,
+        configs: Mapping[int, Mapping[str, Any]],
+        read: Callable[[Mapping[str, Any]], Read],
+        enough: Callable[[Mapping[int, Read]], bool] = lambda answers: False,
     ) -> dict[int, Read]:
         """Send the query of a stage; return the answers by number, and name the clients without one.
+
+        Later answers than are ``enough`` are not waited for.
 
         Raises:
             ClientPartError: all clients have answered without the mod.
@@ -195,29 +219,36 @@ class MaskedRound:
         for number, config in configs.items():
             content = RecordDict({_QUERY: ConfigRecord({**common, **config})})
             messages.append(Message(content, self.nodes[number].node_id, MessageType.QUERY))
-        replies = polling(self.grid).send_and_receive(messages, timeout=self.timeout)
-        by_node = {reply.metadata.src_node_id: reply for reply in replies}
-        found: dict[int, Read] = {}
-        lacking = 0
-        for number in configs:
-            reply = by_node.get(self.nodes[number].node_id)
-            if reply is None:
-                why = f"no answer to '{stage}' of the masks"
-            elif reply.has_error():
-                why = error_text(reply)
-            elif MASK_REPLY not in reply.content.config_records:
-                why, lacking = _LACKS_MOD, lacking + 1
-            else:
-                try:
-                    found[number] = read(reply.content.config_records[MASK_REPLY])
-                    continue
-                except (KeyError, TypeError, ValueError) as error:  # from outside
-                    why = f"its answer to '{stage}' of the masks cannot be read: {type(error).__name__}: {error}"
-            if stage == "reveal":  # its vector is in the sum
-                logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], why)
-            else:
-                self.lose(number, why)
-        if configs and lacking == len(configs):
+        number_of = {self.nodes[number].node_id: number for number in configs}
+
+        def read_all(replies: Iterable[Message]) -> tuple[dict[int, Read], dict[int, str]]:
+            """Return the answers, and why there is none, by number."""
+            found, why = dict[int, Read](), dict[int, str]()
+            for number, reply in ((number_of[reply.metadata.src_node_id], reply) for reply in replies):
+                if reply.has_error():
+                    why[number] = error_text(reply)
+                elif MASK_REPLY not in reply.content.config_records:
+                    why[number] = _LACKS_MOD
+                else:
+                    try:
+                        found[number] = read(reply.content.config_records[MASK_REPLY])
+                    except (KeyError, TypeError, ValueError) as error:  # from outside
+                        text = f"{type(error).__name__}: {error}"
+                        why[number] = f"its answer to '{stage}' of the masks cannot be read: {text}"
+            return found, why
+
+        replies = polling(self.grid).send_until(
+            messages, lambda replies: enough(read_all(replies)[0]), timeout=self.timeout
+        )
+        found, why = read_all(replies)
+        complete = enough(found)
+        for number in [number for number in configs if number not in found]:
+            text = why.get(number, f"no answer to '{stage}' of the masks")
+            if stage != "reveal":
+                self.lose(number, text)
+            elif number in why or not complete:  # its vector is in the sum
+                logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], text)
+        if configs and list(why.values()).count(_LACKS_MOD) == len(configs):
             raise ClientPartError(f"{self.nodes[next(iter(configs))]}: {_LACKS_MOD}")
         return found
 
@@ -231,9 +262,15 @@ def _ring(numbers: Sequence[int], half: int) -> dict[int, frozenset[int]]:
 
 
 def _keys(keys: Sequence[bytes]) -> PublicKeys:
-    masks, channel = keys
+    masks, channel = map(_bytes, keys)
     return PublicKeys(masks, channel)
 
 
 def _by_number(answer: Mapping[str, Any]) -> dict[int, bytes]:
-    return dict(zip(answer[MASK_NUMBERS], answer[MASK_SHARES], strict=True))
+    return dict(zip(answer[MASK_NUMBERS], map(_bytes, answer[MASK_SHARES]), strict=True))
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} in place of bytes")
+    return value

@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -60,6 +61,8 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
 from fedbn_flwr.messages.protocol import (
+    FRESH_BATCHES,
+    MASK_EQUAL,
     MASK_METRICS,
     MASK_PRESENT,
     MASK_RANGE,
@@ -71,7 +74,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, own_hooks
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.masked_values import buffers_of, model_values, pooled_statistics, statistics_like
+from fedbn_flwr.privacy.masked_values import about, buffers_of, model_values, pooled_statistics, statistics_like
 from fedbn_flwr.privacy.ring import FixedPoint, split
 from fedbn_flwr.privacy.settings import Settings, setting
 from fedbn_flwr.server.method import Method
@@ -174,6 +177,7 @@ class MaskedSums(Protection):
         self._method: Method[Any] | None = None
         self._round: MaskedRound | None = None
         self._point = FixedPoint(1.0, 1.0)
+        self._fresh = 0
 
     def begin(self, method: Method[Any]) -> None:
         """Check that the method needs sums alone.
@@ -189,7 +193,7 @@ class MaskedSums(Protection):
             )
         if problems:
             raise ConfigError("\n".join(problems))
-        self._method, self._round = method, None
+        self._method, self._round, self._fresh = method, None, 0
         self._inner.begin(method)
 
     def admits(self, run: RunState, asked: int) -> bool:
@@ -197,8 +201,8 @@ class MaskedSums(Protection):
         return self._inner.admits(run, asked)
 
     def config(self) -> Mapping[str, Any]:
-        """See ``admits``."""
-        return self._inner.config()
+        """See ``admits``; a resumed run has other batches."""
+        return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
 
     def open_round(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
@@ -231,8 +235,9 @@ class MaskedSums(Protection):
             return []
         total = self._weight(masks.present)
         self._point = FixedPoint(own.masked_range, total)
+        masks.about = about(own.masked_range, total, bool(self._dp))
         common: dict[str, Any] = {MASK_TOTAL: total, MASK_RANGE: own.masked_range}
-        common[MASK_METRICS] = self.publishes_metrics
+        common |= {MASK_METRICS: self.publishes_metrics, MASK_EQUAL: bool(self._dp)}
         sent = []
         for number in sorted(masks.present):
             told: dict[str, Any] = {MASK_PRESENT: masks.partners(number), MASK_WEIGHT: self._weight({number})}
@@ -316,7 +321,12 @@ class MaskedSums(Protection):
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``admits``."""
+        """See ``admits``.
+
+        Rounds may be repeated now. With the same batches and without a client that is lost this time, the difference of
+        the two sums would be that client's update.
+        """
+        self._fresh = secrets.randbits(62)
         self._inner.load_state_dict(state)
 
     @property

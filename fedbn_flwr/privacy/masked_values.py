@@ -28,11 +28,16 @@ from fedbn_flwr.errors import MaskingError, ReplyError
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.server.recalibration import from_entries
 
-__all__ = ["buffers_of", "model_values", "pooled_statistics", "statistics_like", "statistics_values"]
+__all__ = ["about", "buffers_of", "model_values", "pooled_statistics", "statistics_like", "statistics_values"]
 
 _BUFFER = "momentum|"
 _NOT_CALLED = -128.0  # l of a layer that the client did not call
 _E = 1e-5  # torch's default eps of a normalisation layer
+
+
+def about(value_range: float, total: float, equal: bool) -> str:
+    """Return what the clients are told of a sum, as a text: the range, the sum of the weights, how they weigh."""
+    return f"{value_range!r}|{total!r}|{'equal' if equal else 'examples'}"
 
 
 def model_values(

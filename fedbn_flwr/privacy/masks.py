@@ -18,7 +18,9 @@ half of a neighbourhood the server cannot have both secrets of a client.
 
 An exchange has no seed's mask: pairs of $c$ are never revealed, so it is all clients' sum or nothing.
 
-$G$ is ChaCha20 with the key HKDF-SHA256(secret, what it is for). A stream is used once.
+$G$ is ChaCha20 with the key HKDF-SHA256(secret, what it is for). A stream is used once. What the server has told the
+clients of the sum, its range and their weights, is in the key: masks of clients that were told different things do not
+cancel.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Party:
     _seed: bytes = b""
     _own_shares: list[bytes] = field(default_factory=list)
     _present: list[int] | None = None
+    _about: str = ""
     _exchanged: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
@@ -119,8 +122,13 @@ class Party:
         self._channels = {other: _agreed(self._secrets[1], pair[1]) for other, pair in self._neighbours.items()}
         return {other: self._seal(other, pair) for other, pair in pairs.items()}
 
-    def meet(self, present: Collection[int]) -> None:
-        """Note the neighbours that are still there; called with each message of the training."""
+    def meet(self, present: Collection[int], about: str = "") -> None:
+        """Note the neighbours that are still there; called with each message of the training.
+
+        Args:
+            present: their numbers.
+            about: what the server has told of the sum; all clients must have been told the same.
+        """
         if self._stage != "shares":
             raise MaskingError(
                 f"training with masks comes once a round, after 'shares'; this client has done '{self._stage}' in "
@@ -128,14 +136,16 @@ class Party:
             )
         if unknown := set(present) - set(self._neighbours):
             raise MaskingError(f"client {min(unknown)} is not a neighbour of this client")
+        if len(set(present)) < len(present):
+            raise MaskingError("the server names a neighbour twice")
         if len(present) + 1 < self.threshold:
             raise MaskingError(
                 f"{len(present) + 1} clients are left in this client's neighbourhood, {self.threshold} needed: the sum "
                 "would tell too much of each"
             )
-        if self._present not in (None, sorted(present)):
-            raise MaskingError("the members of the round have changed within the round")
-        self._present = sorted(present)
+        if self._present is not None and (self._present, self._about) != (sorted(present), about):
+            raise MaskingError("the members of the round, or what is said of the sum, have changed within the round")
+        self._present, self._about = sorted(present), about
 
     def exchange(self, tag: str, vector: Array) -> Array:
         """Return the vector of an exchange, int64, with its masks."""
@@ -143,7 +153,7 @@ class Party:
         if self._exchanged.setdefault(tag, digest) != digest:
             raise MaskingError(f"exchange '{tag}' was asked for twice, with other values")
         masked = vector.copy()
-        purpose = f"exchange|{self.server_round}|0|{tag}"
+        purpose = f"exchange|{self.server_round}|{self._about}|{tag}"
         for other in self._met():
             _add(masked, self.number, other, _stream(self._channels[other], purpose, vector.size))
         return masked
@@ -155,7 +165,7 @@ class Party:
         masked = vector + seed_mask(self._seed, self.server_round, vector.size)
         for other in present:
             key = self._neighbours[other][0]
-            add_pair_mask(masked, self.number, other, self._secrets[0], key, self.server_round)
+            add_pair_mask(masked, self.number, other, self._secrets[0], key, self.server_round, self._about)
         return masked
 
     def reveal(self, answered: Collection[int], lost: Collection[int], sealed: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -167,6 +177,8 @@ class Party:
             sealed: what each neighbour has encrypted for this client.
         """
         self._go("masked", "revealed")
+        if len({*answered, *lost}) < len(answered) + len(lost) and not set(answered) & set(lost):
+            raise MaskingError("the server names a client twice")
         if set(answered) & set(lost):
             raise MaskingError("the server calls a client both answered and lost: the shares of both would unmask it")
         if {*answered, *lost} != {self.number, *self._met()} or self.number not in answered:
@@ -234,7 +246,9 @@ def seed_mask(seed: bytes, server_round: int, size: int) -> Array:
     return _stream(seed, f"seed|{server_round}", size)
 
 
-def add_pair_mask(total: Array, number: int, other: int, secret: bytes, public: bytes, server_round: int) -> None:
+def add_pair_mask(
+    total: Array, number: int, other: int, secret: bytes, public: bytes, server_round: int, about: str = ""
+) -> None:
     """Add G(s_ij) to ``total``, with the sign that client ``number`` adds it with.
 
     Args:
@@ -244,8 +258,9 @@ def add_pair_mask(total: Array, number: int, other: int, secret: bytes, public: 
         secret: the secret key of one of them.
         public: the public key of the other one.
         server_round: the round.
+        about: what the clients were told of the sum.
     """
-    _add(total, number, other, _stream(_agreed(secret, public), f"pair|{server_round}", total.size))
+    _add(total, number, other, _stream(_agreed(secret, public), f"pair|{server_round}|{about}", total.size))
 
 
 def recovered_seed(shares: Sequence[bytes]) -> bytes:
@@ -256,7 +271,7 @@ def recovered_seed(shares: Sequence[bytes]) -> bytes:
     """
     try:
         return combine_shares(list(shares))
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, TypeError) as error:
         raise MaskingError(f"the shares of a client's secret do not fit: {error}") from error
 
 
@@ -267,7 +282,11 @@ def recovered_key(shares: Sequence[bytes], public: bytes) -> bytes:
         MaskingError: they are not shares of this key.
     """
     secret = recovered_seed(shares)
-    if public_of(secret) != public:
+    try:
+        fits = public_of(secret) == public
+    except ValueError:  # no key at all
+        fits = False
+    if not fits:
         raise MaskingError("the shares of a lost client are not those of its key")
     return secret
 
@@ -275,7 +294,7 @@ def recovered_key(shares: Sequence[bytes], public: bytes) -> bytes:
 def _agreed(secret: bytes, public: bytes) -> bytes:
     try:
         return agreed(secret, public)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise MaskingError(f"a public key cannot be read: {error}") from error
 
 

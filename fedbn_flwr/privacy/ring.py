@@ -72,10 +72,11 @@ class FixedPoint:
             wide = values[name].reshape(-1).astype(np.float64)
             if size and not float(np.abs(wide).max()) <= self.value_range:
                 if not np.isfinite(wide).all():
-                    raise DataError(f"entry '{name}' holds {wide[~np.isfinite(wide)][0]}, which cannot be masked")
+                    raise DataError(f"entry '{name}' holds a value that is not finite, which cannot be masked")
+                # Without the value: the server reads this.
                 raise DataError(
-                    f"entry '{name}' holds {wide[np.abs(wide).argmax()]:.6g}, and masked-range={self.value_range:g} is "
-                    "the largest size that a masked value may have. Use a larger masked-range, or smaller steps."
+                    f"entry '{name}' holds a value above masked-range={self.value_range:g}, the largest size that a "
+                    "masked value may have. Use a larger masked-range, or smaller steps."
                 )
             whole[start : start + size] = np.rint(wide * factor)
             start += size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from flwr.app import Context, Message, RecordDict
@@ -43,6 +43,12 @@ class TellsProperties(Protocol):
 
 class ImmediateGrid(Grid):
     """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
+
+    def send_until(
+        self, messages: Iterable[Message], enough: Callable[[Sequence[Message]], bool], *, timeout: float
+    ) -> Iterable[Message]:
+        """Send all messages and return the replies, as soon as these are enough; a grid may wait for all of them."""
+        return self.send_and_receive(messages, timeout=timeout)
 
     def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> Mapping[int, NodeProperties]:
         """Return what these nodes would answer to the strategies' query with this config, without a message to each.
@@ -117,6 +123,20 @@ class PollingGrid(ImmediateGrid):
         Raises:
             EngineError: the messages could not be pushed.
         """
+        return self._collected(messages, timeout)
+
+    def send_until(
+        self, messages: Iterable[Message], enough: Callable[[Sequence[Message]], bool], *, timeout: float
+    ) -> Iterable[Message]:
+        """Do so until ``enough`` of the replies so far is true; later replies are not waited for."""
+        return self._collected(messages, timeout, enough)
+
+    def _collected(
+        self,
+        messages: Iterable[Message],
+        timeout: float | None,
+        enough: Callable[[Sequence[Message]], bool] = lambda replies: False,
+    ) -> list[Message]:
         waiting = push(self, list(messages))
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[Message] = []
@@ -124,7 +144,7 @@ class PollingGrid(ImmediateGrid):
         while waiting:
             arrived = pull(self, waiting)
             replies += arrived
-            if not waiting:
+            if not waiting or enough(replies):
                 break
             left = _LONGEST_WAIT if deadline is None else deadline - time.monotonic()
             if left <= 0:

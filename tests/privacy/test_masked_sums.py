@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.models as tv
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
@@ -18,13 +18,19 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.sync import SynchronisedStep
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.errors import ConfigError, NothingTrainedError, ReplyError
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError, MaskingError, NothingTrainedError, ReplyError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import local_bn, masked_update
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
+from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.noise import SeededNoise
 from fedbn_flwr.privacy.ring import FixedPoint
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (
     FedAdam,
     FedAvg,
@@ -38,6 +44,7 @@ from fedbn_flwr.strategies import (
     StaticBN,
     combined,
 )
+from fedbn_flwr.transport import wrapped
 from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
 
 SIZES = (12, 5, 8, 21)
@@ -255,9 +262,9 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[in
         return ClientLevelDP(settings, SeededNoise(3))
 
     runs = []
-    for wrapped in (lambda dp: dp, lambda dp: MaskedSums(MaskSettings(masked=True), dp)):
+    for protected in (lambda dp: dp, lambda dp: MaskedSums(MaskSettings(masked=True), dp)):
         strategy, dp = FedAvg(fraction_evaluate=0.0), protection()
-        strategy.protect(wrapped(dp))
+        strategy.protect(protected(dp))
         runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
         assert [release.sampled for release in dp.ledger.releases] == [5, 5]
         assert strategy.protection.outcome() == dp.outcome() != {}
@@ -355,6 +362,86 @@ def test_a_ring_of_neighbours(federate, points, mlp) -> None:
     assert {len(config["fedbn-flwr.mask-numbers"]) for config in told} == {5}
     assert {config["fedbn-flwr.mask-threshold"] for config in told} == {3}
     assert 0 < furthest(ours.state, plain.state) < 1e-11
+
+
+def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(federate, datasets, mlp, same_bits) -> None:
+    """BN is frozen, and one client changes its statistics: nobody knows which, and the previous model is kept."""
+
+    class Moves(TorchClient):
+        def fit(self, parameters, config):
+            arrays, count, metrics = super().fit(parameters, config)
+            if self.partition_id == 1 and config["server-round"] == 2:
+                arrays[4] = arrays[4] + 1
+            return arrays, count, metrics
+
+    made = masked(FixBN(freeze_at=1, fraction_evaluate=0.0))
+    ours = federate(made, mlp, datasets, rounds=3, client=Moves)
+    assert list(ours.state)[4] == "1.running_mean"
+    assert [report.kept_previous for report in made.reports] == [False, True, False]
+    assert any("nothing is revealed" in why for why in made.reports[1].rejected.values())
+    same_bits(ours.history[2], ours.history[1])
+
+
+def test_parts_of_a_ring_that_are_cut_off_are_no_sum() -> None:
+    nodes = [Node(100 + i) for i in range(12)]
+    masks = MaskedRound(RoundReport(1, "train"), nodes, InProcessGrid(ClientApp(), 2), 1.0, frozenset(range(12)), 2)
+    masks._neighbours = {i: frozenset({(i + step) % 12 for step in (-2, -1, 1, 2)}) for i in range(12)}
+    assert masks.enough(frozenset(range(12)))
+    assert masks.enough(frozenset(range(12)) - {0, 6})
+    assert not masks.enough(frozenset(range(12)) - {0, 1, 6, 7}), "two arcs, each with a sum of its own"
+
+
+def test_a_step_that_fails_after_an_exchange_is_not_repeated_with_other_values(mlp) -> None:
+    party, context = Party.new(1), Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    others = [Party.new(1) for _ in range(2)]
+    keys = {number: PublicKeys(*own.publics) for number, own in enumerate([party, *others])}
+    party.shares(0, keys, 2)
+    context.state["fedbn-flwr.masks"] = ConfigRecord({"secrets": party.dump()})
+    told = {"mask-present": [1, 2], "mask-weight": 4.0, "mask-total-weight": 12.0, "mask-range": 64.0}
+    config = ConfigRecord({"server-round": 1, "fedbn-flwr.mask-equal-weights": False})
+    config.update({f"fedbn-flwr.{name}": value for name, value in told.items()})
+    state = to_record(to_state(mlp().state_dict()))
+    sent: list[torch.Tensor] = []
+
+    class Leaves:
+        def begin(self) -> int:
+            return 0
+
+        def reduce(self, tag: str, tensor: torch.Tensor) -> torch.Tensor:
+            sent.append(tensor)
+            raise RuntimeError("the channel is closed")
+
+        def close(self) -> None:
+            pass
+
+    def training(value: float) -> Callable[[Message, Context], Message]:
+        def call(message: Message, context: Context) -> Message:
+            wrapped(Leaves(), required=True).reduce("mean/0", torch.full((2,), value))
+            return message
+
+        return call
+
+    def ask(value: float) -> None:
+        masked_update(Message(RecordDict({"arrays": state, "config": config}), 1, "train"), context, training(value))
+
+    with pytest.raises(RuntimeError, match="the channel is closed"):
+        ask(1.0)
+    with pytest.raises(MaskingError, match="exchange 'mean/0' was asked for twice, with other values"):
+        ask(2.0)
+    assert len(sent) == 1
+
+
+def test_a_resumed_run_has_other_batches(federate, datasets, mlp) -> None:
+    """With the same ones the difference of two sums would be the update of a client that is lost in one of them."""
+
+    def second_round(make: Callable[[], Any]) -> State:
+        first, resumed = make(), make()
+        federate(first, mlp, datasets, rounds=1, batch_size=2)
+        resumed.load_state_dict(first.state_dict(), 1)
+        return federate(resumed, mlp, datasets, rounds=2, batch_size=2).state
+
+    for make, repeats in ((FedAvg, True), (lambda: masked(FedAvg()), False)):
+        assert (furthest(second_round(make), second_round(make)) == 0) == repeats
 
 
 # --- what the server sees -------------------------------------------------------------------------------------------
@@ -471,6 +558,7 @@ def test_what_is_no_sum_is_refused_by_name(case: str, federate, datasets, mlp) -
         ({"dp": "server"}, r"masked=true hides the updates that dp=server clips; with dp=client the clients clip"),
         ({"dp": "client", "dp-clipping-quantile": 0.5}, r"masked=true hides whose update was clipped"),
         ({"strategy": "centralized"}, r"strategy=centralized has no clients"),
+        ({"num-clients": 1}, r"masked=true needs at least 2 clients, and num-clients=1"),
         ({"watch-statistics": 1}, r"masked=true leaves only an average of the clients' statistics"),
         ({"masked": False, "masked-range": 9.0}, r"masked-range=9.0 .* it is for masked=true"),
         ({"masked-threshold": 0.5}, r"masked-threshold=0.5: input should be greater than 0.5"),
@@ -511,7 +599,7 @@ def test_a_client_whose_count_is_not_known_takes_no_part(federate, datasets, mlp
 
 def test_values_out_of_range_are_an_error_of_their_client(federate, datasets, mlp) -> None:
     run = federate(masked(FedAvg(), masked_range=1e-9), mlp, datasets, rounds=1, fails=NothingTrainedError)
-    assert "and masked-range=1e-09 is the largest size that a masked value may have" in run.reason(0)
+    assert "holds a value above masked-range=1e-09, the largest size that a masked value may have" in run.reason(0)
 
 
 def test_a_step_with_masks_needs_the_thread_of_the_mod(run_step, branches) -> None:

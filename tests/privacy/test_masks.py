@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.compat.secret_sharing import create_shares
 from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.privacy.masks import Party, PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
 
@@ -155,6 +157,7 @@ def test_a_client_refuses_to_share_its_secrets(case: str) -> None:
     ("answered", "lost", "message"),
     [
         ([0, 1, 2, 3], [3], "both answered and lost"),
+        ([0, 1, 1], [2, 3], "names a client twice"),
         ([0, 1, 2], [], "names others than the clients"),
         ([0, 1, 2], [3, 4], "names others than the clients"),
         ([1, 2, 3], [0], "names others than the clients"),
@@ -192,8 +195,26 @@ def test_a_client_refuses_other_or_too_few_members() -> None:
         parties[0].meet([1])
     with pytest.raises(MaskingError, match="client 7 is not a neighbour"):
         parties[0].meet([1, 2, 7])
-    with pytest.raises(MaskingError, match="members of the round have changed"):
+    with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
         parties[0].meet([1, 2])
+    with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
+        parties[0].meet([1, 2, 3], "other range")
+    with pytest.raises(MaskingError, match="names a neighbour twice"):
+        parties[0].meet([1, 1])
+
+
+def test_masks_of_clients_that_were_told_different_things_do_not_cancel() -> None:
+    """A server that gives one client a range of its own would see that client's numbers in the sum."""
+    parties = [Party.new(1) for _ in range(3)]
+    for number, party in enumerate(parties):
+        party.shares(number, keys_of(parties), 2)
+    for same in (True, False):
+        for number, party in enumerate(parties):
+            party._present = None
+            party.meet({0, 1, 2} - {number}, "same" if same else f"about {number}")
+        zero = np.zeros(50, np.int64)
+        total = np.sum([party.exchange(f"{same}", zero) for party in parties], axis=0, dtype=np.int64)
+        assert (total == 0).all() == same
 
 
 def test_an_exchange_is_not_repeated_with_other_values() -> None:
@@ -202,6 +223,19 @@ def test_an_exchange_is_not_repeated_with_other_values() -> None:
     assert np.array_equal(parties[0].exchange("mean/0", np.zeros(2, np.int64)), first)
     with pytest.raises(MaskingError, match="exchange 'mean/0' was asked for twice, with other values"):
         parties[0].exchange("mean/0", np.ones(2, np.int64))
+
+
+@pytest.mark.parametrize("shares", [[1, 2, 3], ["ab", "cd", "ef"], [b"", b"", b""]])
+def test_shares_that_are_none_are_an_error_of_the_masks(shares: list[Any]) -> None:
+    for recover in (recovered_seed, lambda own: recovered_key(own, b"")):
+        with pytest.raises(MaskingError):
+            recover(shares)
+
+
+def test_a_secret_that_is_no_key_is_an_error_of_the_masks() -> None:
+    for secret in (bytes(48), b"\xff" * 48):
+        with pytest.raises(MaskingError, match="the shares of a lost client are not those of its key"):
+            recovered_key(create_shares(secret, 2, 3)[:2], b"")
 
 
 def test_shares_that_were_sent_to_another_client_are_refused() -> None:
