@@ -18,6 +18,7 @@ from fedbn_flwr.experiment.config import GROUPS, Config
 from fedbn_flwr.experiment.doc_config import config_page
 from fedbn_flwr.experiment.doc_methods import method_pages
 from fedbn_flwr.experiment.doc_privacy import privacy_table
+from fedbn_flwr.experiment.doc_refusals import refusals_table
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
@@ -41,7 +42,7 @@ def derived(root: Path) -> dict[Path, str]:
         "README.md": {"strategies": strategy_table("fedbn_flwr/strategies"), "norms": norm_table()},
         "docs/methods/index.md": {"strategies": strategy_table(""), "norms": norm_table()},
         "docs/reference/strategies.md": {"classes": class_list()},
-        "docs/guides/privacy.md": {"protections": privacy_table()},
+        "docs/guides/privacy.md": {"protections": privacy_table(), "refusals": refusals_table()},
         "fedbn_flwr/messages/protocol.py": {"protocol": protocol_table()},
     }
     for name, blocks in marked.items():

@@ -53,6 +53,8 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.mask-weight` | float: w_i | server | client | 0.1 |
 | `fedbn-flwr.mask-total-weight` | float: W | server | client | 0.1 |
 | `fedbn-flwr.mask-range` | float: R | server | client | 0.1 |
+| `fedbn-flwr.mask-equal-weights` | bool: all weights are 1 | server | client | 0.1 |
+| `fedbn-flwr.fresh-batches` | int: other batches than in an earlier pass over the round | server | client | 0.1 |
 | `fedbn-flwr.mask-metrics` | bool: the server may have the metrics | server | client | 0.1 |
 | `fedbn-flwr.masked` | int64 vector, in the model's record: the masked update | client | server | 0.1 |
 | `fedbn-flwr.array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |

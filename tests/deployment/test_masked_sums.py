@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.deployment import Federation
+from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.ring import FixedPoint
 
@@ -86,3 +88,31 @@ def test_neither_superlink_nor_server_see_a_clients_numbers(federation: Federati
         found[masked] = [sum(piece in seen for piece in pieces) for seen in (held, received)]
     assert min(found[False]) > 20
     assert found[True] == [0, 0]
+
+
+@pytest.mark.parametrize("engine", ["network", "ray"])
+def test_a_lost_client_is_recovered_and_too_many_end_the_round(
+    engine: str, federation: Federation, tmp_path: Path
+) -> None:
+    def run(name: str, lost: str, masked: bool) -> Path:
+        spy = tmp_path / name
+        spy.mkdir()
+        config = {"masked": masked, "spy-dir": str(spy), "method": "fedavg", "lost": lost}
+        if engine == "network":
+            federation.run(config, app=APP).check()
+        else:
+            nodes = {"num-supernodes": 3, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
+            flower_run(APP, run_config=config, federation_config=nodes)
+        return spy
+
+    for lost, left in (("", [0, 1, 2]), ("1", [0, 2])):
+        ours, plain = (run(f"{lost}-{masked}", lost, masked) for masked in (True, False))
+        assert [json.loads((spy / "participants").read_text()) for spy in (ours, plain)] == [left, left]
+        one, other = (dict(np.load(spy / "final.npz")) for spy in (ours, plain))
+        for entry in (entry for entry in one if "num_batches" not in entry):
+            np.testing.assert_allclose(one[entry], other[entry], rtol=2e-6, atol=2e-7, err_msg=entry)
+        received, pieces = (ours / "received").read_bytes(), set(forms(ours))
+        assert len(pieces) > 20
+        assert not any(piece in received for piece in pieces)
+    spoilt = run("too many", "0,1", True)
+    assert "1 clients have answered, 2 needed in each part: nothing is revealed" in (spoilt / "error").read_text()

@@ -27,13 +27,14 @@ from fedbn_flwr.mods import local_bn, masked_update
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings, uncovered
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.noise import SeededNoise
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (
+    STRATEGIES,
     FedAdam,
     FedAvg,
     FedBN,
@@ -549,6 +550,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a method of one's own": (lambda: Median(), "Median reads replies in a method of its own"),
     "another weight": (lambda: FedAvg(weighted_by_key="w"), "weighted_by_key='w': masked sums are weighted by"),
 }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_guides_table_says_what_a_round_of_each_method_does(
+    name: str, federate, datasets, mlp, wsconv_net, run_step, branches
+) -> None:
+    strategy = masked(STRATEGIES[name](fraction_evaluate=0.0))
+    if uncovered(strategy):
+        with pytest.raises(ConfigError, match=f"strategy '{name}' with masked=true"):
+            federate(strategy, mlp, datasets)
+    elif strategy.synchronises:
+        run_step(masked(synchronised(STRATEGIES[name])), branches, client_data((3, 6, 6), (2, 5, 1)))
+    else:
+        federate(strategy, wsconv_net if name == "fedwon" else mlp, datasets, rounds=1)
+        assert strategy.reports[0].participants == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("case", REFUSED)

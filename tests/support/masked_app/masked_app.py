@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync import SynchronisedStep
 from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
-from fedbn_flwr.strategies import FedTAN
+from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
@@ -49,6 +51,7 @@ class Spied(TorchClient):
     """Writes each tensor of an exchange, and the model before and after a finished training."""
 
     spy: Path
+    lost = False
 
     def _train(self, lent: Any, parameters: Any, config: Any) -> Any:
         exchange, client = SynchronisedStep.exchange, self
@@ -61,6 +64,8 @@ class Spied(TorchClient):
         before = {name: value.clone() for name, value in lent.state.items()}
         found = super()._train(lent, parameters, config)
         self._write(dict(lent.state), before)
+        if self.lost:
+            raise RuntimeError("power cut")
         return found
 
     def _write(self, after: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -74,6 +79,7 @@ def client_fn(context: Context) -> TorchClient:
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=0, local_steps=2)
     found = Spied(model(), data, data, training, context=context)
     found.spy = Path(str(context.run_config["spy-dir"]))
+    found.lost = str(context.node_config["partition-id"]) in str(context.run_config["lost"]).split(",")
     return found
 
 
@@ -98,11 +104,16 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
+    method = STRATEGIES[str(context.run_config["method"])]
+    strategy = method(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
     if context.run_config["masked"]:
         strategy.protect(MaskedSums(MaskSettings(masked=True)))
     recording = RecordingGrid(grid)
     recording.spy = Path(str(context.run_config["spy-dir"]))
-    strategy.start(recording, ArrayRecord(model().state_dict()), num_rounds=1, timeout=120)
+    try:
+        result = strategy.start(recording, ArrayRecord(model().state_dict()), num_rounds=1, timeout=120)
+        np.savez(recording.spy / "final.npz", **from_record(result.arrays))
+    except NothingTrainedError as error:
+        (recording.spy / "error").write_text(str(error))
     (report,) = strategy.reports
     (recording.spy / "participants").write_text(str(report.participants))
