@@ -38,6 +38,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
 RECORDS = {"norm": "group", "eval-on": "global"}
+TEST_BN = {"eval-on": "global-test-bn", "test-bn": "mix"}
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
 # Each key: another value, and the settings that it needs.
@@ -70,6 +71,11 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fraction-evaluate": (0.5, {"eval-on": "personal-own"}),
     "eval-every": (2, {}),
     "eval-on": ("personal-own,personal-global", {}),
+    "test-bn": ("mix", {**TEST_BN, "test-bn": "batch"}),
+    "test-bn-prior": (1.0, TEST_BN),
+    "test-bn-alpha": (0.1, TEST_BN),
+    "test-bn-tau": (0.1, {**TEST_BN, "test-bn": "momentum", "test-bn-batch-size": 50}),
+    "test-bn-batch-size": (50, TEST_BN),
     "metrics": ("balanced-accuracy", {}),
     "seed": (1, {}),
     "local-steps": (3, {}),

@@ -1,30 +1,45 @@
-r"""Test-time BatchNorm: a test with statistics of the test inputs, for clients that did not train. Torch only.
+r"""Test-time BatchNorm: a test with statistics of the test inputs, for clients that did not train.
+
+For tests only. Labels are not used, weights do not change, nothing more is sent, and the model is restored afterwards.
+The key `test-bn` says how. `eval-on=global-test-bn` tests the global model so, `averaged-bn-test-bn` the one with the
+average of the clients' BN parts (UniFed's case, the average is ours); held-out clients have one more test, each by its
+own test inputs alone. The plain test stands beside each.
+
+**Under label skew of the test client the statistics of its inputs remove the class signal**: compare with the plain
+test. `batch` and `mix` depend on the size of the test batches, `momentum` on their order, too: the size and the numbers
+belong to a result, and the summary of a run writes them beside it.
+
+## Algorithm
 
 $S = (\mu_s, v_s)$ are a layer's running statistics, $(\mu_b, v_b)$ those of test batch $b$ with $n$ examples, its
-variance biased. Labels are not used, weights do not change, and the model is restored afterwards. A layer normalises
-with
+variance biased. A layer normalises with
 
-- ``batch``: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963);
-- ``mix``: $w S + (1 - w) (\mu_b, v_b)$ with $w = N / (N + n)$ (``prior`` N; Schneider et al. 2020, arXiv:2006.16971),
-  or with a constant w (``share``; alpha-BN, You et al. 2021, arXiv:2110.04065);
-- ``momentum``: $\bar\mu_b = \tau \bar\mu_{b-1} + (1 - \tau) \mu_b$, the variance likewise, from $\bar\mu_1 = \mu_1$ on
-  (TsmoBN, Jiang et al. 2021, arXiv:2110.09974, called UniFed later; the start and tau = 0.9 are ours);
-- ``full``: mean and biased variance of all test inputs together, from a pass before the test.
+- `batch`: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963); `eval-on=global-batch-statistics` is the same;
+- `mix`: $w S + (1 - w) (\mu_b, v_b)$ with $w = N / (N + n)$ (`test-bn-prior` N; Schneider et al. 2020,
+  arXiv:2006.16971), or with a constant $w$ (`test-bn-alpha`; alpha-BN, You et al. 2021, arXiv:2110.04065);
+- `momentum`: $\bar\mu_b = \tau \bar\mu_{b-1} + (1 - \tau) \mu_b$, the variance likewise, from $\bar\mu_1 = \mu_1$ on
+  (`test-bn-tau`; TsmoBN, Jiang et al. 2021, arXiv:2110.09974, called UniFed later; the start and 0.9 are ours);
+- `full`: mean and biased variance of all test inputs together, from a pass before the test.
 
-Differs from the sources: $v_b$ is biased, so that N = 0 is ``batch``; Schneider's code mixes the unbiased one. Every
-kind of BatchNorm is adapted, there BatchNorm2d alone. n counts examples, also in convolutions, as there.
+## Differs from the papers
 
-Under label skew of the *test* client the statistics of its inputs remove the class signal: report the plain test beside
-this one. The result of ``batch`` and ``mix`` depends on the size of the test batches, that of ``momentum`` on their
-order, too.
+$v_b$ is biased, so that N = 0 is `batch`; Schneider's code mixes the unbiased one. Every kind of BatchNorm is adapted,
+there BatchNorm2d alone. $n$ counts examples, also in convolutions, as there. Of TsmoBN and alpha-BN the abstracts were
+read, and notes of readers.
+
+## Laws
+
+`mix` with N = 0 or w = 0, and `momentum` with $\tau$ = 0, are `batch`; `mix` with w = 1 is the plain test, bit for bit.
+With one batch of everything `batch`, `momentum` and `full` are the same.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +47,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.loop import Batches
+from fedbn_flwr.training.evaluation import EvalResult, evaluate, without_running_statistics
+from fedbn_flwr.training.loop import Batches, kept_modes
+from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
-__all__ = ["TestBN", "adapted"]
+__all__ = ["TEST_BN_MODES", "TestBN", "TestBNMode", "adapted", "evaluate_adapted", "try_batches"]
+
+TestBNMode = Literal["batch", "mix", "momentum", "full"]
+TEST_BN_MODES: tuple[TestBNMode, ...] = get_args(TestBNMode)
 
 Pair = tuple[Tensor, Tensor]  # mean and variance, (C,)
 
@@ -46,9 +67,9 @@ class TestBN:
     Attributes:
         mode: see the module.
         prior: N of ``mix``: the running statistics weigh as much as so many examples.
-        share: w of ``mix``, in place of ``prior``; None = by ``prior``.
+        alpha: w of ``mix``, in place of ``prior``; None = by ``prior``.
         tau: of ``momentum``.
-        batch_size: examples per test batch; 0 = the task's number.
+        batch_size: examples per test batch, and of the pass of ``full``; 0 = the task's number, all for that pass.
 
     Raises:
         ConfigError: a number is out of range.
@@ -56,9 +77,9 @@ class TestBN:
 
     __test__ = False  # no test for pytest
 
-    mode: Literal["batch", "mix", "momentum", "full"]
+    mode: TestBNMode
     prior: float = 16.0
-    share: float | None = None
+    alpha: float | None = None
     tau: float = 0.9
     batch_size: int = 0
 
@@ -66,14 +87,20 @@ class TestBN:
         """Check the numbers."""
         if not 0 <= self.prior < float("inf"):
             raise ConfigError(f"prior={self.prior} must be a finite number of at least 0")
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise ConfigError(f"share={self.share} must be in [0, 1]")
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha} must be in [0, 1]")
         if not 0 <= self.tau < 1:
             raise ConfigError(f"tau={self.tau} must be in [0, 1)")
 
+    def __str__(self) -> str:
+        """The mode and the numbers that it uses."""
+        by = f"prior {self.prior:g}" if self.alpha is None else f"alpha {self.alpha:g}"
+        number = {"mix": f" ({by})", "momentum": f" (tau {self.tau:g})"}.get(self.mode, "")
+        return f"test-bn={self.mode}{number}, batches of {self.batch_size or 'the default size'}"
+
 
 @contextmanager
-def adapted(model: nn.Module, data: Batches, by: TestBN) -> Iterator[None]:
+def adapted(model: nn.Module, data: Batches, by: TestBN | None) -> Iterator[None]:
     """Let the BatchNorm layers use the statistics of test inputs in the block, in eval mode.
 
     Layers without running statistics use each batch's own anyway.
@@ -81,66 +108,125 @@ def adapted(model: nn.Module, data: Batches, by: TestBN) -> Iterator[None]:
     Args:
         model: it has its running statistics again after the block, bit for bit.
         data: the test data; ``full`` reads all inputs first.
-        by: which statistics.
+        by: which statistics; None = the running ones.
 
     Raises:
         NormLayerError: in the block: ``batch`` or the first batch of ``momentum`` has one value per channel.
     """
+    if by is None:
+        yield
+        return
     layers = {
         module: (module.running_mean, module.running_var, path)
         for path, module in model.named_modules()
         if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None
     }
     kept = {layer: (mean.clone(), var.clone()) for layer, (mean, var, _) in layers.items()}
-    handles = []
-    try:
+    with ExitStack() as closing:
+
+        @closing.callback
+        def restore() -> None:
+            with torch.no_grad():
+                for layer, (mean, var, _) in layers.items():
+                    mean.copy_(kept[layer][0])
+                    var.copy_(kept[layer][1])
+
         if by.mode == "full":
             load_statistics(model, reestimate_statistics(model, data, batch_size=by.batch_size))
+        elif by.mode == "batch":
+            closing.enter_context(without_running_statistics(model))
+            for layer, (_, _, path) in layers.items():
+                closing.callback(_watch(layer, functools.partial(_refuse_one_value, path)))
         else:
             for layer, (mean, var, path) in layers.items():
-                rule = _rule(by, kept[layer])
-                handles.append(layer.register_forward_pre_hook(_hook(mean, var, rule, path), with_kwargs=True))
+                rule = _mixture(by, kept[layer]) if by.mode == "mix" else _moving(by.tau, path)
+                closing.callback(_watch(layer, functools.partial(_put, mean, var, rule)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        with torch.no_grad():
-            for layer, (mean, var, _) in layers.items():
-                mean.copy_(kept[layer][0])
-                var.copy_(kept[layer][1])
 
 
-def _rule(by: TestBN, stored: Pair) -> Callable[[Pair, int], Pair]:
-    """Return the function from a batch's statistics and its number of examples to those to use."""
-    running: list[Pair] = []
+def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: Task = CLASSIFICATION) -> EvalResult:
+    """Return the metrics of the model on the data, as ``evaluate``, with the statistics of their inputs.
 
-    def mixed(own: Pair, w: float, other: Pair) -> Pair:
-        return w * other[0] + (1 - w) * own[0], w * other[1] + (1 - w) * own[1]
+    Args:
+        model: as in ``adapted``.
+        data: the test data; batches follow their order.
+        by: which statistics, in which batches; None = the running ones.
+        task: the loss, which targets count, and the score.
 
-    def use(own: Pair, n: int) -> Pair:
-        if by.mode == "mix":
-            return mixed(own, by.prior / (by.prior + n) if by.share is None else by.share, stored)
-        if by.mode == "momentum":
-            running[:] = [mixed(own, by.tau, running[0]) if running else own]
-            return running[0]
-        return own
+    Raises:
+        NormLayerError: a batch has one value per channel, see ``adapted``.
+        DataError: outputs or targets do not fit the task.
+    """
+    if by is None:
+        return evaluate(model, data, task=task)
+    by = replace(by, batch_size=by.batch_size or task.test_batch)
+    with adapted(model, data, by):
+        return evaluate(model, data, task=task, batch_size=by.batch_size)
 
-    return use
+
+def try_batches(model: nn.Module, data: Batches, by: TestBN | None, task: Task = CLASSIFICATION) -> None:
+    """Raise now what ``evaluate_adapted`` would raise for a batch of one example.
+
+    Raises:
+        NormLayerError: a layer gets one value per channel.
+    """
+    if by is None or by.mode not in ("batch", "momentum") or not len(data):
+        return
+    batches = torch.split(torch.arange(len(data)), by.batch_size or task.test_batch)
+    which = batches[-1 if by.mode == "batch" else 0]
+    if len(which) == 1:
+        with kept_modes(model), torch.inference_mode(), adapted(model, data, by):
+            model.eval()(inputs_for(model)(data.batch(which)[0]))
 
 
-def _hook(mean: Tensor, var: Tensor, rule: Callable[[Pair, int], Pair], path: str) -> Callable[..., None]:
-    def put(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x: Tensor = (args[0] if args else kwargs["input"]).to(torch.promote_types(mean.dtype, torch.float32))
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        own_var, own_mean = torch.var_mean(x, axes, correction=0)
-        found_mean, found_var = rule((own_mean, own_var), len(x))
-        if x.numel() == x.shape[1] and found_var is own_var:
-            raise NormLayerError(
-                f"BatchNorm layer '{path}' gets one value per channel, from which no variance can be computed. Use "
-                "larger test batches, or mix with the running statistics."
-            )
-        with torch.no_grad():
-            mean.copy_(found_mean)
-            var.copy_(found_var)
+Rule = Callable[[Pair, Tensor], Pair]  # from a batch's statistics and the batch to those that normalise it
 
-    return put
+
+def _mixed(w: float, first: Pair, second: Pair) -> Pair:
+    return w * first[0] + (1 - w) * second[0], w * first[1] + (1 - w) * second[1]
+
+
+def _mixture(by: TestBN, stored: Pair) -> Rule:
+    def rule(own: Pair, x: Tensor) -> Pair:
+        return _mixed(by.prior / (by.prior + len(x)) if by.alpha is None else by.alpha, stored, own)
+
+    return rule
+
+
+def _moving(tau: float, path: str) -> Rule:
+    last: list[Pair] = []
+
+    def rule(own: Pair, x: Tensor) -> Pair:
+        if not last:
+            _refuse_one_value(path, x)
+        last[:] = [_mixed(tau, last[0], own) if last else own]
+        return last[0]
+
+    return rule
+
+
+def _watch(layer: nn.Module, note: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call ``note`` with each input of the layer; return what ends that."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note(args[0] if args else kwargs["input"])
+
+    return layer.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def _put(mean: Tensor, var: Tensor, rule: Rule, x: Tensor) -> None:
+    """Let the layer normalise a batch with the statistics of the rule."""
+    wide = x.to(torch.promote_types(mean.dtype, torch.float32))
+    own_var, own_mean = torch.var_mean(wide, [axis for axis in range(x.dim()) if axis != 1], correction=0)
+    found_mean, found_var = rule((own_mean, own_var), x)
+    with torch.no_grad():
+        mean.copy_(found_mean)
+        var.copy_(found_var)
+
+
+def _refuse_one_value(path: str, x: Tensor) -> None:
+    if x.numel() == x.shape[1]:
+        raise NormLayerError(
+            f"test-time BatchNorm: layer '{path}' gets one value per channel, from which no variance can be computed. "
+            "Use larger test batches (test-bn-batch-size), or test-bn=mix"
+        )

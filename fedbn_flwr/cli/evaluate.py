@@ -24,9 +24,15 @@ class DataPart(StrEnum):
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     dataset: Annotated[str, typer.Option(help="The data; `fedbn-flwr list datasets`.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the data; repeatable.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value of the data, test-bn-...; repeatable.")
+    ] = None,
     bn: Annotated[
-        str, typer.Option(help="averaged, own:CLIENT, or adapt: statistics of the new inputs. Default: the global BN.")
+        str,
+        typer.Option(
+            help="averaged; own:CLIENT; adapt: statistics of the new inputs; or test-time BatchNorm, for each group by "
+            "itself: batch, mix, momentum, full. Default: the global BN."
+        ),
     ] = "",
     part: Annotated[
         DataPart | None,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import yaml
 from pydantic import ConfigDict, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, TestBNMode
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.data import (
     DATASETS,
@@ -40,7 +41,7 @@ from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.privacy.record_level import RecordLevel
 from fedbn_flwr.privacy.record_server import RecordDPSettings
-from fedbn_flwr.server.method import Params, Role, RunSettings, setting
+from fedbn_flwr.server.method import TEST_BN, Params, Role, RunSettings, setting, tests_in
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
 from fedbn_flwr.training.freezing import FrozenBN
@@ -52,7 +53,10 @@ __all__ = ["CENTRALIZED", "EVALUATIONS", "STATE_IN_OUT", "Config", "Scalar", "re
 
 Scalar = str | int | float | bool
 CENTRALIZED = "centralized"
-EVALUATIONS = ("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated")
+EVALUATIONS = (
+    *("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated"),
+    *("global-test-bn", "averaged-bn-test-bn"),
+)
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
 GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
@@ -242,6 +246,21 @@ class Config(_MethodSettings):
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
     fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
+    test_bn: Literal["", TestBNMode] = _key(
+        "rounds",
+        "",
+        "BatchNorm statistics of the tests of eval-on that end in -test-bn, and of one more test of held-out clients, "
+        "each from its own test inputs: batch = each test batch's, mix = these with the stored ones, momentum = a "
+        "moving average of theirs, full = of all test inputs; empty = no such test",
+    )
+    test_bn_prior: float = _key(
+        "rounds", 16.0, "test-bn=mix: N, the stored statistics weigh as much as so many examples", ge=0
+    )
+    test_bn_alpha: float = _key(
+        "rounds", -1.0, "test-bn=mix: share of the stored statistics, in [0, 1]; -1 = by test-bn-prior", ge=-1, le=1
+    )
+    test_bn_tau: float = _key("rounds", 0.9, "test-bn=momentum: share of the batches before", ge=0, lt=1)
+    test_bn_batch_size: int = _key("rounds", 0, "examples per batch of these tests; 0 = as in the others", ge=0)
     round_timeout: float = _key("rounds", 3600.0, "seconds to wait for the replies of a round, and for nodes", gt=0)
     local_part: str = _key(
         "methods", "", "fedbn, silobn or mtfl: the method whose local parts a combination has; empty = the strategy's"
@@ -389,6 +408,9 @@ class Config(_MethodSettings):
         _try(problems, self.decays)
         _try(problems, self.hidden)
         _try(problems, lambda: [self._known("eval-on", name, EVALUATIONS) for name in split(self.eval_on)])
+        _try(problems, self.test_statistics)
+        if not self.test_bn and (asked := [name for name in split(self.eval_on) if name.endswith(TEST_BN)]):
+            problems.append(f"eval-on={','.join(asked)} needs test-bn: {', '.join(TEST_BN_MODES)}")
         classes = found[0].num_classes if found and not is_own(self.dataset) else 0
         if self.partition in ("", "classes") and classes and self.classes_per_client > classes:
             problems.append(
@@ -434,6 +456,18 @@ class Config(_MethodSettings):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def test_statistics(self) -> TestBN | None:
+        """Return the BatchNorm statistics of tests that end in -test-bn; None without ``test-bn``.
+
+        Raises:
+            ConfigError: ``test-bn-alpha`` is between -1 and 0.
+        """
+        if not self.test_bn:
+            return None
+        alpha = None if self.test_bn_alpha == -1 else self.test_bn_alpha
+        size = self.test_bn_batch_size or self.learning_task().test_batch
+        return TestBN(self.test_bn, self.test_bn_prior, alpha, self.test_bn_tau, size)
 
     def dp_settings(self) -> DPSettings:
         """Return the settings of differential privacy."""
@@ -793,6 +827,7 @@ class Config(_MethodSettings):
         shape, own, partition = self.example_shape(), is_own(self.dataset), self.split_name()
         size = shape[1] if not info.input_shape else 0
         tables = own and self.dataset.startswith(("csv:", "hf:"))
+        mixes, adapts = self.test_bn == "mix", any(name.endswith(TEST_BN) for name in self.evaluations())
         tracks, steps = self.norm.startswith("batch"), self.learning_rate_schedule in ("", "step")
         hides = f"dp={self.dp}" if self.dp != "none" else "masked=true" if self.masked else ""
         conditions: dict[str, tuple[bool, str]] = {
@@ -804,6 +839,19 @@ class Config(_MethodSettings):
             "renorm_dmax": (self.norm == "batch-renorm", "it is for norm=batch-renorm"),
             "feature_norm_scale": (self.feature_norm, "it is for feature-norm=true"),
             "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
+            "test_bn": (
+                tracks and (adapts or bool(self.held_out_clients)),
+                "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
+                if tracks
+                else "it is for norm=batch and batch-renorm",
+            ),
+            "test_bn_prior": (
+                mixes and self.test_bn_alpha == -1,
+                "test-bn-alpha takes its place" if mixes else "it is for test-bn=mix",
+            ),
+            "test_bn_alpha": (mixes, "it is for test-bn=mix"),
+            "test_bn_tau": (self.test_bn == "momentum", "it is for test-bn=momentum"),
+            "test_bn_batch_size": (bool(self.test_bn), "it is for test-bn"),
             "frozen_bn": (bool(self.train_only) and tracks, "it is for train-only, with norm=batch and batch-renorm"),
             "mlp_hidden": (self.model == "mlp", "it is for model=mlp"),
             "image_size": (self.image_size in (0, size), f"model={self.model} takes images of {size} pixels"),
@@ -876,6 +924,7 @@ class Config(_MethodSettings):
         kind: type[Params] = self.method().Params
         own = own_default(STRATEGIES.values())
         given = {name: getattr(self, name) for name in kind.model_fields}
+        given["eval_on"] = ",".join(tests_in(self.eval_on))
         return kind(**{name: value for name, value in given.items() if name not in own or value != own[name]})
 
     def reestimates(self) -> bool:
@@ -885,9 +934,9 @@ class Config(_MethodSettings):
         return self.method().reestimates or self.recalibrate or "recalibrated" in self.evaluations()
 
     def evaluations(self) -> tuple[str, ...]:
-        """Return the names in ``eval-on`` or their default; the first one gives the run's main metric."""
-        if asked := split(self.eval_on):
-            return tuple(asked)
+        """Return the tests of ``eval-on`` or their default; the first one gives the run's main metric."""
+        if asked := tests_in(self.eval_on):
+            return asked
         return ("personal-own",) if self.strategy != CENTRALIZED and self.method().local else ("global",)
 
     @classmethod

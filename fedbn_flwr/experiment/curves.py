@@ -9,7 +9,10 @@ from typing import Any
 __all__ = ["draw_curves"]
 
 EPSILON = "epsilon"  # in metrics.jsonl, see privacy.differential
-_TESTS = ("test", "test-batch", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated")
+_TESTS = (
+    *("test", "test-batch", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated"),
+    *("test-global-test-bn", "test-averaged-bn-test-bn"),
+)
 
 
 def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "", score: str = "accuracy") -> bytes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedbn_flwr.batchnorm.adaptation import TestBN
 from fedbn_flwr.experiment.held_out import HELD_OUT
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
+from fedbn_flwr.server.method import TEST_BN
 
 __all__ = ["CLIENTS", "definitions"]
 
@@ -20,7 +22,9 @@ _OF_SOME = {
 _TESTED_ON = {"own": "its own test set", "global": "the whole test set", VALIDATION: "its own validation examples"}
 
 
-def definitions(final: Mapping[str, Any], line: Mapping[str, Any], num_tested: int, federated: bool) -> dict[str, str]:
+def definitions(
+    final: Mapping[str, Any], line: Mapping[str, Any], num_tested: int, federated: bool, by: TestBN | None = None
+) -> dict[str, str]:
     """Return a sentence for each figure.
 
     Args:
@@ -28,8 +32,11 @@ def definitions(final: Mapping[str, Any], line: Mapping[str, Any], num_tested: i
         line: the line of ``metrics.jsonl`` that they come from.
         num_tested: number of examples of the whole test set.
         federated: there are clients.
+        by: the BatchNorm statistics of tests that end in -test-bn.
     """
-    return {key: _definition(key, line, num_tested, federated) for key in final if key != "round"}
+    found = {key: _definition(key, line, num_tested, federated) for key in final if key != "round"}
+    how = f"; BatchNorm has statistics of the test inputs ({by})"
+    return {key: text + how if f"{TEST_BN}-" in key else text for key, text in found.items()}
 
 
 def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: bool) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.doc_config import field_cells
@@ -20,7 +21,12 @@ from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 
 __all__ = ["method_pages"]
 
-_OPTIONS = {momentum: "momentum-scope", recalibration: "recalibrate", shared_bn: "eval-on=averaged-bn"}
+_OPTIONS = {
+    momentum: "momentum-scope",
+    recalibration: "recalibrate",
+    shared_bn: "eval-on=averaged-bn",
+    adaptation: "test-bn",
+}
 _OPTIONS_HEAD = """# Options of every method
 
 These parts are not methods. Any method may use them; a method that cannot refuses them with a message that says why.
@@ -189,7 +195,7 @@ def _combinations_page() -> str:
 
 
 def _options_page() -> str:
-    lines = [f"<!-- Made by `make generate` from fedbn_flwr/server. Do not edit. -->\n\n{_OPTIONS_HEAD}"]
+    lines = [f"<!-- Made by `make generate` from the modules. Do not edit. -->\n\n{_OPTIONS_HEAD}"]
     for module, key in _OPTIONS.items():
         first, body = _docstring(module)
         title, _, lead = first.partition(": ")

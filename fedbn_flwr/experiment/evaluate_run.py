@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adapted
+from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.data import OwnData, Subset, is_own, own_rows, table_columns
@@ -25,7 +27,8 @@ from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.experiment.setup import on_device
-from fedbn_flwr.training.evaluation import EvalResult, evaluate
+from fedbn_flwr.server.method import TEST_BN
+from fedbn_flwr.training.evaluation import EvalResult
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
 __all__ = ["ADAPT", "DataPart", "Row", "evaluate_run"]
@@ -46,7 +49,8 @@ _OF_READING = (
     *("task", "metrics", "label-column", "client-column", "group-column", "split-column", "feature-columns"),
     *("positive-values", "class-names", "missing", "skip-unreadable", "test-share", "cache-gib", "data-workers"),
 )
-_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
+_OF_TEST_BN = ("test-bn-prior", "test-bn-alpha", "test-bn-tau", "test-bn-batch-size")
+_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_TEST_BN, *_OF_READING)
 _OWN_SCALE = (
     "inputs have the mean and std of the training part of these data, since the run standardised each client by its own"
 )
@@ -75,15 +79,17 @@ def evaluate_run(
 
     Args:
         run: the run's folder.
-        data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults.
-        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, or ``ADAPT``.
+        data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults. Beside a
+            mode of test-time BatchNorm its ``test-bn-...``, too.
+        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT``, or a mode of ``TestBN``: each
+            group of the data then has statistics of its own inputs.
         part: the examples to use; "" = all of own data without a split of their own that are not those of the run, else
             the test examples.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
 
     Returns:
         What model it is and how the data become its inputs and targets, and the results: with all data first, then by
-        group. With ``ADAPT`` those of the statistics as saved come first.
+        group. With ``ADAPT`` or a mode of ``TestBN`` those of the statistics as saved come first.
 
     Raises:
         ConfigError: the data do not fit the model, or a setting is bad.
@@ -96,7 +102,7 @@ def evaluate_run(
     if out is not None:
         RunFolder.refuse_used(out)
     saved = load_model(run, _choice(bn))
-    config = _config_of_data(saved, data)
+    config = _config_of_data(saved, data, bn)
     found, notes = _data(saved, config, {"class-names", "positive-values"} & data.keys())
     what = "; ".join([saved.what, *notes])
     own = own_rows(config.own_data()) if is_own(config.dataset) else None
@@ -104,15 +110,19 @@ def evaluate_run(
     part = part or ("all" if new else "test")
     chosen, groups = _views(found, part)
     model, task = on_device(saved.model, config), config.learning_task()
-    statistics = ["as saved", *(["re-estimated"] if bn == ADAPT else [])]
+    by = config.test_statistics()
+    statistics: dict[str, TestBN | None] = {"as saved": None}
+    statistics |= {"re-estimated": None} if bn == ADAPT else {str(by): by} if by else {}
+    if by and Part.STATISTICS not in split_state(model).part_of.values():
+        raise ConfigError(f"bn={bn} needs BatchNorm with running statistics, and the model has none. Leave bn out.")
     rows: list[Row] = []
     outputs = _Outputs(model, wanted=out is not None and not task.by_pixel)
-    for which in statistics:
-        if which != "as saved":
+    for which, way in statistics.items():
+        if which == "re-estimated":
             _reestimate(model, chosen, task, saved)
         with outputs:
-            rows.append(Row("all", which, evaluate(model, chosen, task=task)))
-        rows += [Row(name, which, evaluate(model, view, task=task)) for name, view in groups.items()]
+            rows.append(Row("all", which, evaluate_adapted(model, chosen, way, task)))
+        rows += [Row(name, which, evaluate_adapted(model, view, way, task)) for name, view in groups.items()]
     if out is not None:
         place = _Place("index", range(len(chosen)), np.arange(len(chosen)))
         if own:
@@ -124,17 +134,18 @@ def evaluate_run(
 
 
 def _choice(bn: str) -> Choice:
-    if bn in ("", ADAPT):
+    if bn in ("", ADAPT, *TEST_BN_MODES):
         return Choice()
     if own := _OWN.fullmatch(bn):
         return Choice(client=int(own[1]))
     if bn != "averaged":
-        raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {ADAPT}, or no bn.")
+        others = ", ".join([ADAPT, *TEST_BN_MODES])
+        raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {others}, or no bn.")
     return Choice(averaged=True)
 
 
-def _config_of_data(saved: SavedModel, data: Mapping[str, Any]) -> Config:
-    """Return the settings of the run's model with those of the new data.
+def _config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Config:
+    """Return the settings of the run's model with those of the new data, and of their BatchNorm statistics.
 
     Raises:
         ConfigError: a setting does not describe data, or is bad.
@@ -154,7 +165,9 @@ def _config_of_data(saved: SavedModel, data: Mapping[str, Any]) -> Config:
         absent = [key for key in _COLUMNS if shared.get(key) not in columns]
         absent += ["client-column"] if Path(path).is_dir() else []  # each table is a client's
         shared = {key: value for key, value in shared.items() if key not in absent}
-    return Config.make_of_shared(shared, {"partition": "iid", "num-clients": 1, **data})[0]
+    own = {"partition": "iid", "num-clients": 1, **data}
+    own |= {"test-bn": bn, "eval-on": f"global{TEST_BN}"} if bn in TEST_BN_MODES else {}
+    return Config.make_of_shared(shared, own)[0]
 
 
 def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[PartitionedData, list[str]]:
@@ -256,7 +269,7 @@ class _Joined:
 
 
 class _Outputs:
-    """The outputs of a model in the last block, on the CPU; kept only if they are wanted."""
+    """The outputs of a model in eval mode in the last block, on the CPU; kept only if they are wanted."""
 
     def __init__(self, model: nn.Module, wanted: bool) -> None:
         self.wanted = wanted
@@ -271,7 +284,7 @@ class _Outputs:
         self._handle.remove()
 
     def _note(self, model: nn.Module, inputs: Any, output: Tensor) -> None:
-        if self.wanted:
+        if self.wanted and not model.training:  # a pass for statistics is in train mode
             self._found.append(output.cpu())
 
     def all(self) -> Tensor:

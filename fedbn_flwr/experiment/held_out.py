@@ -2,7 +2,8 @@
 
 Each is tested after every tested round: with the global BN (``global``), or the average of the clients' BN parts where
 these stay with the clients (``averaged``); with statistics re-estimated on its own training inputs, no target used
-(``adapted``); and with the BN parts of the client whose running statistics are nearest to these (``nearest``).
+(``adapted``); with the BN parts of the client whose running statistics are nearest to these (``nearest``); and, where
+the config has ``test-bn``, with statistics of its own test inputs (``test-bn``, see ``batchnorm.adaptation``).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, reestimate_statistics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.method import TEST_BN
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.evaluation import evaluate
@@ -39,11 +42,21 @@ class HeldOut:
     Args:
         data: the run's data, with held-out clients.
         task: the learning task.
+        by: the statistics of one more test; None = there is none.
     """
 
-    def __init__(self, data: PartitionedData, task: Task) -> None:
-        self._task = task
+    def __init__(self, data: PartitionedData, task: Task, by: TestBN | None = None) -> None:
+        self._task, self._by = task, by
         self._clients = {name: data.held_out_views(at) for at, name in enumerate(data.held_out_names)}
+
+    def try_batches(self, model: nn.Module) -> None:
+        """Refuse now tests in which a batch is too small for its own statistics.
+
+        Raises:
+            NormLayerError: a layer gets one value per channel.
+        """
+        for _, tests in self._clients.values():
+            try_batches(model, tests, self._by, self._task)
 
     def test(self, model: nn.Module, state: State, strategy: FedAvg[Any] | None) -> dict[str, Any]:
         """Return ``held-out`` (the tests of each client by name) and the plain mean over the clients of each metric.
@@ -60,6 +73,8 @@ class HeldOut:
         for name, (inputs, tests) in self._clients.items():
             load_state(model, tensors({**state, **entries}))
             metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests), **self._tested(model, tests, which)}
+            if self._by:
+                metrics |= evaluate_adapted(model, tests, self._by, self._task).named(f"{TEST_BN.strip('-')}-")
             moments = reestimate_statistics(model, inputs, batch_size=self._task.test_batch)
             if moments:
                 load_statistics(model, moments)

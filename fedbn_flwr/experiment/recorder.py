@@ -15,6 +15,7 @@ from typing import Any
 from flwr.app import ArrayRecord, MetricRecord
 from torch import nn
 
+from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client.saved_state import ABSENT, AVERAGED, KEPT_HASHES, why_absent
@@ -38,11 +39,11 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
 from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.flower import RECALIBRATED
+from fedbn_flwr.server.method import TEST_BN
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import DELTA
-from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
@@ -55,7 +56,7 @@ OnRound = Callable[[Mapping[str, Any]], None]
 
 _COMPLETED = (SHARED_BN, RECALIBRATED)  # tests of the global model with some BN entries replaced
 GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
-GLOBAL_TESTS |= {name: f"test-{name}" for name in _COMPLETED}
+GLOBAL_TESTS |= {name: f"test-{name}" for name in (*_COMPLETED, f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}")}
 """Each test of the global model, and the prefix of its metrics."""
 
 REFUSED = "a reply was refused; the server's log has the reason"
@@ -88,7 +89,7 @@ class Recorder:
         self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
-        self._held_out = HeldOut(data, self._task) if data and data.held_out else None
+        self._held_out = HeldOut(data, self._task, config.test_statistics()) if data and data.held_out else None
         self._domains = data.domain_views() if data and not self._withheld else {}
         self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
         untrained = [name for name in config.evaluations() if name.startswith("global")]
@@ -101,6 +102,7 @@ class Recorder:
                 strategy.name,
                 ", ".join(sorted(strategy.local)),
             )
+        self._try_batches()
         lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
         self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
         self._stop()
@@ -191,13 +193,14 @@ class Recorder:
         if self._test is None:
             return line
         for name in (name for name in self._config.evaluations() if name in GLOBAL_TESTS):
-            entries = self._strategy.completion(name) if self._strategy else {}
-            if name in _COMPLETED and not entries:
+            completed = name.removesuffix(TEST_BN)
+            entries = self._strategy.completion(completed) if self._strategy else {}
+            if completed in _COMPLETED and not entries:
                 continue  # no statistics were re-estimated or shared; the log gives the reason
             if state is not None:
                 load_state(self._model, tensors({**state, **entries}))
-            by_batch, prefix = name == "global-batch-statistics", GLOBAL_TESTS[name] + "-"
-            test = functools.partial(evaluate, self._model, task=self._task, batch_statistics=by_batch)
+            prefix = GLOBAL_TESTS[name] + "-"
+            test = functools.partial(evaluate_adapted, self._model, by=self._statistics(name), task=self._task)
             line |= test(self._test).named(prefix)
             if self._validation and name == self._config.evaluations()[0]:
                 line |= test(self._validation).named(f"{VALIDATION}-")
@@ -206,6 +209,26 @@ class Recorder:
                 for metric in (prefix + name for name in self._task.metrics):
                     domains[metric] = {domain: metrics[metric] for domain, metrics in found.items()}
         return {**line, "domains": domains} if domains else line
+
+    def _statistics(self, test: str) -> TestBN | None:
+        """Return the BatchNorm statistics of a test of the global model; None = the running ones."""
+        if test == "global-batch-statistics":
+            return TestBN("batch")
+        return self._config.test_statistics() if test.endswith(TEST_BN) else None
+
+    def _try_batches(self) -> None:
+        """Refuse now, before the first round, tests in which a batch is too small for its own statistics.
+
+        Raises:
+            NormLayerError: a layer gets one value per channel.
+        """
+        first = self._config.evaluations()[0]
+        for name in (name for name in self._config.evaluations() if name in GLOBAL_TESTS):
+            for view in (self._test, self._validation if name == first else None, *self._domains.values()):
+                if view is not None:
+                    try_batches(self._model, view, self._statistics(name), self._task)
+        if self._held_out:
+            self._held_out.try_batches(self._model)
 
     def finish(self, state: State, strategy: FedAvg[Any] | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
         """Write model, curves and summary; return the summary.
@@ -225,7 +248,9 @@ class Recorder:
             "strategy": strategy.name if strategy else self._config.strategy,
             "headline": headline,
             "final": final,
-            "definitions": definitions(final, last, len(self._test or ()), strategy is not None),
+            "definitions": definitions(
+                final, last, len(self._test or ()), strategy is not None, self._config.test_statistics()
+            ),
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),
             "ledger": _totals(lines),

@@ -198,6 +198,11 @@ def check(config: Config) -> None:
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
     if config.record_dp and (mixing := _mixing(config)):
         raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
+    if config.test_bn and not any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
+        raise NormLayerError(
+            f"test-bn={config.test_bn} needs BatchNorm with running statistics; model {config.model!r} has "
+            f"{_norms(model)}. Leave test-bn out, or use a model with BatchNorm."
+        )
     if config.memory_format != "auto" and not any(p.dim() == 4 for p in model.parameters()):
         raise ConfigError(
             f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "

@@ -38,7 +38,7 @@ from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.dp_wrappers import check_wrapper
 from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
-from fedbn_flwr.server.method import Method, P
+from fedbn_flwr.server.method import Method, P, tests_in
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.recalibration import pooled
@@ -70,7 +70,7 @@ class Server(Method[P]):
         run: the state of the run.
         nodes: the nodes of the run.
         dispatcher: builds the messages.
-        tests: the names in ``eval_on``.
+        tests: the tests of ``eval_on`` (``tests_in``).
         on_replies: called with the replies that a round used, and the global state before and after it; it reads only.
         on_round_end: called at the end of each round, with the model to test or save and the round's metrics.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
@@ -89,7 +89,7 @@ class Server(Method[P]):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.on_round_end = on_round_end
-        self.tests = tuple(name.strip() for name in self.params.eval_on.split(","))
+        self.tests = tests_in(self.params.eval_on)
         self.input_scale: Scale | None = None
         self.protection = Protection()
         self._saved: tuple[int, dict[str, Any]] | None = None

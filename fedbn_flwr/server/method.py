@@ -27,6 +27,7 @@ from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.transport import Reducer
 
 __all__ = [
+    "TEST_BN",
     "HookContext",
     "HookFactory",
     "Method",
@@ -38,7 +39,17 @@ __all__ = [
     "Settings",
     "limits",
     "setting",
+    "tests_in",
 ]
+
+TEST_BN = "-test-bn"
+"""Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test inputs."""
+
+
+def tests_in(eval_on: str) -> tuple[str, ...]:
+    """Return the names in ``eval-on``, each once; beside a test with statistics of the test inputs the plain one."""
+    asked = [name.strip() for name in eval_on.split(",") if name.strip()]
+    return tuple(dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)]))
 
 
 def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -> Any:
@@ -97,7 +108,8 @@ class Params(Settings):
         "comma list of tests; empty = global, or personal-own for a method with local parts. averaged-bn: clients of "
         "fedbn, silobn, mtfl share their BN parts, and the tested and saved global model holds their average (without "
         "it, the saved model has no entries of these parts). "
-        "recalibrated: the global model with re-estimated statistics (see recalibrate)",
+        "recalibrated: the global model with re-estimated statistics (see recalibrate). global-test-bn, "
+        "averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the plain test beside it",
         "rounds",
     )
     seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
@@ -136,7 +148,7 @@ class RunSettings:
         sgd_momentum: momentum of the clients' SGD.
         optimizer: the clients' optimizer.
         gradient_clip_norm: largest norm of a client's gradient; 0 = any.
-        tests: the names in ``eval-on``.
+        tests: the tests of ``eval-on`` (``tests_in``).
     """
 
     num_rounds: int
@@ -262,7 +274,7 @@ class Method(FlowerFedAvg, Generic[P]):
 
     def _refuse_unused(self) -> None:
         """Raise ConfigError for settings that were given, differ from their default, and have no effect."""
-        run = RunSettings(0, tests=tuple(name.strip() for name in self.params.eval_on.split(",")))
+        run = RunSettings(0, tests=tests_in(self.params.eval_on))
         fields = type(self.params).model_fields
         lines = [
             f"{name}={getattr(self.params, name)!r} has no effect: {use}"

@@ -56,7 +56,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.flower import RECALIBRATED, Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
-from fedbn_flwr.server.method import HookFactory, Method, Misfit, Need, Params, RunSettings
+from fedbn_flwr.server.method import HookFactory, Method, Misfit, Need, Params, RunSettings, tests_in
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
@@ -160,7 +160,7 @@ class FedAvg(Server[P]):
             found.append(Need(who, "FedAvg", statistics))
         if params.recalibrate:
             found.append(Need("recalibrate=true", "recalibrate=false", statistics))
-        if RECALIBRATED in [name.strip() for name in params.eval_on.split(",")]:
+        if RECALIBRATED in tests_in(params.eval_on):
             found.append(Need(f"eval-on={RECALIBRATED}", f"eval-on without {RECALIBRATED}", statistics))
         return found
 

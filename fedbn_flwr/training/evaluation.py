@@ -14,7 +14,7 @@ from fedbn_flwr.training.loop import Batches, kept_modes, with_positions
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
 
-__all__ = ["EvalResult", "evaluate"]
+__all__ = ["EvalResult", "evaluate", "without_running_statistics"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def evaluate(
     matrix: Tensor | None = None
     gathered: list[tuple[Tensor, Tensor]] = []
     unusable: list[Tensor] = []
-    statistics = _without_running_statistics(model) if batch_statistics else nullcontext()
+    statistics = without_running_statistics(model) if batch_statistics else nullcontext()
     with kept_modes(model), torch.inference_mode(), statistics:
         model.eval()
         order = torch.split(torch.arange(len(data)), batch_size or task.test_batch)
@@ -110,7 +110,7 @@ def evaluate(
 
 
 @contextmanager
-def _without_running_statistics(model: nn.Module) -> Iterator[None]:
+def without_running_statistics(model: nn.Module) -> Iterator[None]:
     """Remove the running statistics in the block: a BatchNorm without them uses its batch's own, also in eval mode."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]

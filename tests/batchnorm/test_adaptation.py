@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.adaptation import TestBN, adapted
+from fedbn_flwr.batchnorm.adaptation import TestBN, adapted, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.reestimation import moments_of
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.evaluation import evaluate
@@ -58,14 +59,14 @@ def test_batch_is_the_batchs_own_statistics_and_mix_without_weight_is_batch(trai
     model, data = trained
     batch = outputs(model, data, TestBN("batch"), 4)
     torch.testing.assert_close(batch, in_train_mode(model, data, 4), **CLOSE)
-    for none in (TestBN("mix", prior=0.0), TestBN("mix", share=0.0), TestBN("momentum", tau=0.0)):
-        torch.testing.assert_close(outputs(model, data, none, 4), batch, rtol=0, atol=0)
+    for none in (TestBN("mix", prior=0.0), TestBN("mix", alpha=0.0), TestBN("momentum", tau=0.0)):
+        torch.testing.assert_close(outputs(model, data, none, 4), batch, **CLOSE)
     assert not torch.allclose(batch, outputs(model, data, None, 4), atol=1e-3)
 
 
 def test_mix_with_all_weight_is_the_plain_test_bit_for_bit(trained: Any) -> None:
     model, data = trained
-    assert torch.equal(outputs(model, data, TestBN("mix", share=1.0), 4), outputs(model, data, None, 4))
+    assert torch.equal(outputs(model, data, TestBN("mix", alpha=1.0), 4), outputs(model, data, None, 4))
 
 
 def test_one_batch_of_everything_is_the_same_in_three_modes(trained: Any) -> None:
@@ -141,19 +142,41 @@ def test_a_test_in_the_block_uses_them(trained: Any) -> None:
     model, data = trained
     with adapted(model, data, TestBN("batch")):
         found = evaluate(model, data, batch_size=5)
-    assert found.loss == pytest.approx(evaluate(model, data, batch_size=5, batch_statistics=True).loss, rel=1e-9)
+    assert found.loss == evaluate(model, data, batch_size=5, batch_statistics=True).loss, "bit for bit"
+    again = evaluate_adapted(model, data, TestBN("batch", batch_size=5))
+    assert again.loss == found.loss != evaluate(model, data, batch_size=5).loss
+    assert evaluate_adapted(model, data, None).loss == evaluate(model, data).loss
+    full = evaluate_adapted(model, data, TestBN("full"))
+    with adapted(model, data, TestBN("full")):
+        assert full.loss == evaluate(model, data).loss
 
 
 def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(points: Any) -> None:
     model, data = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), points(3)
     for by in (TestBN("batch"), TestBN("momentum")):
-        with pytest.raises(NormLayerError, match="BatchNorm layer '1' gets one value per channel"):
+        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
             outputs(model, data, by, 1)
+        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+            try_batches(model, data, replace(by, batch_size=1))
     assert outputs(model, data, TestBN("mix"), 1).isfinite().all()
+    with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+        try_batches(model, data, TestBN("batch", batch_size=2))
+    model.train()
+    for fits in (TestBN("momentum", batch_size=2), TestBN("batch"), TestBN("mix", batch_size=1), None):
+        try_batches(model, data, fits)
+    try_batches(model, points(0), TestBN("batch"))
+    assert model.training, "the mode is that of before"
+
+
+def test_the_words_beside_a_result() -> None:
+    assert str(TestBN("mix", prior=8, batch_size=50)) == "test-bn=mix (prior 8), batches of 50"
+    assert str(TestBN("mix", alpha=0.3)) == "test-bn=mix (alpha 0.3), batches of the default size"
+    assert str(TestBN("momentum", batch_size=2)) == "test-bn=momentum (tau 0.9), batches of 2"
+    assert str(TestBN("full", batch_size=2)) == "test-bn=full, batches of 2"
 
 
 @pytest.mark.parametrize(
-    ("values", "words"), [({"prior": -1.0}, "prior"), ({"share": 1.5}, "share"), ({"tau": 1.0}, "tau")]
+    ("values", "words"), [({"prior": -1.0}, "prior"), ({"alpha": 1.5}, "alpha"), ({"tau": 1.0}, "tau")]
 )
 def test_numbers_out_of_range_are_refused(values: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"{words}="):

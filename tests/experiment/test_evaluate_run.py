@@ -14,10 +14,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr import global_state, personal_state
+from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted
 from fedbn_flwr.cli import app
 from fedbn_flwr.data import DATASETS, Subset
 from fedbn_flwr.data.own import own_rows
-from fedbn_flwr.errors import ConfigError, DataError, StateError
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.evaluate_run import _Place, _predictions, evaluate_run
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
@@ -112,6 +113,35 @@ def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg) -> None:
     whole = evaluate(model, view, batch_size=len(view), batch_statistics=True)
     assert adapted.result.loss == pytest.approx(whole.loss, rel=1e-5)
     assert plain.result.loss == pytest.approx(evaluate(model, view).loss, rel=1e-6) != adapted.result.loss
+
+
+def test_test_time_bn_of_each_group_beside_the_saved_statistics(quick_run, tmp_path: Path) -> None:
+    _, run = quick_run(dataset="digits-domains", partition="domain", **{"num-clients": 5})
+    config = Config.load(run / "config.yaml")
+    model, data = make_model(config), partitioned_data(config, 5)
+    model.load_state_dict(global_state(run))
+    views = {"all": data.test_view(), **data.domain_views()}
+    for bn, settings, by in (
+        ("mix", {"test-bn-alpha": 0.25}, TestBN("mix", alpha=0.25, batch_size=500)),
+        ("full", {"test-bn-batch-size": 40}, TestBN("full", batch_size=40)),
+    ):
+        rows = evaluate_run(run, {"dataset": "digits-domains", **settings}, bn, out=tmp_path / bn)[1]
+        assert [row.statistics for row in rows] == ["as saved"] * 6 + [str(by)] * 6
+        for row in rows[6:]:
+            expected = evaluate_adapted(model, views[row.data], by)
+            assert row.result.loss == pytest.approx(expected.loss, rel=1e-6)
+        with (tmp_path / bn / "predictions.csv").open() as file:
+            predictions = list(csv.DictReader(file))
+        right = [line["target"] == line["prediction"] for line in predictions]
+        assert (len(right), sum(right) / len(right)) == (len(views["all"]), pytest.approx(rows[6].result.accuracy))
+    for settings, words in (
+        ({"test-bn-tau": 0.5}, "test-bn-tau=0.5 has no effect: it is for test-bn=momentum"),
+        ({"test-bn-batch-size": 1}, "layer 'norm' gets one value per channel"),
+    ):
+        with pytest.raises(FedBNError, match=words):
+            evaluate_run(run, {"dataset": "digits-domains", **settings}, "batch")
+    with pytest.raises(ConfigError, match=r"test-bn-prior=3\.0 has no effect: it is for test-bn=mix"):
+        evaluate_run(run, {"dataset": "digits-domains", "test-bn-prior": 3})
 
 
 def test_what_does_not_fit_is_refused(fedavg, quick_run, tmp_path: Path) -> None:
