@@ -1,0 +1,116 @@
+"""Ten methods at equal rounds and at equal bytes, from the studies docs/results/which-method-*.yaml.
+
+    fedbn-flwr sweep docs/results/which-method-mnist.yaml --set data-dir=FOLDER --out runs/which-method-mnist
+    python benchmarks/which_method.py runs/which-method-* --write docs/results/which-method.md
+
+Bytes are those of floats, down once and up from each client. At equal bytes each method stops at its last test before
+it has moved more than the cheapest method does in the whole run. Only finished runs are in the tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from measure import facts, table, write_block
+
+from fedbn_flwr.experiment.study import Cell, Study
+from fedbn_flwr.experiment.study_results import StudyResults
+from fedbn_flwr.experiment.tuning import tuned
+
+Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent
+STYLES = ["-", "--", "-.", ":"]
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
+
+
+def main(
+    studies: Annotated[list[Path], typer.Argument(help="Folders of the sweeps.")],
+    write: Annotated[Path | None, typer.Option(help="Page with places for the tables; pictures go beside it.")] = None,
+) -> None:
+    """Print the tables, and draw accuracy against bytes."""
+    for folder in studies:
+        study = Study.load(folder / "study.yaml")
+        results = StudyResults(study, folder)
+        rates, _ = tuned(study, folder)
+        for split in dict.fromkeys(cell.split for cell in study.cells()):
+            curves = _curves(study, results, split)
+            if not curves:
+                continue
+            chosen = {row.name: (row.best or "not tuned").removeprefix("learning-rate=") for row in rates}
+            rows = _rows(curves, {method: chosen.get(f"{method}/{split}", "?") for method in curves})
+            head = ["method", "rate", "n", "MB a round", "equal rounds, %", "equal bytes, %", "rounds there"]
+            name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
+            text = f"{table(head, rows)}\n\n![accuracy against bytes]({name}.svg)\n\n{facts()}"
+            print(f"{name}\n\n{text}\n")
+            if write:
+                write_block(write, name, text)
+                _draw(curves, write.parent / f"{name}.svg")
+
+
+def _curves(study: Study, results: StudyResults, split: str) -> dict[str, list[Curve]]:
+    """Return the curve of each finished run, by method."""
+    found: dict[str, list[Curve]] = {}
+    for cell in study.cells():
+        if cell.split == split and results.summary(cell) is not None:
+            found.setdefault(cell.method, []).append(_curve(results, cell))
+    return found
+
+
+def _curve(results: StudyResults, cell: Cell) -> Curve:
+    curve, moved = Curve(), 0
+    headline = (results.summary(cell) or {})["headline"]
+    for line in results.history(cell):
+        moved += line["bytes-down"] + line["bytes-up"]
+        if line.get(headline) is not None:
+            curve.append((line["round"], moved / 1e6, 100 * line[headline]))
+    return curve
+
+
+def _rows(curves: dict[str, list[Curve]], rates: dict[str, str]) -> list[list[str]]:
+    budget = min(curve[-1][1] for runs in curves.values() for curve in runs)
+    rows = []
+    for method, runs in curves.items():
+        within = [[point for point in curve if point[1] <= budget * (1 + 1e-9)][-1:] for curve in runs]
+        stops = [points[0] for points in within if points]
+        cells = [method, rates[method], str(len(runs)), f"{runs[0][-1][1] / runs[0][-1][0]:.3g}"]
+        cells.append(_mean([curve[-1][2] for curve in runs]))
+        cells += [_mean([point[2] for point in stops]), "/".join(map(str, sorted({point[0] for point in stops})))]
+        rows.append(cells)
+    return rows
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return "none"
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"
+
+
+def _draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "fedbn-flwr", "font.size": 11})
+    figure, ax = plt.subplots(figsize=(8, 5))
+    for number, (method, runs) in enumerate(curves.items()):
+        points: list[Any] = list(zip(*runs, strict=True))
+        moved = [statistics.mean(point[1] for point in at) for at in points]
+        scores = [statistics.mean(point[2] for point in at) for at in points]
+        style = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
+        ax.plot(moved, scores, label=method, linewidth=1.8, **style)
+    ax.set_xlabel("MB of floats, down and up")
+    ax.set_ylabel("accuracy, %")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=9, ncols=2, frameon=False)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    typer.run(main)
