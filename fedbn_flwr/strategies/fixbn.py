@@ -43,9 +43,9 @@ ours where B.6 is silent: it has a variance for each client and does not say who
 large $W$ and a small $\tau$ and gives neither: $W$ = 100 and $\tau$ = 0.002 are calibrated on MNIST
 (`docs/results/README.md`). $\delta$ has the scale of the statistics, so another network may want another $\tau$.
 
-The authors of HBN have a public FixBN as a baseline (Hongyao-Chen/HybridBN at 1c0e151). It differs: after $T^*$ the whole
-model is in eval mode, dropout included; BN's counters are averaged as floats; gradients are clipped to norm 10; a last
-smaller batch and clients with less than a batch are left out; the best round is chosen on the test set.
+The authors of HBN have a public FixBN as a baseline (Hongyao-Chen/HybridBN at 1c0e151). It differs: after $T^*$ the
+whole model is in eval mode, dropout included; BN's counters are averaged as floats; gradients are clipped to norm 10; a
+last smaller batch and clients with less than a batch are left out; the best round is chosen on the test set.
 
 ## Law
 
