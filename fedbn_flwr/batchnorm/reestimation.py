@@ -7,7 +7,8 @@ M2 / (n - 1), the unbiased variance that torch's layers keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example, wit
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["Moments", "load_statistics", "merge", "moments_of", "reestimate_statistics", "tracking_layers"]
+__all__ = ["Moments", "load_statistics", "merge", "moments_of", "pool", "reestimate_statistics", "tracking_layers"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,27 @@ def merge(first: Moments, second: Moments) -> Moments:
     mean = first.mean + difference * (second.count / count)
     m2 = first.m2 + second.m2 + difference.square() * (first.count * second.count / count)
     return Moments(count, mean, m2)
+
+
+def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
+    """Return the moments of one or more clients together.
+
+    Both ways are exact. The counts are those of one pass over each client's data. After local steps the shares p_i are
+    needed: with the same number of steps and one batch size all counts are equal, and do not tell the sizes.
+
+    Args:
+        moments: one entry per client, in an order that does not depend on arrival.
+        weights: p_i, or in proportion to them, in the same order; mean = sum p_i mean_i and biased variance
+            sum p_i (var_i + (mean_i - mean)^2). None = by the counts.
+    """
+    if weights is None:
+        return functools.reduce(merge, moments)
+    total, count = sum(weights), sum(own.count for own in moments)
+    shares = [weight / total for weight in weights]
+    pairs = list(zip(shares, moments, strict=True))
+    mean = torch.stack([p * own.mean for p, own in pairs]).sum(0)
+    spread = [p * (own.m2 / own.count + (own.mean - mean).square()) for p, own in pairs]
+    return Moments(count, mean, count * torch.stack(spread).sum(0))
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:

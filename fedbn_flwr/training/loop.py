@@ -80,6 +80,16 @@ class ClientHook:
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's extra records, and the entries that this hook kept in the last round."""
 
+    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
+        """Pass the client's data through the model, which has the weights from the server; after ``begin``.
+
+        Args:
+            model: as ``begin`` left it.
+            data: the client's training data, of which a pass uses no augmentation.
+            batch_size: examples per batch; 0 = all in one.
+            seed: for dropout and other random layers.
+        """
+
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prepare the optimizer, which has the learning rate of the round."""
 
@@ -92,6 +102,10 @@ class ClientHook:
 
     def synchronises(self, step: int) -> bool:
         """Return whether BN in step ``step`` (from 0) uses all clients' batches, so that a batch of one is enough."""
+        return False
+
+    def takes_one_value(self, layer: nn.Module) -> bool:
+        """Return whether this BatchNorm layer, in train mode, can use a batch with one value per channel."""
         return False
 
     def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
@@ -199,7 +213,7 @@ def train(
         data: the client's training data.
         settings: steps, batch size, optimizer.
         learning_rate: rate of this round.
-        stream: returns a CPU generator for a purpose ("batches", "augment", "dropout").
+        stream: returns a CPU generator for a purpose ("survey", "batches", "augment", "dropout").
         hooks: the method's hooks.
         task: the loss, and which targets count.
         optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
@@ -216,6 +230,9 @@ def train(
     bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
     for hook in hooks:
         hook.begin(bare)
+    seed = stream("survey").initial_seed()
+    for hook in hooks:
+        hook.survey(bare, data, settings.batch_size, seed)
     optimizer, passes = optimizer or make_optimizer(model, settings), passes or Passes()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -230,7 +247,8 @@ def train(
         for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
             inputs, targets = prepared(inputs), task.on_device(targets, device)
             if len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
-                singletons_fit = takes_one_example(model, inputs) if singletons_fit is None else singletons_fit
+                if singletons_fit is None:
+                    singletons_fit = takes_one_example(model, inputs, hooks)
                 if not singletons_fit:
                     dropped += 1
                     continue
@@ -329,12 +347,13 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def takes_one_example(model: nn.Module, inputs: Tensor) -> bool:
-    """Return whether every training BatchNorm sees more than one value per channel in a batch of one.
+def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> bool:
+    """Return whether every training BatchNorm sees more than one value per channel in a batch of one, or needs one.
 
     A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps.
     """
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
+    found = [m for m in model.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
+    layers = [layer for layer in found if not any(hook.takes_one_value(layer) for hook in hooks)]
     counts: list[int] = []
 
     def count(_: nn.Module, args: tuple[Tensor, ...]) -> None:

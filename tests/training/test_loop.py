@@ -314,3 +314,36 @@ print("torch._dynamo" in sys.modules)
 """
     done = subprocess.run(["python", "-c", code], env=at_once, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+class Surveying(ClientHook):
+    """Notes the order of calls, and the positions of one pass over the data."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def begin(self, model: nn.Module) -> None:
+        self.calls.append("begin")
+
+    def survey(self, model: nn.Module, data, batch_size: int, seed: int) -> None:
+        self.calls.append((len(data), batch_size, seed))
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append("start")
+
+    def takes_one_value(self, layer: nn.Module) -> bool:
+        return isinstance(layer, nn.BatchNorm1d)
+
+
+def test_a_hook_surveys_the_data_after_begin_and_before_start(points, mlp) -> None:
+    hook = Surveying()
+    run(mlp(), points(8), batch_size=4, hooks=[hook])
+    assert hook.calls == ["begin", (8, 4, stream("survey").initial_seed()), "start"]
+
+
+def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(points, mlp) -> None:
+    """Here because its forward pass is not BatchNorm's."""
+    model = mlp()
+    model[1].forward = nn.Identity().forward
+    assert run(model, points(5), batch_size=4, hooks=[Surveying()]).num_steps == 2
+    assert run(model, points(5), batch_size=4).num_dropped == 1

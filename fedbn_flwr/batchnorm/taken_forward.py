@@ -1,0 +1,133 @@
+"""A BatchNorm layer's forward pass, taken over by a method for the training of a round. Torch only.
+
+What a method needs to write such a forward pass: a batch's statistics, normalisation by any statistics, and the moments
+of all batches of the round, merged. Gradients flow through everything but the moments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.loop import kept_modes
+
+__all__ = ["Compute", "MomentSums", "batch_statistics", "layers_in_training", "normalise", "take_forward"]
+
+Compute = Callable[[_BatchNorm, Tensor], Tensor]
+"""``compute(layer, x)`` returns the output of a layer in training for its input (N, C, *), in the input's dtype."""
+
+
+def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers that track running statistics once the model is in train mode, by path.
+
+    Layers that the model keeps in eval mode are left out. A layer registered at several paths has its first one.
+    """
+    with kept_modes(model):
+        model.train()
+        layers = set(tracking_layers(model))
+    return {path: module for path, module in model.named_modules() if module in layers}
+
+
+def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
+    """Let ``compute`` be the forward pass of the layers of ``layers_in_training``; return the function that undoes it.
+
+    A layer that does not track when it is called (in eval mode, or while ``reestimate_statistics`` passes the data
+    through the model) uses its own forward pass. Running statistics and counters change only if ``compute`` does it.
+
+    Raises:
+        NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
+    """
+    layers = layers_in_training(model)
+    for path, layer in layers.items():
+        if type(layer).forward is not _BatchNorm.forward:
+            raise NormLayerError(
+                f"BatchNorm layer '{path}' is a {type(layer).__name__}, which has a forward pass of its own: the "
+                "method would replace it. Use torch's BatchNorm1d, BatchNorm2d or BatchNorm3d."
+            )
+    before = {layer: vars(layer).get("forward") for layer in layers.values()}
+    for layer in before:
+        layer.forward = functools.partial(_forward, layer, layer.forward, compute)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        for layer, own in before.items():
+            del layer.forward  # the instance attribute; the class's method is used again
+            if own is not None:
+                layer.forward = own  # type: ignore[method-assign]
+
+    return undo
+
+
+def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: Compute, input: Tensor) -> Tensor:
+    if not (layer.training and layer.track_running_stats):
+        return own(input)
+    layer._check_input_dim(input)  # type: ignore[no-untyped-call]
+    return compute(layer, input)
+
+
+def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance (C,) of a batch (N, C, *), in float32 or wider; gradients flow through both.
+
+    One value per channel has variance 0.
+    """
+    wide = _wide(x)
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    mean = wide.mean(axes)
+    return mean, (wide - _per_channel(mean, x)).square().mean(axes)
+
+
+def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype, with the layer's gamma, beta (if any) and eps.
+
+    Args:
+        layer: the layer.
+        x: its input (N, C, *).
+        mean: (C,), in float32 or wider.
+        var: biased (C,); it is at least 0.
+    """
+    scale = (var + layer.eps).rsqrt()
+    if layer.weight is not None:
+        scale = scale * layer.weight
+    out = (_wide(x) - _per_channel(mean, x)) * _per_channel(scale, x)
+    if layer.bias is not None:
+        out = out + _per_channel(layer.bias, x)
+    return out.to(x.dtype)
+
+
+class MomentSums:
+    """The moments of layers' inputs, merged over their calls and steps."""
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Module, Moments] = {}
+
+    def add(self, layer: nn.Module, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> None:
+        """Add the input ``x`` (N, C, *) of a call.
+
+        Args:
+            layer: the layer that was called.
+            x: its input.
+            statistics: its ``batch_statistics`` if they are known.
+        """
+        with torch.no_grad():
+            mean, var = statistics or batch_statistics(x)
+            count = x.numel() // x.shape[1]
+            new = Moments(count, mean.detach().double(), var.detach().double() * count)
+        self._sums[layer] = merge(self._sums[layer], new) if layer in self._sums else new
+
+    def by_path(self, model: nn.Module) -> dict[str, Moments]:
+        """Return the moments by layer path, as ``reestimate_statistics`` does; layers without a call are left out."""
+        found = model.named_modules(remove_duplicate=False)
+        return {path: self._sums[module] for path, module in found if module in self._sums}
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (x.dim() - 2))

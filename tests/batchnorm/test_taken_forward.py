@@ -1,0 +1,165 @@
+"""A forward pass taken over: BatchNorm's own where it computes the same; moments of all batches, merged and pooled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.reestimation import moments_of, pool, reestimate_statistics
+from fedbn_flwr.batchnorm.taken_forward import (
+    MomentSums,
+    batch_statistics,
+    layers_in_training,
+    normalise,
+    take_forward,
+)
+from fedbn_flwr.errors import NormLayerError
+
+KINDS = {"1d": (nn.BatchNorm1d, (6, 5)), "2d": (nn.BatchNorm2d, (4, 5, 3, 2)), "3d": (nn.BatchNorm3d, (4, 5, 1, 2, 2))}
+
+
+def by_batch(layer: _BatchNorm, x: Tensor) -> Tensor:
+    return normalise(layer, x, *batch_statistics(x))
+
+
+def gradients(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The output, and the gradients of the input and the parameters; under amp of a dtype."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        out = model(x)
+    wanted = [x, *model.parameters()]
+    return [out.detach(), *torch.autograd.grad((out.float() * out.float().detach().sin()).sum(), wanted)]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(kind: str, affine: bool) -> None:
+    make, shape = KINDS[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(make(5, eps=1e-3, affine=affine)).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x, plain = torch.randn(shape, dtype=torch.float64) * 3 + 1, copy.deepcopy(model)
+    start = copy.deepcopy(model.state_dict())
+    undo = take_forward(model, by_batch)
+    for own, want in zip(gradients(model, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(own, want, rtol=1e-10, atol=1e-12)
+    assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(model.eval()(x), plain.load_state_dict(start) and plain.eval()(x))
+    undo()
+    assert "forward" not in vars(model[0])
+    model.train()(x)
+    assert model[0].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("amp", [True, False], ids=["amp", "bfloat16 model"])
+def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
+    """Far from zero, where statistics in bfloat16 are wrong by a tenth; here only input and output are rounded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
+    x = torch.randn(4, 2, 6, 6) + 50
+    if not amp:
+        model, x = model.bfloat16(), x.bfloat16()
+    seen: list[Tensor] = []
+
+    def compute(layer: _BatchNorm, x: Tensor) -> Tensor:
+        seen.extend((x.detach(), *batch_statistics(x)))
+        return by_batch(layer, x)
+
+    take_forward(model, compute)
+    out, *found = gradients(model, x, torch.bfloat16 if amp else None)
+    y, mean, var = seen
+    assert (y.dtype, mean.dtype, var.dtype, out.dtype) == (torch.bfloat16, torch.float32, torch.float32, y.dtype)
+    torch.testing.assert_close(out.double(), nn.BatchNorm2d(5).double()(y.double()), rtol=0, atol=0.02)
+    assert [g.dtype for g in found] == [x.dtype, *(p.dtype for p in model.parameters())]
+
+
+class Many(nn.Module):
+    """A layer called twice, one at two paths, one the model keeps in eval mode, one that tracks nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.a, self.frozen = (nn.BatchNorm1d(5) for _ in range(3))
+        self.b = self.a
+        self.bare = nn.BatchNorm1d(5, track_running_stats=False)
+
+    def train(self, mode: bool = True) -> Many:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bare(self.twice(self.frozen(x)) + self.twice(self.a(input=x * x)))
+
+
+def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
+    model, sums = Many().double().eval(), MomentSums()
+    data = points(9, 1)
+    plain = reestimate_statistics(model, data, batch_size=0)
+
+    def compute(layer: _BatchNorm, x: Tensor) -> Tensor:
+        sums.add(layer, x)
+        return by_batch(layer, x)
+
+    assert list(layers_in_training(model)) == ["twice", "a"]
+    assert not any(module.training for module in model.modules())
+    take_forward(model, compute)
+    model(data.inputs)
+    assert sums.by_path(model) == {}, "a model in eval mode normalises as it did"
+    again = reestimate_statistics(model, data, batch_size=0)
+    assert sums.by_path(model) == {}, "re-estimation uses the layers' own forward pass"
+    model.train()(data.inputs)
+    found = sums.by_path(model)
+    assert list(found) == list(plain) == ["twice", "a", "b"]
+    for path, own in found.items():
+        assert own.count == plain[path].count == again[path].count
+        for leaf in ("mean", "m2"):
+            torch.testing.assert_close(getattr(own, leaf), getattr(plain[path], leaf), rtol=1e-12, atol=1e-12)
+            assert torch.equal(getattr(again[path], leaf), getattr(plain[path], leaf))
+
+
+class Renormalised(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Sequential(Renormalised(5)))
+    with pytest.raises(NormLayerError, match=r"'1\.0' is a Renormalised, which has a forward pass of its own"):
+        take_forward(model, by_batch)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_sums_over_batches_are_the_moments_of_all_values(offset: float) -> None:
+    layer, sums = nn.BatchNorm2d(3), MomentSums()
+    x = torch.randn(7, 3, 2, 2, dtype=torch.float64) + offset
+    for batch in x.split(3):  # the last one has one example
+        sums.add(layer, batch, batch_statistics(batch) if offset else None)
+    found, want = sums.by_path(layer)[""], moments_of(x)
+    assert found.count == want.count == 28
+    torch.testing.assert_close(found.mean, want.mean, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(found.m2, want.m2, rtol=1e-9, atol=0)
+
+
+def test_pooling_by_counts_is_the_union_and_by_weights_the_weighted_mixture() -> None:
+    """Equal counts of unequal clients: the two ways differ, and each equals its own oracle."""
+    torch.manual_seed(0)
+    clients = [torch.randn(8, 3, dtype=torch.float64) * (1 + i) + i for i in range(3)]
+    own, weights = [moments_of(values) for values in clients], [2, 5, 13]
+    union, by_count = moments_of(torch.cat(clients)), pool(own)
+    repeated = torch.cat([values for values, times in zip(clients, weights, strict=True) for _ in range(times)])
+    by_weight: Any = pool(own, weights)
+    assert by_count.count == by_weight.count == union.count == 24
+    for leaf in ("mean", "m2"):
+        torch.testing.assert_close(getattr(by_count, leaf), getattr(union, leaf), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(by_weight.mean, repeated.mean(0), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(by_weight.variance, repeated.var(0, correction=0) * 24 / 23, rtol=1e-13, atol=1e-13)
+    assert (by_weight.mean - by_count.mean).abs().min() > 0.1
+    equal = pool(own, [1.0] * 3)
+    torch.testing.assert_close(equal.m2, union.m2, rtol=1e-13, atol=1e-13)
