@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
@@ -27,7 +27,7 @@ from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.optimizer_hooks import before_steps
 from fedbn_flwr.training.wrappers import view_with_names
 
-__all__ = ["Hooks", "bn_rules", "take_box"]
+__all__ = ["Hooks", "LoadedBatches", "bn_rules", "take_box"]
 
 
 class Hooks:
@@ -45,7 +45,27 @@ class Hooks:
         self._optimizer: torch.optim.Optimizer | None = None
         self._steps = 0
         self._passes = 0
+        self._surveyed = False
         self._exit = ExitStack()
+
+    def survey(self, batches: Any) -> None:
+        """Pass the training data through the model before the first step, for methods that measure statistics there.
+
+        No gradient is computed, and running statistics do not change. Other methods do nothing.
+
+        Args:
+            batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set and
+                without its last batch left out.
+
+        Raises:
+            ConfigError: a step was taken before.
+        """
+        if self._steps or self._passes:
+            raise ConfigError("rules.survey(loader) came after a step: call it before the first one of the round")
+        self._surveyed, data = True, LoadedBatches(batches)
+        for hook in self._hooks.values():
+            if _overrides(hook, "survey"):
+                hook.survey(self._model, data, batches.batch_size or len(data), 0)
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
@@ -105,6 +125,11 @@ class Hooks:
                     f"client hook '{name}' acts in every step, and the optimizer {missing} inside `with bn_rules(...) "
                     "as rules`. Write: optimizer = rules.wrap(optimizer)."
                 )
+            if _overrides(hook, "survey") and not self._surveyed:
+                raise ConfigError(
+                    f"client hook '{name}' measures statistics of the training data under the received weights. Write "
+                    "before the first step: rules.survey(loader)."
+                )
             if _overrides(hook, "around") and not self._passes:
                 raise ConfigError(
                     f"client hook '{name}' acts around the first step. Write: with rules.step(len(inputs)): loss = "
@@ -122,6 +147,7 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
 
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         with bn_rules(model, msg, context) as rules:
+            rules.survey(loader)                                                 # HBN, FBN by a pass
             optimizer = rules.wrap(torch.optim.SGD(model.parameters(), lr=0.1))   # FedProx, SCAFFOLD, momentum, AGC
             for x, y in loader:
                 optimizer.zero_grad()
@@ -176,6 +202,21 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
         store.save_hook_state(
             {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}, read.server_round
         )
+
+
+class LoadedBatches:
+    """A loader's data set as ``Batches``."""
+
+    def __init__(self, loader: Any) -> None:
+        self._data, self._collate = loader.dataset, loader.collate_fn
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """See ``training.loop.Batches``; the data set may augment by itself."""
+        inputs, targets = self._collate([self._data[int(i)] for i in positions])
+        return inputs, targets
 
 
 def _overrides(hook: ClientHook, *names: str) -> bool:

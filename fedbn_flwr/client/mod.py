@@ -14,13 +14,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.client.hooks import take_box
+from fedbn_flwr.client.hooks import LoadedBatches, take_box
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
@@ -246,24 +245,10 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
     """
     received = next(iter(message.content.array_records.values()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
-    data = _Loaded(loader)
+    data = LoadedBatches(loader)
     found = reestimate_statistics(unwrap(model), data, batch_size=loader.batch_size or len(data))
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
     entries = {prefix + name: entry for name, entry in to_entries(found, unwrap(model).state_dict()).items()}
     key = next(iter(message.content.array_records))
     metrics = MetricRecord({NUM_EXAMPLES: len(data)})
     return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)
-
-
-class _Loaded:
-    """A loader's data set as ``Batches``."""
-
-    def __init__(self, loader: Any) -> None:
-        self._data, self._collate = loader.dataset, loader.collate_fn
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        inputs, targets = self._collate([self._data[int(i)] for i in positions])
-        return inputs, targets

@@ -11,10 +11,13 @@ from flwr.app import Context, Message
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import FedProx, FedTAN
+from fedbn_flwr.training import ClientHook
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
 
 
@@ -123,3 +126,37 @@ def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
     run_app(strategy, user_app(short, query=True), rounds=1, barrier=False, fails=NothingTrainedError)
     said = "has 3 examples; this client's answer to the query said batch-size 4"
     assert all(said in why for why in strategy.reports[0].rejected.values())
+
+
+class Surveying(ClientHook):
+    """Keeps the inputs of one pass over the data."""
+
+    inputs: torch.Tensor
+
+    def survey(self, model: nn.Module, data: Any, batch_size: int, seed: int) -> None:
+        self.inputs = torch.cat([data.batch(p)[0] for p in torch.arange(len(data)).split(batch_size)])
+
+
+def surveyed_loop(model: nn.Module, rules: Hooks, data: Any, first: bool) -> None:
+    """One step, with the survey before or after it."""
+    loader = DataLoader(TensorDataset(data.inputs, data.targets), 4, shuffle=True, drop_last=True)
+    if first:
+        rules.survey(loader)
+    optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+    F.cross_entropy(model(data.inputs), data.targets).backward()
+    optimizer.step()
+    if not first:
+        rules.survey(loader)
+
+
+def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
+    data, hook = points(10), Surveying()
+    surveyed_loop(mlp(), rules := Hooks(mlp(), {"count": hook}), data, first=True)
+    assert torch.equal(hook.inputs, data.inputs), "in order, and with the batch that the loader drops"
+    rules._finish()
+    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
+        surveyed_loop(mlp(), Hooks(mlp(), {"count": hook}), data, first=False)
+    with pytest.raises(ConfigError, match=r"client hook 'count' .*Write before the first step: rules\.survey\(loader"):
+        Hooks(mlp(), {"count": hook})._finish()
+    surveyed_loop(mlp(), rules := Hooks(mlp(), {}), data, first=True)
+    rules._finish()
