@@ -136,6 +136,13 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     start.up += num_clients * extra
     later.up += num_clients * extra
     later.down += extra
+    learning = learning_parts(model)
+    layers, statistics = len(list(learning.moments())), sum(state[name].nbytes for name in learning.statistics)
+    rows_down, rows_up = method.extra_statistics(params)
+    later.down += int(rows_down * statistics)
+    for traffic in (start, later):
+        traffic.up += num_clients * int(rows_up * statistics)
+        traffic.counters_up += num_clients * 8 * layers * (rows_up > 0)
     if SHARED_BN in config.evaluations():
         for traffic in (start, later):
             traffic.up += num_clients * (everything[0] - shared[0])
@@ -148,10 +155,8 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     freezes = method.freezes(params) if issubclass(method, Freezing) else None
     phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, freezes)
     reestimation = None
-    learning = learning_parts(model)
-    if (method.reestimates or config.recalibrate) and (layers := len(list(learning.moments()))):
+    if (method.reestimates or config.recalibrate) and layers:
         tested = -(-config.num_server_rounds // config.eval_every)
-        statistics = sum(state[name].nbytes for name in learning.statistics)
         reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
     refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
     warnings = (*refused, *_warnings(parts, method), *config.warnings())

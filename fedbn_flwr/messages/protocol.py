@@ -140,6 +140,13 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.freeze-affine` | bool: gamma and beta | server | client | 0.1 |
 | `statistics-delta` | float: delta_m | client | server | 0.1 |
 
+`strategies/fbn.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `bn-moments` | ArrayRecord: count, mean and m2 of the inputs of each BN layer | client | server | 0.1 |
+| `fedbn-flwr.statistics-warm-up` | bool: BN normalises with the batches' statistics | server | client | 0.1 |
+
 `strategies/fedtan.py`:
 
 | key | type | writes | reads | since |

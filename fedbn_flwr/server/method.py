@@ -331,6 +331,14 @@ class Method(FlowerFedAvg, Generic[P]):
         """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
 
     @classmethod
+    def extra_statistics(cls, params: P) -> tuple[float, float]:
+        """Return how many times the floats of the running statistics travel beside the model: down, and up.
+
+        Up there is an integer per BN layer, too. Nothing goes down in the first round.
+        """
+        return 0.0, 0.0
+
+    @classmethod
     def needs_all_at_once(cls, params: P) -> bool:
         """Return whether all clients of a round must run at the same time, each in a process of its own."""
         return False

@@ -14,6 +14,7 @@ from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.strategies.fbn import FBN
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedavgm import FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN
@@ -33,6 +34,7 @@ from fedbn_flwr.strategies.staticbn import StaticBN
 from fedbn_flwr.training.loop import ClientHook
 
 __all__ = [
+    "FBN",
     "MTFL",
     "STRATEGIES",
     "FedAdagrad",
@@ -62,7 +64,7 @@ STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
         *(FedAvg, FedProx, Scaffold),
         *(FedAvgM, FedAdam, FedYogi, FedAdagrad),
         *(FedBN, SiloBN, MTFL),
-        *(StaticBN, FixBN, FedTAN, FedTAN2, FedDNA),
+        *(StaticBN, FixBN, FBN, FedTAN, FedTAN2, FedDNA),
         *(FedBS, FedWon, Standalone),
     )
 }
@@ -72,7 +74,7 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """Return the strategy that does what all ``methods`` do: ``combined(FixBN, FedProx)(freeze_at=5)``.
 
     Each method changes one place of FedAvg: what stays with the clients (``FedBN``, ``SiloBN``, ``MTFL``), the local
-    training (``FedProx``, ``Scaffold``, ``StaticBN``, ``FixBN``, ``FedTAN``, ``FedTAN2``) or the server's step
+    training (``FedProx``, ``Scaffold``, ``StaticBN``, ``FixBN``, ``FBN``, ``FedTAN``, ``FedTAN2``) or the server's step
     (``FedAvgM``, ``FedAdam``, ``FedYogi``, ``FedAdagrad``). The order of the arguments has no meaning. The settings are
     those of all methods.
 

@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.mods import local_bn
 from fedbn_flwr.strategies import (
+    FBN,
     MTFL,
     FedAvg,
     FedBN,
@@ -48,6 +49,7 @@ MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
         f"client hook 'report-drift' of strategy 'fixbn'. {RUN_INSIDE}",
     ),
     "staticbn": (StaticBN, 1, "under staticbn. Run the client's training inside `with bn_rules(model, msg, context):`"),
+    "fbn": (FBN, 1, f"client hook 'global-statistics' of strategy 'fbn'. {RUN_INSIDE}"),
     "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RUN_INSIDE}"),
     "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RUN_INSIDE}"),
     "fedtan2": (

@@ -217,6 +217,7 @@ REFUSED = {
     "feddna": "exchanges of its first step",
     "fedbs": "losses are the weights",
     "staticbn": "strategy=staticbn collects statistics",
+    "fbn": "moments of BatchNorm's inputs",
     "standalone": "nothing to protect",
 }
 

@@ -35,6 +35,7 @@ from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (
     STRATEGIES,
+    FBN,
     FedAdam,
     FedAvg,
     FedBN,
@@ -544,6 +545,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "variates": (Scaffold, "the changes of the control variates come beside the model"),
     "losses": (FedBS, "the clients' losses are the weights"),
     "local statistics": (lambda: SiloBN(recalibrate=True), "relative to global ones, which the clients do not have"),
+    "moments": (FBN, "strategy=fbn sends the moments"),
     "pooled": (lambda: FedAvg(variance="pooled"), "variance=pooled adds the spread"),
     "drift": (lambda: FixBN(freeze_at="auto", freeze_window=2), "freeze-at=auto follows delta_m of each client"),
     "shared BN": (lambda: FedBN(eval_on="averaged-bn"), "eval-on=averaged-bn collects the BN parts"),

@@ -20,7 +20,7 @@ from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, FedBN, FedProx, F
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, STEPS, RATE, T_STAR = 4, 2, 0.1, 2
-MU, AGC, SERVER_RATE, MOMENTUM, ETA, TAU, BETA_1, BETA_2 = 0.3, 0.05, 0.7, 0.8, 0.07, 2e-3, 0.85, 0.95
+MU, AGC, SERVER_RATE, MOMENTUM, ETA, TAU, BETA_1, BETA_2, SHARE = 0.3, 0.05, 0.7, 0.8, 0.07, 2e-3, 0.85, 0.95, 0.3
 SETTINGS: dict[str, dict[str, Any]] = {
     "agc": {"agc": AGC},
     "affine": {"freeze_affine": True},
@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedprox": {"proximal_mu": MU},
     "scaffold": {"server_learning_rate": SERVER_RATE},
     "fixbn": {"freeze_at": T_STAR},
+    "fbn": {"statistics_momentum": SHARE},
     "fedtan2": {"fedtan_rounds": T_STAR},
     "fedavgm": {"server_learning_rate": SERVER_RATE, "server_momentum": MOMENTUM},
     "fedadam": {"eta": ETA, "tau": TAU, "beta_1": BETA_1, "beta_2": BETA_2},
@@ -38,10 +39,10 @@ LOCAL = ("fedbn", "silobn", "mtfl")
 STEP = ("fedavgm", "fedadam", "fedyogi", "fedadagrad")
 LAWFUL = [
     *itertools.product(LOCAL, ("fedprox", "scaffold", *STEP)),
-    *itertools.product(STEP, ("fedprox", "staticbn", "fixbn", "fedtan", "fedtan2")),
-    *itertools.product(("fedprox",), ("scaffold", "staticbn", "fixbn", "fedtan", "fedtan2")),
-    *itertools.product(("scaffold",), ("staticbn", "fixbn")),
-    ("mtfl", "fixbn"),
+    *itertools.product(STEP, ("fedprox", "staticbn", "fixbn", "fbn", "fedtan", "fedtan2")),
+    *itertools.product(("fedprox",), ("scaffold", "staticbn", "fixbn", "fbn", "fedtan", "fedtan2")),
+    *itertools.product(("scaffold",), ("staticbn", "fixbn", "fbn")),
+    *itertools.product(("mtfl",), ("fixbn", "fbn")),
 ]
 MORE = [
     ("mtfl", "fixbn", "fedprox"),
@@ -78,16 +79,19 @@ class Reference:
         self.v = {name: value.clone() for name, value in self.m.items()}
 
     def round(self, t: int, chosen: Sequence[int]) -> None:
-        frozen = bool(self.has & {"fixbn", "fedtan2"}) and t > T_STAR
+        frozen = (bool(self.has & {"fixbn", "fedtan2"}) and t > T_STAR) or ("fbn" in self.has and t > 1)
         fixed = self.affine if frozen and self.has & {"affine", "affine-only"} else set()
         synchronised = bool(self.has & {"fedtan", "fedtan2"}) and not frozen
         clients = [self.make().train() for _ in chosen]
+        hidden: list[list[Tensor]] = [[] for _ in chosen]
         starts = [{**self.state, **self.own[i]} for i in chosen]
         for client, start in zip(clients, starts, strict=True):
             client.load_state_dict(start)
             for layer in client.modules():
                 if isinstance(layer, _BatchNorm) and frozen and "affine-only" not in self.has:
                     layer.eval()
+        for client, values in zip(clients, hidden, strict=True) if "fbn" in self.has else ():
+            client[1].register_forward_pre_hook(lambda _, args, values=values: values.append(args[0].detach()))
         total = sum(len(self.datasets[i]) for i in chosen)
         p = [len(self.datasets[i]) / total for i in chosen]
         for step in range(STEPS):
@@ -102,9 +106,19 @@ class Reference:
                         g = g - self.c_own[i][name] + self.c[name]
                     parameter.data -= RATE * g
         ends = [{name: value.clone() for name, value in client.state_dict().items()} for client in clients]
-        still = (frozen and "affine-only" not in self.has) or "staticbn" in self.has
+        still = (frozen and "affine-only" not in self.has) or self.has & {"staticbn", "fbn"}
         fixed = fixed | (self.statistics | self.counters if still else set())
         self.aggregate(t, fixed, chosen, p, starts, ends)
+        if "fbn" in self.has:
+            self.pool(1.0 if t == 1 else SHARE, p, [torch.cat(values) for values in hidden])
+
+    def pool(self, share: float, p: Sequence[float], inputs: Sequence[Tensor]) -> None:
+        """Move the statistics towards those of the inputs of all clients' steps."""
+        mean = sum(w * h.mean(0) for w, h in zip(p, inputs, strict=True))
+        var = sum(w * ((h - mean) ** 2).mean(0) for w, h in zip(p, inputs, strict=True))
+        n = sum(map(len, inputs))
+        for name, new in (("1.running_mean", mean), ("1.running_var", var * n / (n - 1))):
+            self.state[name] = (1 - share) * self.state[name] + share * new
 
     def gradients(self, client: nn.Module, i: int, start: dict[str, Tensor]) -> dict[str, Tensor]:
         loss = F.cross_entropy(client(self.datasets[i].inputs), self.datasets[i].targets)

@@ -9,6 +9,7 @@ import torch
 from flwr.app import Context, Message
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.seeds import torch_generator
@@ -51,6 +52,7 @@ def hooked_loop(model: nn.Module, data: Any, msg: Message, context: Context, mom
     """Train with all client hooks: the optimizer is wrapped, and so is every step."""
     total = 0.0
     with bn_rules(model, msg, context) as rules:
+        rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), BATCH, shuffle=True))
         optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=momentum))
         model.train()
         for inputs, targets in batches(data, msg, context):

@@ -1,0 +1,376 @@
+r"""FBN: BatchNorm trains with global statistics, which the server pools from the clients' moments in each round.
+
+Guerraoui, Pinot, Rizk, Stephan, Taiani 2024, "Overcoming the Challenges of Batch Normalization in Federated Learning",
+arXiv:2405.14670. Written after its abstract and introduction, one sentence on it in arXiv:2410.02006 and the baseline
+of that name in the public code of HBN: the full text was not read.
+
+## Problem
+
+In training a BN layer normalises with the statistics of a client's batch, which differ between clients. FixBN uses
+global statistics, but freezes them: they belong to an ever older model. Here they follow the model.
+
+## Algorithm
+
+BN normalises with the received statistics $S$ in training as in tests; gamma and beta learn, and no gradient flows
+through $S$. A client $i$ sends the moments (count, mean, sum of squared deviations) of the inputs of each BN layer.
+`fbn-measure` says which inputs:
+
+- `steps`: those of all local steps, merged; no pass more. Every client takes as many steps, so the server pools the
+  means $m_i$ and biased variances $v_i$ with the weights $p_i$:
+- `pass`: those of one pass over the client's data before the first step, under the received weights, each batch
+  normalised with its own statistics. The server merges them by their counts, exactly as StaticBN.
+
+$$m = \sum_i p_i m_i, \qquad v = \frac{n}{n - 1} \sum_i p_i \left( v_i + (m_i - m)^2 \right)$$
+
+with $n$ the sum of the counts, by steps. Then, in float64 and with $\mu$ = `statistics-momentum`,
+
+$$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
+
+The first `statistics-warm-up` rounds with a result are FedAvg's: the batches' statistics normalise, and $S$ becomes
+$(m, v)$. Statistics of 0 and 1, with which a model begins, would be no normalisation at all. For a trained model with
+its own statistics use 0.
+
+With `statistics-aggregation="trimmed"` the server takes, per channel, the mean over the clients of $m_i$, and then of
+$v_i + (m_i - m)^2$, each without the `statistics-trim` share of the smallest and of the largest values and with equal
+weights. Some false statistics are then without effect. It protects nothing but the statistics.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state |
+| sent up | the whole state, its running statistics as received; the moments: a count, $m_i$, $M_i$ per BN layer |
+| kept | nothing |
+| cost | $F$ floats down, $F + S$ up per client |
+
+$S$ = floats of the running statistics.
+
+## Differs from the paper
+
+How statistics are exchanged is not in what was read; the paper's robust aggregation neither. The warm-up, `pass` and
+`trimmed` are ours. The baseline in HBN's public code averages the means and variances of a client's batches, which
+leaves out the spread between them; it takes the spread of the clients about the mean after the momentum step, divides
+by examples where elements per channel are meant, starts with statistics of 0 and 1, and drops trained gamma, beta and
+eps.
+
+## Law
+
+With one step, full participation and batches proportional to $|D_i|$, a round is one centralized step with frozen BN.
+With $\mu$ = 0 it is FixBN from the end of the warm-up on, bit for bit. By steps, with one step on all data and $\mu$ =
+1, the new statistics are those of one eval-mode pass over the union, at every layer. It is not centralized BN: no
+gradient flows through the statistics.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import TypeVar
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statistics
+from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training
+from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS
+from fedbn_flwr.server.method import Method, Need, RunSettings, setting
+from fedbn_flwr.server.recalibration import from_entries, to_entries
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.training.freezing import hold_eval
+from fedbn_flwr.training.loop import Batches, ClientHook, Entries, Extras
+from fedbn_flwr.training.settings import share_of
+
+__all__ = ["BN_MOMENTS", "FBN", "FBNParams", "GlobalStatistics", "PooledParams", "PooledStatistics", "trimmed"]
+
+BN_MOMENTS = Key("bn-moments", "ArrayRecord: count, mean and m2 of the inputs of each BN layer", "client", "server")
+WARM_UP = Key("fedbn-flwr.statistics-warm-up", "bool: BN normalises with the batches' statistics", "server", "client")
+
+
+class PooledParams(FedAvgParams):
+    """Parameters of methods that train with pooled statistics."""
+
+    statistics_momentum: float = setting(
+        0.1, "mu: the share of a round's pooled statistics in the global ones; 0 = they stay as they are", ge=0, le=1
+    )
+    statistics_warm_up: int = setting(
+        1, "rounds of plain FedAvg at the start; after each of them the pooled statistics replace the global ones", ge=0
+    )
+
+
+class FBNParams(PooledParams):
+    """Parameters of FBN."""
+
+    fbn_measure: Literal["steps", "pass"] = setting(
+        "steps", "which inputs of BN give its statistics: those of all local steps, or of one pass before the first"
+    )
+    statistics_aggregation: Literal["mean", "trimmed"] = setting(
+        "mean", "pooling of the clients' statistics; trimmed (ours) = a mean without the largest and smallest values"
+    )
+    statistics_trim: float = setting(0.2, "share of clients that trimmed leaves out at either end", ge=0, lt=0.5)
+
+
+class GlobalStatistics(ClientHook):
+    """Client half: BN normalises with the received statistics, which do not change; its inputs' moments are merged.
+
+    In a round of the warm-up BN normalises with the batches' statistics. ``surveys``: the moments are those of one pass
+    before the first step.
+    """
+
+    def __init__(self, warm_up: bool) -> None:
+        self._warm_up = warm_up
+        self._layers: list[_BatchNorm] = []
+        self._undo: list[Callable[[], None]] = []
+        self._sums = MomentSums()
+        self._moments: Entries = {}
+
+    def begin(self, model: nn.Module) -> None:
+        """Let the layers that track statistics normalise as the round asks, and note their inputs."""
+        self._layers = list(layers_in_training(model).values())
+        self._hold()
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Restore the layers."""
+        self._release()
+        self._moments = to_entries(self._measured(model), model.state_dict())
+        return {}
+
+    def reply(self) -> Extras:
+        """Return the moments."""
+        return {BN_MOMENTS: self._moments}
+
+    def _measured(self, model: nn.Module) -> dict[str, Moments]:
+        return self._sums.by_path(model)
+
+    def _hold(self) -> None:
+        self._undo = [without_tracking(layer) if self._warm_up else hold_eval(layer) for layer in self._layers]
+        handles = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self._layers]
+        self._undo += [handle.remove for handle in handles]
+
+    def _release(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():  # not in a test in the middle of the training
+            self._sums.add(layer, args[0] if args else kwargs["input"])
+
+
+class SurveyedStatistics(GlobalStatistics):
+    """Client half by a pass: the moments are those of all training data, under the received weights."""
+
+    def __init__(self, warm_up: bool) -> None:
+        super().__init__(warm_up)
+        self._found: dict[str, Moments] = {}
+
+    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
+        """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
+        self._release()
+        size = max(batch_size, 2) if batch_size else 0  # from one example BatchNorm may compute no statistics
+        self._found = reestimate_statistics(model, data, batch_size=size, seed=seed)
+        self._hold()
+
+    def _measured(self, model: nn.Module) -> dict[str, Moments]:
+        return self._found
+
+    def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave the inputs of the steps out."""
+
+
+def without_tracking(layer: _BatchNorm) -> Callable[[], None]:
+    """Let a layer in train mode leave its running statistics and counter as they are; return the undo."""
+    layer.track_running_stats = False
+
+    def undo() -> None:
+        layer.track_running_stats = True
+
+    return undo
+
+
+def trimmed(moments: Sequence[Moments], share: float) -> Moments:
+    """Return the trimmed mean of the clients' statistics per channel, with equal weights.
+
+    Of n clients floor(share n) are left out at either end: first of the means, then of var_i + (mean_i - mean)^2, and
+    of the counts, of which the result has n times the mean.
+    """
+    cut = share_of(share, len(moments))
+
+    def middle(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(values)).sort(0).values[cut : len(values) - cut].mean(0)
+
+    mean = middle([own.mean for own in moments])
+    var = middle([own.m2 / own.count + (own.mean - mean).square() for own in moments])
+    count = round(float(middle([torch.tensor(own.count, dtype=torch.float64) for own in moments])) * len(moments))
+    return Moments(count, mean, count * var)
+
+
+S = TypeVar("S", bound=PooledParams, default=PooledParams)
+
+
+class PooledStatistics(FedAvg[S]):
+    """The common base of methods that train with global statistics, pooled by the server in each round.
+
+    Attributes:
+        num_pooled: rounds whose statistics were pooled so far; the warm-up ends with enough of them.
+    """
+
+    role = "client-hooks"
+    needs_batchnorm = True
+    needs_each_reply = True  # statistics must come back bit for bit, and are pooled from all moments
+    keys: ClassVar[tuple[Key, ...]] = (BN_MOMENTS, WARM_UP)
+    checkpoint_keys = ("num_pooled",)
+
+    num_pooled: int
+
+    @abstractmethod
+    def hook(self) -> str:
+        """Return the name of the client hook."""
+
+    @abstractmethod
+    def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
+        """Return a layer's moments of all clients together; ``weights``: p_i, not normalised."""
+
+    @classmethod
+    def needs(cls, params: S) -> list[Need]:
+        """Add running statistics."""
+        return [Need(f"strategy {cls.name!r}", "FedAvg", frozenset({Part.STATISTICS})), *super().needs(params)]
+
+    @classmethod
+    def extra_statistics(cls, params: S) -> tuple[float, float]:
+        """Return (0, 1): the moments are as large as the running statistics."""
+        return 0.0, 1.0
+
+    @classmethod
+    def unused(cls, params: S, run: RunSettings) -> dict[str, str]:
+        """Return the settings of running statistics that nobody tracks."""
+        return super().unused(params, run) | dict.fromkeys(
+            ("variance", "bn_momentum"), f"{cls.name} tracks no running variances in training"
+        )
+
+    @classmethod
+    def conflicts(cls, params: S, run: RunSettings) -> list[str]:
+        """Refuse batch-renorm, which needs tracked statistics."""
+        found = super().conflicts(params, run)
+        if run.norm == "batch-renorm":
+            found.append(f"{cls.name} tracks no statistics in training; norm=batch-renorm corrects by them")
+        return found
+
+    @classmethod
+    def excludes(cls, other: type[Method[Any]]) -> str:
+        """Refuse methods with statistics of their own: local, frozen, re-estimated or synchronised ones."""
+        if Part.STATISTICS in other.local:
+            return f"the statistics of {other.name} stay with the clients: there are none to pool"
+        if other.freezes_bn or other.reestimates or other.synchronises or issubclass(other, PooledStatistics):
+            return f"{other.name} has another rule for the statistics that {cls.name} pools"
+        return super().excludes(other)
+
+    def beside_updates(self) -> dict[str, str]:
+        """Add the moments."""
+        text = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
+        return {**super().beside_updates(), "moments": text}
+
+    def begin(self) -> None:
+        """Start with the warm-up."""
+        super().begin()
+        self.num_pooled = 0
+
+    def warms_up(self) -> bool:
+        """Return whether the next round trains with the batches' statistics."""
+        return self.num_pooled < self.params.statistics_warm_up
+
+    def phase(self, server_round: int) -> str:
+        """Return "warm-up" as long as it lasts, else the method's own phase."""
+        return "warm-up" if self.warms_up() else super().phase(server_round)
+
+    def divergence_advice(self, server_round: int) -> str:
+        """Name, after the warm-up, statistics that are far from those of the batches."""
+        advice = super().divergence_advice(server_round)
+        if self.run.report.phase == "warm-up":
+            return advice
+        cause = (
+            "Likely cause: the global statistics are those of earlier weights and far from the batches', so BN does "
+            "not keep the activations small. What helped in small runs: a fifth of the learning-rate"
+        )
+        return advice.replace(TOO_LARGE_STEPS, f"{cause}.")  # what a combined method adds stays
+
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
+        """Ask the clients for the moments, and say how BN normalises."""
+        return {**super().hooks_for(server_round), self.hook(): {WARM_UP: self.warms_up()}}
+
+    def extras(self, server_round: int) -> dict[str, State]:
+        """Send an empty record for the moments."""
+        return {**super().extras(server_round), BN_MOMENTS: {}}
+
+    def check(self, server_round: int, reply: Reply, before: State) -> None:
+        """Refuse a reply that changed statistics, or whose moments do not fit the model."""
+        super().check(server_round, reply, before)
+        for name in self._kept_names():
+            if not np.array_equal(reply.state[name], before[name]):
+                raise ClientPartError(
+                    f"entry '{name}' changed in training, which leaves the statistics to the server under {self.name}. "
+                    "Run the client's training inside `with bn_rules(model, msg, context) as rules:`."
+                )
+        from_entries(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts)
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Average; move the statistics towards the pooled ones."""
+        state = super().combine(server_round, replies, before)
+        state |= {name: before[name] for name in self._kept_names()}
+        share = 1.0 if self.warms_up() else self.params.statistics_momentum
+        sent = [from_entries(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts) for reply in replies]
+        weights = self.weights(replies)
+        for layer in self.run.parts.layers:
+            own = [(moments[layer.path], w) for moments, w in zip(sent, weights, strict=True) if layer.path in moments]
+            if own and (total := self.pool(*zip(*own, strict=True))).count > 1:
+                for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
+                    old = before[name := layer.entries[leaf]]
+                    state[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
+        self.num_pooled += 1
+        return state
+
+    def _kept_names(self) -> tuple[str, ...]:
+        return self.run.parts.statistics + self.run.parts.counters
+
+
+class FBN(PooledStatistics[FBNParams]):
+    """FedAvg whose BN layers train with pooled global statistics, by steps or by a pass."""
+
+    name = "fbn"
+    summary_line = "BN trains with global statistics, pooled from the clients' moments in each round"
+    source = "Guerraoui 2024, arXiv:2405.14670"
+    Params = FBNParams
+    client_hooks = {
+        "global-statistics": lambda context: GlobalStatistics(bool(context.config[WARM_UP])),
+        "surveyed-statistics": lambda context: SurveyedStatistics(bool(context.config[WARM_UP])),
+    }
+
+    @classmethod
+    def unused(cls, params: FBNParams, run: RunSettings) -> dict[str, str]:
+        """Return the share of a trimmed mean that is not taken."""
+        found = super().unused(params, run)
+        if params.statistics_aggregation == "mean":
+            found["statistics_trim"] = "it is for statistics-aggregation=trimmed"
+        return found
+
+    def divergence_advice(self, server_round: int) -> str:
+        """Name the measure by steps, whose statistics belong to later weights."""
+        advice = super().divergence_advice(server_round)
+        more = ", or fbn-measure=steps." if self.params.fbn_measure == "pass" else "."
+        return advice.replace("a fifth of the learning-rate.", f"a fifth of the learning-rate{more}")
+
+    def hook(self) -> str:
+        """Return the hook that measures by steps or by a pass."""
+        return "global-statistics" if self.params.fbn_measure == "steps" else "surveyed-statistics"
+
+    def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
+        """Pool with p_i after steps, by counts after a pass; or take the trimmed mean."""
+        if self.params.statistics_aggregation == "trimmed":
+            return trimmed(moments, self.params.statistics_trim)
+        return pool(moments, weights if self.params.fbn_measure == "steps" else None)

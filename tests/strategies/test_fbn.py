@@ -1,0 +1,262 @@
+"""FBN: frozen BN with statistics that move, against centralised steps and passes over the union, in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError, DivergedError
+from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.strategies import FBN, FedAvg, FixBN
+from fedbn_flwr.strategies.fbn import GlobalStatistics, trimmed
+from tests.support.bad_replies import spoiling
+
+SIZES = (6, 13, 9)
+RATE = 0.01
+
+
+def loaded(make: Any, state: Mapping[str, Any]) -> nn.Module:
+    model = make()
+    model.load_state_dict(tensors({name: np.asarray(value) for name, value in state.items()}))
+    return model
+
+
+def union(datasets: list) -> tuple[Tensor, Tensor]:
+    return torch.cat([data.inputs for data in datasets]), torch.cat([data.targets for data in datasets])
+
+
+def inputs_of_layers(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    """The input (values, C) of each BN layer in a pass, by path."""
+    seen: dict[str, Tensor] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+
+            def note(_: Any, args: Any, path: str = path) -> None:
+                seen[path] = args[0].detach().movedim(1, -1).flatten(0, -2)
+
+            layer.register_forward_pre_hook(note)
+    with torch.no_grad():
+        model(inputs)
+    return seen
+
+
+def step(model: nn.Module, datasets: list) -> Mapping[str, Tensor]:
+    """One plain centralised step on the union, in the model's present modes."""
+    inputs, targets = union(datasets)
+    F.cross_entropy(model(inputs), targets).backward()
+    torch.optim.SGD(model.parameters(), RATE).step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("measure", "momentum"), [("steps", 1.0), ("steps", 0.3), ("pass", 0.3)])
+def test_a_round_of_one_step_is_a_centralised_step_with_frozen_bn(
+    federate, points, torchvision_net, measure: str, momentum: float
+) -> None:
+    """And the new statistics are the union's: by steps at every layer, by a pass at the first. It is not BN's step."""
+    datasets = [points(n, i, (3, 40, 40)) for i, n in enumerate(SIZES)]
+    strategy = FBN(fbn_measure=measure, statistics_momentum=momentum)
+    run = federate(strategy, torchvision_net, datasets, rate=RATE, batch_size=0, local_steps=1)
+    assert [report.phase for report in strategy.reports] == ["warm-up", "train", "train"]
+    parameters = dict(torchvision_net().named_parameters())
+    for server_round in (2, 3):
+        before, after = (run.history[server_round + i] for i in (-1, 0))
+        frozen = step(loaded(torchvision_net, before).eval(), datasets)
+        batchnorm = step(loaded(torchvision_net, before).train(), datasets)
+        off = [abs(after[name] - frozen[name].numpy()).max() for name in parameters]
+        assert max(off) < 1e-14
+        assert max(abs(after[name] - batchnorm[name].numpy()).max() for name in parameters) > 1e-3, "no law"
+        model = loaded(torchvision_net, before).train(measure == "pass")
+        wrong = []
+        for path, values in inputs_of_layers(model, union(datasets)[0]).items():
+            for leaf, new in (("running_mean", values.mean(0)), ("running_var", values.var(0))):
+                name = f"{path}.{leaf}"
+                want = (1 - momentum) * before[name] + momentum * new.numpy()
+                wrong.append(abs(after[name] - want).max())
+        assert max(wrong[: 2 if measure == "pass" else None]) < 1e-13
+        assert measure == "steps" or min(wrong[2:4]) > 1e-4, "form (a): not at the second layer"
+
+
+def test_the_warm_up_is_fedavg_and_without_momentum_it_is_fixbn_from_then_on(
+    federate, datasets, mlp, same_bits
+) -> None:
+    run = federate(FBN(statistics_momentum=0.0), mlp, datasets, local_steps=1, batch_size=0)
+    plain = federate(FedAvg(), mlp, datasets, rounds=1, local_steps=1, batch_size=0)
+    weights = [name for name in run.state if name.split(".")[0] != "1" or name in ("1.weight", "1.bias")]
+    same_bits({n: run.history[1][n] for n in weights}, {n: plain.state[n] for n in weights})
+    hidden = mlp()[0](union(datasets)[0]).detach()
+    np.testing.assert_allclose(run.history[1]["1.running_mean"], hidden.mean(0), rtol=1e-13)
+    np.testing.assert_allclose(run.history[1]["1.running_var"], hidden.var(0), rtol=1e-13)
+
+    trained = functools.partial(loaded, mlp, run.history[1])
+    fixed = federate(FixBN(freeze_at=0), trained, datasets, rounds=2, local_steps=1, batch_size=0)
+    for mine, theirs in zip(run.history[1:], fixed.history, strict=True):
+        same_bits(mine, theirs)
+    at_once = federate(FBN(statistics_momentum=0.0, statistics_warm_up=0), trained, datasets)
+    same_bits(at_once.state, federate(FixBN(freeze_at=0), trained, datasets).state)
+
+
+def test_without_batchnorm_it_is_fedavg(federate, datasets, mlp, same_bits, monkeypatch) -> None:
+    """A run is refused, as fbn would have no effect."""
+    model = functools.partial(mlp, norm=False)
+    with pytest.raises(ConfigError, match="strategy 'fbn' needs BatchNorm"):
+        federate(FBN(), model, datasets)
+    monkeypatch.setattr(FBN, "misfits", classmethod(lambda *args: []))
+    same_bits(federate(FBN(), model, datasets).state, federate(FedAvg(), model, datasets).state)
+
+
+@pytest.mark.parametrize("measure", ["steps", "pass"])
+def test_batches_of_one_example_are_used(federate, datasets, mlp, measure: str) -> None:
+    strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
+    run = federate(strategy, mlp, datasets, rounds=1, batch_size=1, local_steps=3)
+    for client in strategy.reports[0].clients.values():
+        assert (client["steps"], client["dropped-batches"]) == (3, 0)
+    assert (run.state["1.running_mean"] != 0).all()
+
+
+def test_far_statistics_are_named_when_the_run_diverges(federate, datasets, mlp) -> None:
+    far = {**mlp().state_dict(), "1.running_var": torch.full((4,), 1e-300).double()}
+    for measure, said in (("steps", "a fifth of the learning-rate."), ("pass", "learning-rate, or fbn-measure=steps.")):
+        strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
+        run = federate(strategy, functools.partial(loaded, mlp, far), datasets, rate=1e300, fails=DivergedError)
+        assert "Likely cause: the global statistics are those of earlier weights" in str(run.error)
+        assert said in str(run.error)
+
+
+def test_a_test_in_the_middle_of_the_training_is_not_measured_and_the_layers_are_restored(mlp, points) -> None:
+    model, hook, data = mlp().train(), GlobalStatistics(warm_up=False), points(8, 1)
+    hook.begin(model)
+    model.train()(data.inputs)
+    with torch.no_grad():
+        model.eval()(1e6 * data.inputs)
+    hook.end(model.train())
+    hidden = model[0](data.inputs).detach()
+    torch.testing.assert_close(hook.reply()["bn-moments"]["1.mean"], hidden.mean(0), rtol=1e-13, atol=1e-13)
+    model(data.inputs)
+    assert model[1].training
+    assert model[1].num_batches_tracked == 1
+
+
+class Layers(nn.Sequential):
+    """BN of a kind, in part without gamma and beta, one layer called twice."""
+
+    def __init__(self, kind: str) -> None:
+        conv, norm = getattr(nn, f"Conv{kind}"), getattr(nn, f"BatchNorm{kind}")
+        twice = norm(3)
+        layers = (conv(2, 3, 3), norm(3, affine=False, eps=1e-2), nn.ReLU(), conv(3, 3, 1), twice, nn.ReLU(), twice)
+        super().__init__(*layers, nn.Flatten(), nn.LazyLinear(3))
+        self.eval()(torch.zeros(2, 2, *[5] * int(kind[0])))
+        self.double()
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d", "3d"])
+def test_kinds_of_batchnorm_in_amp_with_half_of_the_clients(federate, points, kind: str) -> None:
+    """By steps, with several of them: the pooled moments of every call, with the shares of the round's clients."""
+    torch.manual_seed(0)
+    net = Layers(kind)
+    datasets = [points(n, i, (2, *[5] * int(kind[0]))) for i, n in enumerate(SIZES)]
+    seen: dict[int, dict[str, list[Tensor]]] = {}
+
+    class Watched(TorchClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            mine = seen[self.partition_id] = {path: [] for path in ("1", "4")}
+            for path, values in mine.items():
+                layer: Any = self.model[int(path)]
+                layer.register_forward_pre_hook(lambda _, args, values=values: values.append(args[0].detach()))
+            return super().fit(parameters, config)
+
+    strategy = FBN(statistics_momentum=0.25, statistics_warm_up=0, fraction_train=0.6, min_train_nodes=2)
+    run = federate(strategy, lambda: copy.deepcopy(net), datasets, rounds=1, local_steps=3, client=Watched)
+    chosen = strategy.reports[0].participants
+    assert len(chosen) == 2
+    shares = np.array([SIZES[i] for i in chosen]) / sum(SIZES[i] for i in chosen)
+    for path, calls in (("1", 3), ("4", 6)):
+        each = [torch.cat([x.movedim(1, -1).flatten(0, -2) for x in seen[i][path]]).numpy() for i in chosen]
+        assert all(len(seen[i][path]) == calls for i in chosen)
+        mean = sum(p * values.mean(0) for p, values in zip(shares, each, strict=True))
+        var = sum(p * (values.var(0) + (values.mean(0) - mean) ** 2) for p, values in zip(shares, each, strict=True))
+        n = sum(map(len, each))
+        np.testing.assert_allclose(run.state[f"{path}.running_mean"], 0.25 * mean, rtol=1e-12)
+        np.testing.assert_allclose(run.state[f"{path}.running_var"], 0.75 + 0.25 * var * n / (n - 1), rtol=1e-12)
+        assert run.state[f"{path}.num_batches_tracked"] == 0
+    same = run.state["6.running_mean"], run.state["4.running_mean"]
+    assert np.array_equal(*same), "two paths of one layer"
+    amp = federate(FBN(), lambda: copy.deepcopy(net).float(), [lower(data) for data in datasets], amp=True, rounds=2)
+    assert amp.strategy.reports[-1].rejected == {}
+    assert all(np.isfinite(value).all() for value in amp.state.values())
+
+
+def lower(data: Any) -> Any:
+    return type(data)(data.inputs.float(), data.targets)
+
+
+@pytest.mark.parametrize("measure", ["steps", "pass"])
+def test_a_client_that_changed_statistics_is_refused_by_name(federate, datasets, mlp, measure: str) -> None:
+    def spoil(content: Any) -> None:
+        state = tensors({name: np.array(value.numpy()) for name, value in content["arrays"].items()})
+        state["1.running_var"][2] += 1e-9
+        content["arrays"] = type(content["arrays"])(state)
+
+    run = federate(FBN(fbn_measure=measure), mlp, datasets, rounds=2, wrap=functools.partial(spoiling, spoil))
+    for server_round in (1, 2):
+        assert "entry '1.running_var' changed in training, which leaves the statistics to" in run.reason(
+            1, server_round
+        )
+
+
+def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_warm_up(
+    federate, datasets, mlp
+) -> None:
+    def spoil(content: Any) -> None:
+        record = content["bn-moments"]
+        content["bn-moments"] = type(record)({**record, "1.m2": type(record["1.m2"])(-record["1.m2"].numpy())})
+
+    strategy = FBN(min_replies=3)
+    run = federate(strategy, mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(1,)))
+    assert "layer '1': count is" in run.reason(1)
+    assert [report.phase for report in strategy.reports] == ["warm-up", "warm-up", "train"]
+
+
+def lots(count: int, mean: float, var: float) -> Moments:
+    return Moments(count, torch.full((2,), mean).double(), torch.full((2,), var * count).double())
+
+
+def test_a_trimmed_mean_without_trim_is_the_plain_one_and_liars_have_no_effect() -> None:
+    own = [moments_of(torch.randn(7, 2, generator=torch.Generator().manual_seed(i)).double() + i) for i in range(5)]
+    for leaf in ("count", "mean", "m2"):
+        plain = torch.as_tensor(getattr(pool(own, [1.0] * 5), leaf))
+        torch.testing.assert_close(torch.as_tensor(getattr(trimmed(own, 0.0), leaf)), plain, rtol=1e-13, atol=1e-13)
+    liars = [lots(1, 1e9, 1e12), lots(10**9, -1e9, 0.0)]
+    for lies in (liars, liars[:1] * 2, liars[1:] * 2):
+        found = trimmed([*[lots(8, 3.0, 2.0)] * 3, *lies], 0.4)
+        assert (found.count, found.mean.tolist()) == (40, [3.0] * 2)
+        torch.testing.assert_close(found.m2 / found.count, torch.full((2,), 2.0).double())
+    assert trimmed([lots(8, 3.0, 2.0), lots(8, 3.0, 2.0), liars[0]], 0.3).mean[0] > 1e8, "0.3 of 3 leave out nobody"
+
+
+def test_a_run_with_trimmed_statistics_leaves_a_liar_out(federate, points, mlp) -> None:
+    def lie(content: Any) -> None:
+        record = content["bn-moments"]
+        content["bn-moments"] = type(record)({**record, "1.mean": type(record["1.mean"])(np.full(4, 1e6))})
+
+    data, ends = points(8, 1), {}
+    for aggregation in ("mean", "trimmed"):
+        settings = {"statistics_trim": 0.3} if aggregation == "trimmed" else {}
+        strategy = FBN(statistics_aggregation=aggregation, **settings)
+        app = functools.partial(spoiling, lie)
+        ends[aggregation] = federate(strategy, mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1, wrap=app).state
+    hidden = mlp()[0](data.inputs).detach()
+    np.testing.assert_allclose(ends["trimmed"]["1.running_mean"], hidden.mean(0), rtol=1e-12)
+    assert (ends["mean"]["1.running_mean"] > 1e5).all()
+    with pytest.raises(ConfigError, match=r"statistics_trim=0\.3 has no effect: it is for statistics-aggregation=trim"):
+        FBN(statistics_trim=0.3)
