@@ -147,6 +147,13 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `bn-moments` | ArrayRecord: count, mean and m2 of the inputs of each BN layer | client | server | 0.1 |
 | `fedbn-flwr.statistics-warm-up` | bool: BN normalises with the batches' statistics | server | client | 0.1 |
 
+`strategies/hbn.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `bn-alpha` | ArrayRecord: alpha of each BN layer | server, client | client, server | 0.1 |
+| `fedbn-flwr.share-alpha` | bool: the client sends its alpha | server | client | 0.1 |
+
 `strategies/fedtan.py`:
 
 | key | type | writes | reads | since |

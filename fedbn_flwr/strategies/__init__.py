@@ -26,6 +26,7 @@ from fedbn_flwr.strategies.fedtan import FedTAN
 from fedbn_flwr.strategies.fedtan2 import FedTAN2
 from fedbn_flwr.strategies.fedwon import FedWon
 from fedbn_flwr.strategies.fixbn import FixBN
+from fedbn_flwr.strategies.hbn import HBN
 from fedbn_flwr.strategies.mtfl import MTFL
 from fedbn_flwr.strategies.scaffold import Scaffold
 from fedbn_flwr.strategies.silobn import SiloBN
@@ -35,6 +36,7 @@ from fedbn_flwr.training.loop import ClientHook
 
 __all__ = [
     "FBN",
+    "HBN",
     "MTFL",
     "STRATEGIES",
     "FedAdagrad",
@@ -64,7 +66,7 @@ STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
         *(FedAvg, FedProx, Scaffold),
         *(FedAvgM, FedAdam, FedYogi, FedAdagrad),
         *(FedBN, SiloBN, MTFL),
-        *(StaticBN, FixBN, FBN, FedTAN, FedTAN2, FedDNA),
+        *(StaticBN, FixBN, FBN, HBN, FedTAN, FedTAN2, FedDNA),
         *(FedBS, FedWon, Standalone),
     )
 }
@@ -74,9 +76,9 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """Return the strategy that does what all ``methods`` do: ``combined(FixBN, FedProx)(freeze_at=5)``.
 
     Each method changes one place of FedAvg: what stays with the clients (``FedBN``, ``SiloBN``, ``MTFL``), the local
-    training (``FedProx``, ``Scaffold``, ``StaticBN``, ``FixBN``, ``FBN``, ``FedTAN``, ``FedTAN2``) or the server's step
-    (``FedAvgM``, ``FedAdam``, ``FedYogi``, ``FedAdagrad``). The order of the arguments has no meaning. The settings are
-    those of all methods.
+    training (``FedProx``, ``Scaffold``, ``StaticBN``, ``FixBN``, ``FBN``, ``HBN``, ``FedTAN``, ``FedTAN2``) or the
+    server's step (``FedAvgM``, ``FedAdam``, ``FedYogi``, ``FedAdagrad``). The order of the arguments has no meaning.
+    The settings are those of all methods.
 
     Raises:
         ConfigError: two of the methods cannot be combined; the error has the reason of each pair.

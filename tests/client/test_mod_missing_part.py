@@ -12,6 +12,7 @@ from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.mods import local_bn
 from fedbn_flwr.strategies import (
     FBN,
+    HBN,
     MTFL,
     FedAvg,
     FedBN,
@@ -50,6 +51,7 @@ MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
     ),
     "staticbn": (StaticBN, 1, "under staticbn. Run the client's training inside `with bn_rules(model, msg, context):`"),
     "fbn": (FBN, 1, f"client hook 'global-statistics' of strategy 'fbn'. {RUN_INSIDE}"),
+    "hbn": (HBN, 1, f"client hook 'hybrid-statistics' of strategy 'hbn'. {RUN_INSIDE}"),
     "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RUN_INSIDE}"),
     "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RUN_INSIDE}"),
     "fedtan2": (

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import (
     FBN,
+    HBN,
     MTFL,
     FedAvg,
     FedBN,
@@ -74,6 +75,7 @@ HOOKS: dict[str, tuple[Callable[[], FedAvg], float]] = {
     "fedbn and momentum": (functools.partial(FedBN, momentum_scope="global"), 0.9),
     "fixbn, affine too": (functools.partial(FixBN, freeze_at=1, freeze_affine=True), 0.0),
     "fbn by steps": (FBN, 0.9),
+    "hbn": (functools.partial(HBN, share_alpha=True), 0.9),
     "fbn by a pass": (functools.partial(FBN, fbn_measure="pass"), 0.0),
     "fixbn, automatic": (functools.partial(FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e9), 0.0),
 }
@@ -156,7 +158,7 @@ def test_fedbs_weighs_clients_by_the_users_metric(federate, run_app, user_app, d
         np.testing.assert_allclose(theirs.state[name], array, rtol=1e-9)
 
 
-@pytest.mark.parametrize("method", [Scaffold, FixBN, FBN, FedTAN])
+@pytest.mark.parametrize("method", [Scaffold, FixBN, FBN, HBN, FedTAN])
 def test_a_compiled_model_in_the_users_loop_gives_the_same_bits(run_app, user_app, same_bits, method: Any) -> None:
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         return hooked_loop(torch.compile(model, backend="eager"), data, msg, context)

@@ -30,7 +30,7 @@ PARTS = ("affine", "statistics", "counters", "rest")
 # What the papers say of each method; those not named here share everything and send nothing else.
 LOCAL = {"fedbn": PARTS[:3], "silobn": PARTS[1:3], "mtfl": PARTS[:1], "standalone": PARTS}
 VARIATES = {"scaffold"}
-MOMENTS = {"fbn"}
+MOMENTS = {"fbn", "hbn"}
 SYNCHRONISED = {"fedtan": (3, 4), "fedtan2": (3, 4), "feddna": (2, 2)}  # exchanges a layer, numbers a channel
 FROZEN = {"fixbn", "fedtan2"}
 ROUNDS, LAST = 10, 4

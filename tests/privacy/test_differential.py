@@ -217,7 +217,8 @@ REFUSED = {
     "feddna": "exchanges of its first step",
     "fedbs": "losses are the weights",
     "staticbn": "strategy=staticbn collects statistics",
-    "fbn": "moments of BatchNorm's inputs",
+    "fbn": "strategy=fbn sends the moments of BatchNorm's inputs",
+    "hbn": "strategy=hbn sends the moments of BatchNorm's inputs",
     "standalone": "nothing to protect",
 }
 

@@ -343,7 +343,9 @@ def test_a_client_counts_in_steps(federate: Any, datasets: Any) -> None:
         federate(FedAvg(), gn_mlp, datasets, rounds=1, client=clients_with(RecordLevel(1.0)))
 
 
-@pytest.mark.parametrize("name", ["scaffold", "fedtan", "fedtan2", "feddna", "fedbs", "staticbn", "fbn", "standalone"])
+@pytest.mark.parametrize(
+    "name", ["scaffold", "fedtan", "fedtan2", "feddna", "fedbs", "staticbn", "fbn", "hbn", "standalone"]
+)
 def test_methods_that_use_more_than_models_are_refused_by_name(
     federate: Any, mlp: Any, datasets: Any, name: str
 ) -> None:

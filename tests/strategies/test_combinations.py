@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "scaffold": {"server_learning_rate": SERVER_RATE},
     "fixbn": {"freeze_at": T_STAR},
     "fbn": {"statistics_momentum": SHARE},
+    "hbn": {"statistics_momentum": SHARE},
     "fedtan2": {"fedtan_rounds": T_STAR},
     "fedavgm": {"server_learning_rate": SERVER_RATE, "server_momentum": MOMENTUM},
     "fedadam": {"eta": ETA, "tau": TAU, "beta_1": BETA_1, "beta_2": BETA_2},
@@ -39,12 +40,14 @@ LOCAL = ("fedbn", "silobn", "mtfl")
 STEP = ("fedavgm", "fedadam", "fedyogi", "fedadagrad")
 LAWFUL = [
     *itertools.product(LOCAL, ("fedprox", "scaffold", *STEP)),
-    *itertools.product(STEP, ("fedprox", "staticbn", "fixbn", "fbn", "fedtan", "fedtan2")),
-    *itertools.product(("fedprox",), ("scaffold", "staticbn", "fixbn", "fbn", "fedtan", "fedtan2")),
-    *itertools.product(("scaffold",), ("staticbn", "fixbn", "fbn")),
-    *itertools.product(("mtfl",), ("fixbn", "fbn")),
+    *itertools.product(STEP, ("fedprox", "staticbn", "fixbn", "fbn", "hbn", "fedtan", "fedtan2")),
+    *itertools.product(("fedprox",), ("scaffold", "staticbn", "fixbn", "fbn", "hbn", "fedtan", "fedtan2")),
+    *itertools.product(("scaffold",), ("staticbn", "fixbn", "fbn", "hbn")),
+    *itertools.product(("mtfl",), ("fixbn", "fbn", "hbn")),
 ]
 MORE = [
+    ("hbn",),
+    ("fbn",),
     ("mtfl", "fixbn", "fedprox"),
     ("fedbn", "fedprox", "fedadam"),
     ("fixbn", "scaffold", "fedprox"),
@@ -75,6 +78,7 @@ class Reference:
         shared = [name for name in self.trainable if name not in self.local]
         self.c = {name: torch.zeros_like(self.state[name]) for name in shared}
         self.c_own = [{name: value.clone() for name, value in self.c.items()} for _ in datasets]
+        self.alpha = [torch.zeros(4).double().requires_grad_() for _ in datasets]
         self.m = {name: torch.zeros_like(value) for name, value in self.state.items() if value.is_floating_point()}
         self.v = {name: value.clone() for name, value in self.m.items()}
 
@@ -92,6 +96,9 @@ class Reference:
                     layer.eval()
         for client, values in zip(clients, hidden, strict=True) if "fbn" in self.has else ():
             client[1].register_forward_pre_hook(lambda _, args, values=values: values.append(args[0].detach()))
+        self.hybrid = "hbn" in self.has and t > 1
+        if "hbn" in self.has:
+            hidden = [[c[0](self.datasets[i].inputs).detach()] for c, i in zip(clients, chosen, strict=True)]
         total = sum(len(self.datasets[i]) for i in chosen)
         p = [len(self.datasets[i]) / total for i in chosen]
         for step in range(STEPS):
@@ -106,11 +113,18 @@ class Reference:
                         g = g - self.c_own[i][name] + self.c[name]
                     parameter.data -= RATE * g
         ends = [{name: value.clone() for name, value in client.state_dict().items()} for client in clients]
-        still = (frozen and "affine-only" not in self.has) or self.has & {"staticbn", "fbn"}
+        still = (frozen and "affine-only" not in self.has) or self.has & {"staticbn", "fbn", "hbn"}
         fixed = fixed | (self.statistics | self.counters if still else set())
         self.aggregate(t, fixed, chosen, p, starts, ends)
-        if "fbn" in self.has:
+        if self.has & {"fbn", "hbn"}:
             self.pool(1.0 if t == 1 else SHARE, p, [torch.cat(values) for values in hidden])
+
+    def mixed(self, client: nn.Module, i: int) -> Tensor:
+        """The outputs of Linear, BatchNorm with mixed statistics, ReLU, Linear."""
+        h, layer, a = client[0](self.datasets[i].inputs), client[1], 1 / (1 + self.alpha[i].exp())
+        mean = a * h.mean(0) + (1 - a) * layer.running_mean
+        var = a * ((h - h.mean(0)) ** 2).mean(0) + (1 - a) * layer.running_var
+        return client[3]((layer.weight * (h - mean) / (var + layer.eps).sqrt() + layer.bias).relu())
 
     def pool(self, share: float, p: Sequence[float], inputs: Sequence[Tensor]) -> None:
         """Move the statistics towards those of the inputs of all clients' steps."""
@@ -121,10 +135,14 @@ class Reference:
             self.state[name] = (1 - share) * self.state[name] + share * new
 
     def gradients(self, client: nn.Module, i: int, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        loss = F.cross_entropy(client(self.datasets[i].inputs), self.datasets[i].targets)
+        alpha = self.alpha[i]
+        outputs = self.mixed(client, i) if self.hybrid else client(self.datasets[i].inputs)
+        loss = F.cross_entropy(outputs, self.datasets[i].targets)
         if "fedprox" in self.has:
             loss = loss + MU / 2 * sum(((q - start[n]) ** 2).sum() for n, q in client.named_parameters())
-        found = torch.autograd.grad(loss, list(client.parameters()))
+        *found, of_alpha = torch.autograd.grad(loss, [*client.parameters(), alpha], allow_unused=not self.hybrid)
+        if self.hybrid:
+            alpha.data -= RATE * of_alpha
         gradients = dict(zip(self.trainable, found, strict=True))
         if "agc" in self.has:
             for name, q in [*client.named_parameters()][:-2]:  # not the classifier's weight and bias

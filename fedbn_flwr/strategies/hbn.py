@@ -1,0 +1,243 @@
+r"""HBN: BatchNorm trains with a mixture of batch and global statistics; each client learns its share per channel.
+
+Chen, Xu, Wu, Kittler 2025, "Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated
+Learning", ICML, PMLR 267:9500-9515, arXiv:2505.21877. Written after the abstract, the figure of the layer and the
+public code (HybridBN, commit 1c0e151); the full text was not read.
+
+## Problem
+
+A batch's statistics differ between clients, and from those of the test. Global statistics alone, as in FBN and FixBN,
+lose what keeps BN stable: the gradient through the statistics, and values that fit the present weights. HBN takes a
+part of each.
+
+## Algorithm
+
+In training, with the batch's mean $\mu_B$ and biased variance $v_B$, the global $\mu_g$ and $v_g$, and
+$a = \mathrm{sigmoid}(-\alpha)$ per channel:
+
+$$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
+y = \gamma \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
+
+$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the parameters, with their learning rate and
+without weight decay, and it stays with the client. Gradients flow through $\mu_B$, $v_B$ and $\alpha$. In tests
+$\mu_g$ and $v_g$ normalise.
+
+A client first passes its data through the received weights, each batch normalised with its own statistics, and then
+trains; it sends the moments of the pass. The server merges them by their counts, as StaticBN, to $(m, v)$, and moves
+the global statistics with $\mu$ = `statistics-momentum`:
+
+$$(\mu_g, v_g) \leftarrow (1 - \mu) (\mu_g, v_g) + \mu \, (m, v)$$
+
+The first `statistics-warm-up` rounds with a result are FedAvg's, and the pooled statistics replace the global ones.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state; with `share-alpha` the mean of $\alpha$, for clients that have none yet |
+| sent up | the whole state, its running statistics as received; a count, $m_i$, $M_i$ per BN layer; with it $\alpha$ |
+| kept | $\alpha$ |
+| cost | $F$ floats down, $F + S$ up per client; with `share-alpha` $S/2$ more each way; a pass over the data |
+
+$S$ = floats of the running statistics.
+
+## Differs from the paper
+
+Ours: the warm-up, the momentum of 0.1, no weight decay on $\alpha$, tests with the global statistics as they are
+(`recalibrate=true` gathers them anew before each test). The public code differs from what the figure and the abstract
+say:
+
+1. Its $a$ is sigmoid(+$\alpha$). Both start at 1/2; saved values cannot be exchanged.
+2. Its pass records the mixed statistics, whose fixed point has too small a variance between clients: $a$ times it.
+3. Its pass reads one batch: the first 64 examples in index order, which are a client's lowest classes, augmented.
+4. Clients count there with at most 64 examples, and counts are examples, not elements per channel.
+5. The momentum in training is 0.002: after 501 rounds the constants 0 and 1 of the start still weigh 37 % or more.
+6. Its tests use statistics gathered once more from the participants of that round; the saved model is another one.
+7. $\alpha$ is averaged into the global model, too, until a client has its own.
+8. Only BatchNorm2d without its trained values; gradients clipped to norm 10; small last batches and clients left out.
+
+## Law
+
+With $a$ = 1 the layer is BatchNorm in train mode, with $a$ = 0 a round is FBN's with `fbn-measure=pass`. Where batch
+and global statistics are equal, $\alpha$ has no effect and no gradient. The pooled statistics of the first BN layer are
+those of one pass over the union. A round of one step is a centralized step with frozen BN only for $a$ = 0; otherwise
+it is no centralized step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
+from fedbn_flwr.batchnorm.reestimation import Moments, pool
+from fedbn_flwr.batchnorm.taken_forward import batch_statistics, take_forward
+from fedbn_flwr.batchnorm.taken_forward import normalise as normalised
+from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.strategies.fbn import WARM_UP, PooledParams, PooledStatistics, SurveyedStatistics
+from fedbn_flwr.training.loop import Entries, Extras
+
+__all__ = ["HBN", "HBNParams", "HybridStatistics"]
+
+ALPHA = Key("bn-alpha", "ArrayRecord: alpha of each BN layer", "server, client", "client, server")
+SHARE_ALPHA = Key("fedbn-flwr.share-alpha", "bool: the client sends its alpha", "server", "client")
+
+
+class HBNParams(PooledParams):
+    """Parameters of HBN."""
+
+    share_alpha: bool = setting(False, "clients share alpha; its mean is where a client without its own one starts")
+
+
+class HybridStatistics(SurveyedStatistics):
+    """Client half: BN normalises with a sigmoid(-alpha) share of the batch's statistics; alpha learns and stays here.
+
+    In a round of the warm-up BN normalises with the batches' statistics, and alpha does not change.
+    """
+
+    initial = 0.0
+
+    def __init__(self, warm_up: bool, share: bool) -> None:
+        super().__init__(warm_up)
+        self._share = share
+        self._given: Entries = {}
+        self._model: nn.Module
+        self._alpha: dict[nn.Module, nn.Parameter] = {}
+
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take the kept alpha; without one, the server's."""
+        self._given = {**sent.get(ALPHA, {}), **kept}
+
+    def begin(self, model: nn.Module) -> None:
+        """Take over the forward pass of the layers, each with its alpha."""
+        self._model = model
+        super().begin(model)
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer train alpha, with the rate of its first group and without weight decay."""
+        if self._alpha and not self._warm_up:
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.add_param_group({"params": list(self._alpha.values()), "lr": rate, "weight_decay": 0.0})
+
+    def takes_one_value(self, layer: nn.Module) -> bool:
+        """Return whether the layer has global statistics beside the batch's."""
+        return not self._warm_up and layer in self._alpha
+
+    def reply(self) -> Extras:
+        """Return the moments, and alpha if clients share it."""
+        return {**super().reply(), **({ALPHA: self.keep()} if self._share else {})}
+
+    def keep(self) -> Entries:
+        """Return alpha by layer path."""
+        paths = self._model.named_modules(remove_duplicate=False)
+        return {_name(path): self._alpha[m].detach() for path, m in paths if m in self._alpha}
+
+    def _hold(self) -> None:
+        if not self._alpha:
+            first = {m: path for path, m in self._model.named_modules() if m in set(self._layers)}
+            self._alpha = {layer: self._start_of(layer, first[layer]) for layer in self._layers}
+        if self._warm_up:
+            super()._hold()
+        else:
+            self._undo = [take_forward(self._model, self._mixed)]
+
+    def _start_of(self, layer: _BatchNorm, path: str) -> nn.Parameter:
+        like: Tensor = layer.running_mean  # type: ignore[assignment]
+        zero = torch.full_like(like, self.initial, dtype=torch.promote_types(like.dtype, torch.float32))
+        given = self._given.get(_name(path))
+        return nn.Parameter(zero if given is None else given.to(zero).clone())
+
+    def _mixed(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+        share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)
+        old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
+        old_var: Tensor = layer.running_var  # type: ignore[assignment]
+        return normalised(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
+
+
+class HBN(PooledStatistics[HBNParams]):
+    """FedAvg whose BN layers train with a learned mixture of batch and pooled global statistics.
+
+    Attributes:
+        alpha: the mean of the clients' alpha by entry, if they share it; empty before.
+    """
+
+    name = "hbn"
+    summary_line = "BN trains with a learned mixture of batch and pooled global statistics"
+    source = "Chen 2025, arXiv:2505.21877"
+    Params = HBNParams
+    client_hooks = {
+        "hybrid-statistics": lambda context: HybridStatistics(
+            bool(context.config[WARM_UP]), bool(context.config[SHARE_ALPHA])
+        )
+    }
+    keys = (ALPHA, SHARE_ALPHA)
+    checkpoint_keys = ("alpha",)
+
+    alpha: dict[str, Any]
+
+    @classmethod
+    def extra_statistics(cls, params: HBNParams) -> tuple[float, float]:
+        """Add alpha, which has one number per channel."""
+        down, up = super().extra_statistics(params)
+        return (down + 0.5, up + 0.5) if params.share_alpha else (down, up)
+
+    def begin(self) -> None:
+        """Start without a mean of alpha."""
+        super().begin()
+        self.alpha = {}
+
+    def hook(self) -> str:
+        """Return the hook that mixes."""
+        return "hybrid-statistics"
+
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
+        """Say whether the clients share alpha."""
+        hooks = super().hooks_for(server_round)
+        hooks[self.hook()][SHARE_ALPHA] = self.params.share_alpha
+        return hooks
+
+    def extras(self, server_round: int) -> dict[str, State]:
+        """Send the mean of alpha if the clients share it."""
+        sent = super().extras(server_round)
+        return {**sent, ALPHA: self.alpha} if self.params.share_alpha else sent
+
+    def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
+        """Merge by the counts of the passes."""
+        return pool(moments)
+
+    def check(self, server_round: int, reply: Reply, before: State) -> None:
+        """Refuse alpha that does not fit the model."""
+        super().check(server_round, reply, before)
+        shapes = self._shapes(before)
+        for name, array in reply.extras.get(ALPHA, {}).items():
+            if name not in shapes or array.shape != shapes[name]:
+                raise ReplyError(f"record '{ALPHA}': entry '{name}' of shape {array.shape} does not fit the model")
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Average alpha, too, each entry over the clients that have it."""
+        state, weights = super().combine(server_round, replies, before), self.weights(replies)
+        for name in self._shapes(before) if self.params.share_alpha else ():
+            own = [(r.extras[ALPHA][name], w) for r, w in zip(replies, weights, strict=True) if name in _alpha_of(r)]
+            if own:
+                arrays, shares = zip(*own, strict=True)
+                self.alpha[name] = weighted_sum(arrays, normalise(shares)).astype(arrays[0].dtype)
+        return state
+
+    def _shapes(self, before: State) -> dict[str, tuple[int, ...]]:
+        layers = [layer for layer in self.run.parts.layers if "running_mean" in layer.entries]
+        return {_name(layer.path): before[layer.entries["running_mean"]].shape for layer in layers}
+
+
+def _alpha_of(reply: Reply) -> Mapping[str, Any]:
+    return reply.extras.get(ALPHA, {})
+
+
+def _name(path: str) -> str:
+    return f"{path}.alpha".removeprefix(".")

@@ -1,0 +1,257 @@
+"""HBN: the layer between batch and global statistics, alpha that stays with the client, and what is no law."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.reestimation import merge
+from fedbn_flwr.batchnorm.taken_forward import MomentSums, batch_statistics, normalise
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.strategies import FBN, HBN, FedAvg
+from fedbn_flwr.strategies.hbn import HybridStatistics
+from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
+from tests.strategies.test_fbn import RATE, Layers, inputs_of_layers, loaded, lower, step, union
+from tests.support.bad_replies import spoiling
+
+SIZES = (6, 13, 9)
+
+
+def hybrid(model: nn.Module, alpha: float) -> HybridStatistics:
+    """The hook, with the model in its hands."""
+    hook = HybridStatistics(warm_up=False, share=False)
+    hook.initial = alpha
+    hook.begin(model)
+    return hook
+
+
+def trained(make: Any, x: Tensor) -> nn.Module:
+    """A model whose statistics are not the batch's, and gamma and beta not 1 and 0."""
+    torch.manual_seed(0)
+    model = make()
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            for parameter in layer.parameters():
+                nn.init.normal_(parameter)
+    with torch.no_grad():
+        model.train()(x)
+    return model
+
+
+def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of a sum of it by the parameters."""
+    out = model(x)
+    return [out.detach(), *torch.autograd.grad((out * out.detach().sin()).sum(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize(("alpha", "train"), [(-800.0, True), (800.0, False)])
+@pytest.mark.parametrize("kind", ["1d", "2d", "3d", "torchvision"])
+def test_at_its_ends_the_layer_is_batchnorm_in_train_and_in_eval_mode(
+    kind: str, alpha: float, train: bool, torchvision_net
+) -> None:
+    shape = (6, 3, 40, 40) if kind == "torchvision" else (6, 2, *[5] * int(kind[0]))
+    make = torchvision_net if kind == "torchvision" else functools.partial(Layers, kind)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 + 1
+    model = trained(make, x[:4])
+    plain = copy.deepcopy(model).train(train)
+    start, tested = copy.deepcopy(model.state_dict()), copy.deepcopy(model).eval()
+    hook = hybrid(model.train(), alpha)
+    for mine, want in zip(outcome(model, x), outcome(plain, x), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-10)
+    assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(model.eval()(x), tested(x)), "a test uses the global statistics"
+    hook.end(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+def test_where_batch_and_global_statistics_are_equal_alpha_has_no_part(kind: str) -> None:
+    layer = getattr(nn, f"BatchNorm{kind}")(3).double()
+    x = torch.randn(6, 3, *[4] * (kind == "2d"), *[4] * (kind == "2d")).double()
+    layer.running_mean, layer.running_var = batch_statistics(x)
+    found = []
+    for alpha in (-2.0, 0.5):
+        own = copy.deepcopy(layer)
+        hook = hybrid(own, alpha)
+        out = own(x)
+        (gradient,) = torch.autograd.grad(out.square().sum(), [hook._alpha[own]])
+        assert gradient.abs().max() < 1e-14
+        found.append(out.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-14)
+
+
+def test_gradients_of_input_and_alpha_are_those_of_differences() -> None:
+    layer = nn.BatchNorm2d(2).double()
+    layer.running_mean += 0.3
+    layer.running_var *= 1.7
+    hook = hybrid(layer, 0.0)
+
+    def out(x: Tensor, alpha: Tensor) -> Tensor:
+        hook._alpha[layer] = alpha  # type: ignore[assignment]
+        return layer(x)
+
+    x, alpha = torch.randn(3, 2, 2, 1).double().requires_grad_(), torch.tensor([0.4, -0.7]).double().requires_grad_()
+    assert torch.autograd.gradcheck(out, (x, alpha))
+
+
+@pytest.mark.parametrize("alpha", [800.0, 0.0])
+def test_only_without_the_batch_a_round_is_a_centralised_step_with_frozen_bn_and_fbns(
+    federate, points, torchvision_net, monkeypatch, alpha: float
+) -> None:
+    """And the pooled statistics of form (a) are the union's at the first layer, not at the second."""
+    monkeypatch.setattr(HybridStatistics, "initial", alpha)
+    datasets = [points(n, i, (3, 40, 40)) for i, n in enumerate(SIZES)]
+    settings = {"rounds": 2, "rate": RATE, "batch_size": 0, "local_steps": 1}
+    run = federate(HBN(statistics_momentum=1.0), torchvision_net, datasets, **settings)
+    before, after = run.history[1:]
+    names = dict(torchvision_net().named_parameters())
+    off = []
+    for train in (False, True):
+        want = step(loaded(torchvision_net, before).train(train), datasets)
+        off.append(max(abs(after[name] - want[name].numpy()).max() for name in names))
+    if alpha:
+        same = federate(FBN(fbn_measure="pass", statistics_momentum=1.0), torchvision_net, datasets, **settings)
+        assert max(abs(after[name] - value).max() for name, value in same.state.items()) < 1e-13
+        assert off[0] < 1e-13
+    else:
+        assert off[0] > 1e-3, "no law"
+    assert off[1] > 1e-3, "no law"
+    model = loaded(torchvision_net, before).train()
+    first, second, *_ = inputs_of_layers(model, union(datasets)[0]).items()
+    wrong = [abs(after[f"{path}.running_mean"] - values.mean(0).numpy()).max() for path, values in (first, second)]
+    assert wrong[0] < 1e-13
+    assert wrong[1] > 1e-4
+
+
+def test_a_survey_in_eval_mode_would_be_the_unions_at_every_layer(points, torchvision_net) -> None:
+    """Form (b), for any split and batch size."""
+    datasets = [points(n, i, (3, 40, 40)) for i, n in enumerate(SIZES)]
+    model = trained(torchvision_net, datasets[0].inputs).eval()
+    each = []
+    for data, size in zip(datasets, (1, 4, 9), strict=True):
+        sums, mine = MomentSums(), copy.deepcopy(model)
+        for layer in mine.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.register_forward_pre_hook(lambda layer, args, sums=sums: sums.add(layer, args[0]))
+        with torch.no_grad():
+            for inputs in data.inputs.split(size):
+                mine(inputs)
+        each.append(sums.by_path(mine))
+    for path, values in inputs_of_layers(model, union(datasets)[0]).items():
+        found = functools.reduce(merge, (own[path] for own in each))
+        torch.testing.assert_close(found.mean, values.mean(0), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(found.variance, values.var(0), rtol=1e-12, atol=1e-13)
+
+
+def kept_alpha(run: Any, partition: int) -> np.ndarray:
+    kept = from_record(run.context(partition).state.array_records["fedbn-flwr.rules"])
+    return kept["HybridStatistics/1.alpha"]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_alpha_stays_with_its_client_and_its_mean_starts_others_if_it_is_shared(
+    federate, points, mlp, share: bool
+) -> None:
+    """Client 2 is away until the last round; its alpha begins at the mean of the others' or at 0."""
+    datasets = [points(size, i) for i, size in enumerate(SIZES)]
+    strategy = HBN(share_alpha=share)
+    run = federate(strategy, mlp, datasets, rounds=3, hide={1: [2], 2: [2]}, weight_decay=0.9)
+    first = federate(HBN(share_alpha=share), mlp, datasets, rounds=2, hide={1: [2], 2: [2]}, weight_decay=0.9)
+    own = [kept_alpha(first, i) for i in (0, 1)]
+    assert all((alpha != 0).all() for alpha in own)
+    assert (own[0] != own[1]).all()
+    given = [message.content["bn-alpha"] for message in run.grid.sent if "bn-alpha" in message.content]
+    names = {name for m in run.grid.received if m.has_content() for name in m.content.array_records}
+    assert ("bn-alpha" in names) is share
+    if not share:
+        assert given == []
+        return
+    mean = (SIZES[0] * own[0] + SIZES[1] * own[1]) / (SIZES[0] + SIZES[1])
+    np.testing.assert_allclose(from_record(given[-1])["1.alpha"], mean, rtol=1e-12)
+    reports = [report.train for report in federate(HBN(share_alpha=True), mlp, datasets, rounds=2).strategy.reports]
+    predicted = inspect_model(mlp(), "hbn", len(datasets), Config.make({"strategy": "hbn", "share-alpha": True}))
+    assert [predicted.first, predicted.later] == reports
+
+
+def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points) -> None:
+    model, data = mlp().train(), points(8, 1)
+    hook = hybrid(model, 0.3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.7)
+    hook.start(model, optimizer)
+    model(data.inputs).square().sum().backward()
+    gradient = hook._alpha[model[1]].grad
+    assert gradient is not None
+    optimizer.step()
+    torch.testing.assert_close(hook.keep()["1.alpha"], 0.3 - 0.05 * gradient)
+    for name in ("sgd", "adam", "adamw"):
+        made = make_optimizer(model, LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, weight_decay=0.7))
+        hook.start(model, made)
+        assert [group["weight_decay"] for group in made.param_groups] == [0.7, 0.0]
+
+
+def test_batches_of_one_example_are_used_and_a_warm_up_is_fedavg(federate, datasets, mlp, same_bits) -> None:
+    strategy = HBN(statistics_warm_up=0)
+    federate(strategy, mlp, datasets, rounds=1, batch_size=1, local_steps=3)
+    assert all((c["steps"], c["dropped-batches"]) == (3, 0) for c in strategy.reports[0].clients.values())
+    run = federate(HBN(), mlp, datasets, rounds=1)
+    plain = federate(FedAvg(), mlp, datasets, rounds=1)
+    weights = [name for name in run.state if "running" not in name and "tracked" not in name]
+    same_bits({n: run.state[n] for n in weights}, {n: plain.state[n] for n in weights})
+    assert (kept_alpha(run, 0) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d", "3d"])
+def test_kinds_of_batchnorm_without_affine_in_amp(federate, points, kind: str) -> None:
+    """One layer twice, and two paths of it: one alpha."""
+    torch.manual_seed(0)
+    net = Layers(kind).float()
+    datasets = [lower(points(n, i, (2, *[5] * int(kind[0])))) for i, n in enumerate(SIZES)]
+    run = federate(HBN(share_alpha=True), lambda: copy.deepcopy(net), datasets, amp=True)
+    assert run.strategy.reports[-1].rejected == {}
+    assert list(run.strategy.alpha) == ["1.alpha", "4.alpha", "6.alpha"]
+    assert run.strategy.alpha["4.alpha"].dtype == np.float32
+    assert np.array_equal(run.strategy.alpha["4.alpha"], run.strategy.alpha["6.alpha"])
+    assert all(np.isfinite(value).all() for value in run.state.values())
+    assert (run.state["4.num_batches_tracked"], (run.state["4.running_mean"] != 0).all()) == (0, True)
+
+
+def test_alpha_that_does_not_fit_and_changed_statistics_are_refused(federate, datasets, mlp) -> None:
+    def alpha(content: Any) -> None:
+        content["bn-alpha"] = to_record({"1.alpha": np.zeros(5)})
+
+    run = federate(HBN(share_alpha=True), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, alpha))
+    assert run.reason(1).endswith("record 'bn-alpha': entry '1.alpha' of shape (5,) does not fit the model")
+
+    def moved(content: Any) -> None:
+        state = {name: np.array(value) for name, value in from_record(content["arrays"]).items()}
+        state["1.running_mean"] += 1
+        content["arrays"] = to_record(state)
+
+    run = federate(HBN(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, moved))
+    assert "entry '1.running_mean' changed in training, which leaves" in run.reason(1)
+
+
+def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:
+    with pytest.raises(ConfigError, match="strategy 'hbn' needs BatchNorm"):
+        federate(HBN(), functools.partial(mlp, norm=False), datasets)
+
+
+def test_the_mixed_layer_is_the_formula() -> None:
+    layer, x = nn.BatchNorm1d(2, eps=1e-3).double(), torch.randn(5, 2).double()
+    layer.running_mean += 2
+    layer.running_var *= 3
+    hybrid(layer, 0.8)
+    a = 1 / (1 + np.exp(0.8))
+    mean, var = a * x.mean(0) + (1 - a) * 2, a * x.var(0, correction=0) + (1 - a) * 3
+    torch.testing.assert_close(layer(x), (x - mean) / (var + 1e-3).sqrt(), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(layer(x), normalise(layer, x, mean, var), rtol=1e-13, atol=1e-14)
