@@ -269,7 +269,7 @@ class Config(_MethodSettings):
         "methods",
         "",
         "comma list of methods whose local training is added to the strategy: fedprox, scaffold, staticbn, fixbn, "
-        "fedtan, fedtan2",
+        "fbn, hbn, fedtan, fedtan2",
     )
     server_step: str = _key(
         "methods",

@@ -127,7 +127,20 @@ def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
     assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines
 
 
-WORKING = ["fedavg", "fedprox", "scaffold", "fedbn", "silobn", "mtfl", "fixbn", "fedtan", "fedtan2", "feddna", "fedbs"]
+WORKING = [
+    "fedavg",
+    "fedprox",
+    "scaffold",
+    "fedbn",
+    "silobn",
+    "mtfl",
+    "fixbn",
+    "fedtan",
+    "fedtan2",
+    "feddna",
+    "fedbs",
+    "hbn",
+]
 
 
 @pytest.mark.parametrize("strategy", [*WORKING, "standalone"])

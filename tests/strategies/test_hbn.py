@@ -183,6 +183,13 @@ def test_alpha_stays_with_its_client_and_its_mean_starts_others_if_it_is_shared(
     assert [predicted.first, predicted.later] == reports
 
 
+def test_the_kept_alpha_comes_before_the_shared_one(mlp) -> None:
+    hook = HybridStatistics(warm_up=False, share=True)
+    hook.receive({"bn-alpha": {"1.alpha": torch.ones(4)}}, {"1.alpha": torch.full((4,), 2.0)})
+    hook.begin(mlp())
+    assert hook.keep()["1.alpha"].tolist() == [2.0] * 4
+
+
 def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points) -> None:
     model, data = mlp().train(), points(8, 1)
     hook = hybrid(model, 0.3)

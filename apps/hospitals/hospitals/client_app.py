@@ -30,6 +30,7 @@ def train(msg: Message, context: Context):
     settings, config = context.run_config, msg.content["config"]
     order = torch.Generator().manual_seed(1000 * config["server-round"] + context.node_config["partition-id"])
     with bn_rules(model, msg, context) as rules:
+        rules.survey(DataLoader(data, settings["batch-size"]))
         loss = train_fn(model, data, settings["local-epochs"], config["lr"], settings["batch-size"], order, rules)
     metrics = MetricRecord({"train-loss": loss, "num-examples": len(data)})
     return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
