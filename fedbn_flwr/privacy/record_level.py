@@ -27,9 +27,10 @@ are those of public weights (``init``), or the initial 0 and 1.
 ## What it protects
 
 Whether an example is among a client's training data, against everybody who sees what leaves the client, the server
-included. Noise and the drawn examples come from the operating system's entropy. Everything else that depends on the
-data stays with the client; $|D_i|$ is public. The noise has the precision of floating point numbers: attacks on its
-last bits (Mironov 2012) are not covered.
+included. Noise and the drawn examples come from the operating system's entropy, and so do the masks of dropout and the
+augmentation: which of them an example gets depends on the other examples of its batch, so that with draws that somebody
+knows the sum would change by more than $C$. Everything else that depends on the data stays with the client; $|D_i|$ is
+public. The noise has the precision of floating point numbers: attacks on its last bits (Mironov 2012) are not covered.
 
 ## Differs from the paper
 
@@ -39,17 +40,18 @@ batch fails. An example whose gradient is not finite adds nothing.
 ## Law
 
 Without noise and with a large $C$ a step is the ordinary one of the same batch. One example changes the sum by at most
-$C$.
+$C$, given the masks and the augmentation of each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -59,7 +61,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
-from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, Passes
+from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, Passes, Stream
+from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import LossFn, Task
 from fedbn_flwr.training.wrappers import unwrap
@@ -74,6 +77,7 @@ WAY_OUT = (
 PROTECTED_HOOKS = ("freeze-bn", "proximal", "momentum", "agc")
 """Client hooks that use nothing of the data but the gradients with noise."""
 
+_STATE = slice(24, 24 + 624 * 8)  # of torch's generator on the CPU: the words of the Mersenne Twister
 _AT_ONCE = 2**26  # numbers in the gradients of the examples that are in memory at the same time
 
 
@@ -110,7 +114,8 @@ class RecordLevel:
 class DPSGD(Passes):
     """The steps of one client.
 
-    ::
+    Masks of dropout are drawn from the settings' noise, too. Augmentation must be, in a loop of your own: use
+    ``generator()``. ::
 
         dp = DPSGD(RecordLevel(noise_multiplier=1.0, clipping_norm=1.0), num_examples=len(inputs), batch_size=32)
         for positions in dp.draw(steps=100):
@@ -160,13 +165,38 @@ class DPSGD(Passes):
             ConfigError: the model has a wrapper, or the gradient of one example cannot be computed.
         """
         _check(model)
-        total, losses, outputs = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
+        with self._own_randomness():
+            total, losses, outputs = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
         deviation = self.settings.noise_multiplier * self.settings.clipping_norm
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 noise = torch.from_numpy(self.settings.noise.normal(parameter.shape)).to(parameter)
                 parameter.grad = (total[name] + deviation * noise) / self._expected
         return losses.nanmean() if len(losses) else losses.new_zeros(()), outputs
+
+    def generator(self) -> torch.Generator:
+        """Return a generator on the CPU that nobody can repeat, for the augmentation: from the settings' noise.
+
+        All of its state is drawn, because torch keeps 32 bits of a seed there, and these can be searched.
+        """
+        noise, generator = self.settings.noise, torch.Generator()
+        state = generator.manual_seed(int(noise.uniform(1)[0] * 2**53)).get_state()
+        words = state[_STATE].view(torch.int64)
+        words.copy_(torch.from_numpy((noise.uniform(len(words)) * 2**32).astype(np.int64)))
+        generator.set_state(state)
+        return generator
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Draw from such a generator in the block: the default one on the CPU; on CUDA the seed has 53 bits."""
+        generator = self.generator()
+        with seeded(generator.initial_seed()):
+            torch.default_generator.set_state(generator.get_state())
+            yield
+
+    def stream(self, stream: Stream) -> Stream:
+        """Return what makes generators that do not follow the seed of the run."""
+        return lambda purpose: self.generator()
 
     def batches(
         self, model: nn.Module, settings: LocalTraining, num_examples: int, generator: torch.Generator

@@ -136,6 +136,10 @@ class ClientHook:
 class Passes:
     """How a step draws its batch and computes its gradients: here as the settings say, in one backward pass."""
 
+    def stream(self, stream: Stream) -> Stream:
+        """Return what makes the generators of a round, given that of ``train``."""
+        return stream
+
     def batches(
         self, model: nn.Module, settings: LocalTraining, num_examples: int, generator: torch.Generator
     ) -> Iterator[Tensor]:
@@ -234,6 +238,7 @@ def train(
     for hook in hooks:
         hook.survey(bare, data, settings.batch_size, seed)
     optimizer, passes = optimizer or make_optimizer(model, settings), passes or Passes()
+    stream = passes.stream(stream)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     for hook in hooks:

@@ -216,6 +216,55 @@ def test_an_empty_batch_is_a_step_of_noise(points: Any) -> None:
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
+class Draws:
+    """One example; notes what a batch's generator and the default generators draw."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        self.drawn += [float(torch.rand((), generator=generator)), float(torch.rand(())), float(np.random.rand())]
+        return torch.ones(len(positions), 5), torch.zeros(len(positions), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_masks_and_augmentation_do_not_follow_the_seed_of_the_run(secret: bool) -> None:
+    """With draws that are known, the removal of one example changes the masks of the others."""
+
+    def draws() -> tuple[list[float], Tensor]:
+        data, dp = Draws(), DPSGD(RecordLevel(1.0) if secret else RecordLevel(1.0, noise=SeededNoise(0)), 8, 0)
+        trained(nn.Linear(5, 3), data, dp, [], local_steps=2, batch_size=0)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5))
+        _, outputs = dp.backward(model, F.cross_entropy, torch.ones(4, 5), torch.zeros(4, dtype=torch.int64))
+        return data.drawn, outputs == 0
+
+    (one, masks), (two, others) = draws(), draws()
+    assert len({*one, *two}) == (12 if secret else 6)
+    assert torch.equal(masks, others) == (not secret)
+    assert len(masks.unique(dim=0)) == 4  # each example has a mask of its own
+
+
+def test_a_generator_has_more_entropy_than_a_seed() -> None:
+    """Torch's generator on the CPU keeps 32 bits of a seed, which can be searched."""
+
+    def values(generator: torch.Generator) -> list[float]:
+        return torch.rand(1300, generator=generator).tolist()
+
+    def drawn(last: float) -> list[float]:
+        noise = SeededNoise(0)
+        words = [float(noise.uniform(1)[0]), *noise.uniform(623), last]
+        noise.uniform = lambda size: np.array([words.pop(0) for _ in range(size)])  # type: ignore[method-assign]
+        return values(DPSGD(RecordLevel(1.0, noise=noise), 8, 2).generator())
+
+    assert values(torch.Generator().manual_seed(5)) == values(torch.Generator().manual_seed(5 + 2**32))
+    assert drawn(0.25) == drawn(0.25) != drawn(0.5)
+    assert np.mean(values(DPSGD(RecordLevel(1.0), 8, 2).generator())) == pytest.approx(0.5, abs=0.05)
+
+
 class Item(nn.Module):
     def __init__(self) -> None:
         super().__init__()
