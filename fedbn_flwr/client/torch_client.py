@@ -226,7 +226,7 @@ class TorchClient(NumPyClient):
             parameters, config = log_answer(self.context, parameters, config)
         replayed = replay(self.context, config)
         hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
-        passes = self._passes(read, hooks)
+        passes = self._passes(read, hooks, local)
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
@@ -267,11 +267,12 @@ class TorchClient(NumPyClient):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
 
-    def _passes(self, read: TrainConfig, hooks: Mapping[str, ClientHook]) -> Passes:
+    def _passes(self, read: TrainConfig, hooks: Mapping[str, ClientHook], local: Sequence[str]) -> Passes:
         """Return how the steps are computed.
 
         Raises:
-            ConfigError: a client hook sends more than the model that DP-SGD protects.
+            ConfigError: a client hook sends more than the model that DP-SGD protects, or DP-SGD would begin with what
+                is kept from rounds without it.
         """
         if self.record_level is None or (self.record_level.frozen_only and not read.frozen):
             return Passes()
@@ -279,6 +280,11 @@ class TorchClient(NumPyClient):
             raise ConfigError(
                 f"record-level privacy: client hook '{unprotected[0]}' uses or sends more of the client's data than "
                 f"DP-SGD protects; allowed are {', '.join(PROTECTED_HOOKS)}"
+            )
+        if self.record_level.frozen_only and (local or "momentum" in hooks):
+            raise ConfigError(
+                f"record-level privacy: DP-SGD would begin with {'entries' if local else 'momentum'} kept from rounds "
+                "without noise"
             )
         return DPSGD(self.record_level, len(self.train_data), self.settings.batch_size)
 

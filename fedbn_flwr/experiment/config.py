@@ -40,7 +40,7 @@ from fedbn_flwr.privacy import differential, masked_sums
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.privacy.record_level import RecordLevel
-from fedbn_flwr.privacy.record_server import RecordDPSettings
+from fedbn_flwr.privacy.record_server import RecordDPSettings, carried_over
 from fedbn_flwr.server.method import TEST_BN, Params, Role, RunSettings, setting, tests_in
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
@@ -555,6 +555,11 @@ class Config(_MethodSettings):
                 f"record-dp=true: standardise={self.standardise_as()} brings the mean and std of the training examples "
                 "into the model, without noise. Use standardise=none with features of a known range"
             )
+        if self.series and carried_over(self._made()):
+            found.append(
+                f"record-dp=true with series={self.series}: what clients kept in earlier runs may have had no noise. "
+                "Leave series out"
+            )
         return found + (self._freezing_problems() if self.dp == "none" else self._both_problems())
 
     def _freeze_round(self) -> tuple[str, int | None]:
@@ -588,10 +593,7 @@ class Config(_MethodSettings):
         found = []
         if after >= self.num_server_rounds:
             found.append(f"{both}: with {setting} BN is never frozen, so there is no DP-SGD")
-        if self.momentum_scope != "none":
-            found.append(
-                f"{both}: momentum-scope={self.momentum_scope} carries gradients without noise into rounds of DP-SGD"
-            )
+        found += [f"{both}: {what}" for what in carried_over(self._made())]
         for key, value in {"dp-target-epsilon": self.dp_target_epsilon, "dp-max-epsilon": self.dp_max_epsilon}.items():
             if value:
                 found.append(f"{both}: {key}={value} is for clients, and epsilon is that of an example here")

@@ -266,8 +266,7 @@ class Recorder:
         summary |= strategy.outcome(kept_round or len(lines)) if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
-        # A hash of what a client keeps would confirm a guess of its data.
-        private = strategy is not None and strategy.protection.always_releases
+        private = strategy is not None and strategy.protection.hides_clients
         local = strategy.run.local_hashes if strategy and not private else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
         about = _contents(strategy)

@@ -34,7 +34,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import with_config
 
-__all__ = ["RecordDPSettings", "RecordLevelDP"]
+__all__ = ["RecordDPSettings", "RecordLevelDP", "carried_over"]
 
 logger = logging.getLogger("flwr")
 
@@ -92,18 +92,26 @@ class RecordLevelDP(Protection):
         if settings.noise_multiplier:
             require_dp_accounting()
 
+    @property
+    def hides_clients(self) -> bool:
+        """See ``Protection``: with client-level noise in some rounds also in the others."""
+        return self._until_frozen is not None
+
     def begin(self, method: Method[Any]) -> None:
         """Check that nothing but the clients' models is used.
 
         Raises:
-            ConfigError: the method sends or uses more of a client.
+            ConfigError: the method sends or uses more of a client, or carries data without noise into DP-SGD.
         """
         if self._until_frozen:
             self._until_frozen.begin(method)
         self._restore([])
-        if beside := method.beside_updates():
-            subject = f"strategy {method.name!r} with record-dp"
-            raise ConfigError("\n".join(f"{subject}: {what}" for what in beside.values()))
+        subject = f"strategy {method.name!r} with record-dp"
+        problems = [f"{subject}: {what}" for what in method.beside_updates().values()]
+        if self._until_frozen:
+            problems += [f"{subject} until BN is frozen: {what}" for what in carried_over(method)]
+        if problems:
+            raise ConfigError("\n".join(problems))
 
     def admits(self, run: RunState, asked: int) -> bool:
         """See ``Protection``; the rounds before BN is frozen may have a budget of their own."""
@@ -200,3 +208,16 @@ class RecordLevelDP(Protection):
 
     def _restore(self, releases: list[Steps]) -> None:
         self.releases = restored(self._file, Steps, self.releases, releases)
+
+
+def carried_over(method: Method[Any]) -> list[str]:
+    """Return what clients carry from rounds with client-level noise, which does not cover it, into DP-SGD."""
+    found, scope = [], method.params.momentum_scope
+    if method.local:
+        found.append(
+            f"{', '.join(sorted(method.local))} stay with the clients, which train them without noise until BN is "
+            "frozen: every gradient of DP-SGD would then depend on each example"
+        )
+    if scope != "none":
+        found.append(f"momentum-scope={scope} carries gradients without noise into rounds of DP-SGD")
+    return found

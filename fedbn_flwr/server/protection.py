@@ -39,6 +39,14 @@ class Protection:
     always_releases = False
     reads_each = True
 
+    @property
+    def hides_clients(self) -> bool:
+        """Whether what a client keeps must not leave it in any round: then its hash and copies of it are not written.
+
+        A hash would confirm a guess of the client's data.
+        """
+        return self.always_releases
+
     def begin(self, method: Method[Any]) -> None:
         """Prepare a new run.
 

@@ -29,10 +29,11 @@ from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.privacy import record_level
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps
 from fedbn_flwr.privacy.differential import CLIP, ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.noise import SeededNoise
 from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel, clipped_sum, mixes_examples
 from fedbn_flwr.privacy.record_server import RecordLevelDP
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FixBN, Scaffold
+from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Scaffold, combined
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
@@ -507,6 +508,48 @@ def test_after_the_freeze_a_step_is_that_of_dp_sgd(federate: Any, mlp: Any, data
         RecordLevelDP(RecordLevel(1.0, frozen_only=True), 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "words"),
+    [
+        (FixBN, {"momentum_scope": "local"}, "momentum-scope=local carries gradients without noise"),
+        (combined(FixBN, MTFL), {}, "affine stay with the clients, which train them without noise"),
+    ],
+)
+def test_nothing_without_noise_is_carried_into_dp_sgd(
+    federate: Any, mlp: Any, datasets: Any, kind: type[FedAvg], params: dict[str, Any], words: str
+) -> None:
+    """The server refuses it, and so does a client, whose server may not."""
+    settings, training = RecordLevel(1.0, frozen_only=True), {"local_steps": 1, "sgd_momentum": 0.9}
+    until = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0))
+    strategy = kind(freeze_at=1, **params)
+    strategy.protect(RecordLevelDP(settings, 1, 4, until_frozen=until))
+    with pytest.raises(ConfigError, match=f"with record-dp until BN is frozen: {words}"):
+        federate(strategy, mlp, datasets, rounds=2, **training)
+    strategy = kind(freeze_at=1, **params)
+    federate(strategy, mlp, datasets, rounds=2, client=clients_with(settings), **training)
+    refused = [list(report.rejected.values()) for report in strategy.reports]
+    assert [len(texts) for texts in refused] == [0, 3]
+    assert all("kept from rounds without noise" in text for text in refused[1])
+
+
+def test_an_experiment_brings_no_state_that_clients_kept_without_noise() -> None:
+    keys = {**RECORDS, "strategy": "fixbn", "freeze-at": 0, "local-part": "mtfl", "eval-on": "global"}
+    check(Config.make(keys))
+    with pytest.raises(ConfigError, match="series=one: what clients kept in earlier runs"):
+        Config.make({**keys, "series": "one"})
+
+
+def test_hashes_of_kept_state_are_withheld_in_all_rounds() -> None:
+    until = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0))
+    both = RecordLevelDP(RecordLevel(1.0, frozen_only=True), 1, 4, until_frozen=until)
+    for both.always_releases in (True, False):
+        assert both.hides_clients
+    assert until.hides_clients
+    assert not RecordLevelDP(RecordLevel(1.0), 1, 4).hides_clients
+    of_clients = ClientLevelDP(DPSettings(dp="client", dp_noise_multiplier=1.0))
+    assert MaskedSums(MaskSettings(masked=True), of_clients).hides_clients
+
+
 BOTH = {"strategy": "fixbn", "freeze-at": 1, "dp": "server", "dp-noise-multiplier": 20.0}
 
 
@@ -536,6 +579,7 @@ def test_a_resumed_run_counts_both_kinds_of_rounds_again(tmp_path: Path, monkeyp
         ({"freeze-at": 0}, "choose one of them. Both are for FixBN with T* above 0"),
         ({"freeze-at": 3}, "with freeze-at=3 BN is never frozen, so there is no DP-SGD"),
         ({"momentum-scope": "local", "sgd-momentum": 0.9}, "momentum-scope=local carries gradients without noise"),
+        ({"local-part": "mtfl", "eval-on": "global"}, "affine stay with the clients, which train them"),
         ({"dp-max-epsilon": 3.0}, "dp-max-epsilon=3.0 is for clients"),
         ({"dp-neighbours": "replace-one"}, "have no meaning for an example"),
     ],
