@@ -60,7 +60,7 @@ from fedbn_flwr.messages.protocol import (
     message_seed,
 )
 from fedbn_flwr.messages.records import tensors, to_record, to_state
-from fedbn_flwr.privacy.record_level import DPSGD, PROTECTED_HOOKS, RecordLevel
+from fedbn_flwr.privacy.record_level import DPSGD, LASTING_HOOKS, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
@@ -254,6 +254,8 @@ class TorchClient(NumPyClient):
         }
         if self.record_level and not self.record_level.publishes_metrics:
             metrics = {STEPS: result.num_steps}
+        if isinstance(passes, DPSGD):
+            metrics |= passes.reply(result.num_steps)
         kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
         store.save_hook_state(kept, read.server_round)
         store.save(read.server_round)
@@ -281,11 +283,8 @@ class TorchClient(NumPyClient):
                 f"record-level privacy: client hook '{unprotected[0]}' uses or sends more of the client's data than "
                 f"DP-SGD protects; allowed are {', '.join(PROTECTED_HOOKS)}"
             )
-        if self.record_level.frozen_only and (local or "momentum" in hooks):
-            raise ConfigError(
-                f"record-level privacy: DP-SGD would begin with {'entries' if local else 'momentum'} kept from rounds "
-                "without noise"
-            )
+        if self.record_level.frozen_only and (kept := [*local, *set(hooks).intersection(LASTING_HOOKS)]):
+            raise ConfigError(f"record-level privacy: DP-SGD would begin with '{kept[0]}', kept from rounds without noise")
         return DPSGD(self.record_level, len(self.train_data), self.settings.batch_size)
 
     def _refuse_for_records(self, what: str) -> None:

@@ -71,6 +71,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `fedbn-flwr.hooks-applied` | str, comma list: client hooks applied | client | server | 0.1 |
 | `fedbn-flwr.local-home` | str: folder or memory | client | server | 0.1 |
 | `fedbn-flwr.local-began` | str: the kept state began in this round | client | server | 0.1 |
+| `fedbn-flwr.record-dp` | str, JSON: z, q and the number of steps of DP-SGD | client | server | 0.1 |
 | `partition-id` | int | client, node config | server, client | 0.1 |
 | `batch-size` | int: examples of the first batch | client | server | 0.1 |
 | `unusable` | str: why the node cannot take part | client | server | 0.1 |
@@ -291,6 +292,7 @@ EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
 APPLIED = Key("fedbn-flwr.hooks-applied", "str, comma list: client hooks applied", "client", "server")
 LOCAL_HOME = Key("fedbn-flwr.local-home", "str: folder or memory", "client", "server")
 LOCAL_BEGAN = Key("fedbn-flwr.local-began", "str: the kept state began in this round", "client", "server")
+RECORD_DP = Key("fedbn-flwr.record-dp", "str, JSON: z, q and the number of steps of DP-SGD", "client", "server")
 PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
 UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
@@ -325,7 +327,7 @@ MASK_PARTY = Key("fedbn-flwr.masks", "ConfigRecord: this client in a round of ma
 MASK_SECRETS = Key("secrets", "bytes, in MASK_PARTY", "client", "client")
 SPEC_SHAPES = Key("frame", "str, JSON, in MODEL_SPEC", "mod", "mod")
 
-CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
+CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, RECORD_DP)
 """Keys of the client part among the metrics of a ``NumPyClient``; they are left out of averages."""
 
 # A client makes a folder name of it: no separator, no "..".
@@ -507,6 +509,7 @@ class ReplyInfo:
         durable: whether the kept state is also in a state folder.
         began: whether the kept state began in this round.
         partition_id: the client's partition; None if the reply does not name it.
+        record_dp: how it trained with DP-SGD, JSON; "" if it does not say so.
     """
 
     applied: frozenset[str] = frozenset()
@@ -514,6 +517,7 @@ class ReplyInfo:
     durable: bool = False
     began: bool = False
     partition_id: int | None = None
+    record_dp: str = ""
 
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
@@ -526,6 +530,7 @@ class ReplyInfo:
             info.get(LOCAL_HOME) == "folder",
             LOCAL_BEGAN in info,
             own if isinstance(own, int) and own >= 0 else None,
+            str(info.get(RECORD_DP, "")),
         )
 
     def write(self) -> dict[str, str]:

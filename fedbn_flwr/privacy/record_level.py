@@ -1,4 +1,4 @@
-r"""Record-level differential privacy: a client trains with DP-SGD. Torch only.
+r"""Record-level differential privacy: a client trains with DP-SGD.
 
 Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv:1607.00133, Algorithm 1.
 
@@ -45,6 +45,7 @@ $C$, given the masks and the augmentation of each.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,6 +60,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.messages.protocol import RECORD_DP
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, Passes, Stream
@@ -67,7 +69,7 @@ from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import LossFn, Task
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["DPSGD", "PROTECTED_HOOKS", "WAY_OUT", "RecordLevel", "clipped_sum", "mixes_examples"]
+__all__ = ["DPSGD", "LASTING_HOOKS", "PROTECTED_HOOKS", "WAY_OUT", "RecordLevel", "clipped_sum", "mixes_examples"]
 
 WAY_OUT = (
     "Use another norm (norm=group, layer or wsconv); or keep BatchNorm frozen from the first round, at statistics that "
@@ -76,6 +78,8 @@ WAY_OUT = (
 )
 PROTECTED_HOOKS = ("freeze-bn", "proximal", "momentum", "agc")
 """Client hooks that use nothing of the data but the gradients with noise."""
+LASTING_HOOKS = ("momentum",)
+"""Those of them that keep something for the client's next round."""
 
 _STATE = slice(24, 24 + 624 * 8)  # of torch's generator on the CPU: the words of the Mersenne Twister
 _AT_ONCE = 2**26  # numbers in the gradients of the examples that are in memory at the same time
@@ -236,6 +240,15 @@ class DPSGD(Passes):
             for parameter, gradient in zip(trained, added, strict=True):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return found
+
+    def reply(self, steps: int) -> dict[str, str]:
+        """Return the entry with which a reply says that so many steps were done: the server asks for it.
+
+        It stands in ``metrics`` of ``NumPyClient.fit``, or in the ConfigRecord ``properties`` of a reply of the Message
+        API. Noise that can be repeated counts as none.
+        """
+        noise = self.settings.noise_multiplier if self.settings.noise.secret else 0.0
+        return {str(RECORD_DP): json.dumps(Steps(noise, self.rate, steps)._asdict())}
 
     def epsilon(self, steps: int, delta: float) -> float:
         """Return what so many steps cost in total; infinity without noise, or with noise that can be repeated."""

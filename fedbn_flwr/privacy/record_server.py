@@ -1,7 +1,8 @@
 """The server's part of record-level differential privacy: what a run costs, and what its clients may send.
 
 The clients do the rest (``privacy.record_level``). A round is counted before its messages are sent, as if the smallest
-sampled client were every client and took part in every round: this bounds epsilon of each one.
+sampled client were every client and took part in every round: this bounds epsilon of each one. A reply must say that
+its client trained with DP-SGD, and with at least the noise that is counted; the server cannot know more.
 
 FixBN with T* > 0 has rounds in which BatchNorm normalises with whole batches. There a client trains without DP-SGD, and
 client-level noise (``privacy.differential``) protects the models. A removed example may change its client's update to
@@ -11,6 +12,7 @@ steps of DP-SGD after T* it gives one epsilon for an example. The server is trus
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import FROZEN, merged_config
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, note, require_dp_accounting, restored
 from fedbn_flwr.privacy.differential import ClientLevelDP
@@ -147,9 +149,31 @@ class RecordLevelDP(Protection):
         return [message for _, message in messages]
 
     def check(self, run: RunState, reply: Reply, before: State) -> None:
-        """Refuse an update that its client should have clipped, in a round with client-level noise."""
+        """Refuse a reply of a client that does not say that it did what is counted.
+
+        In a round with client-level noise refuse an update that its client should have clipped.
+        """
         if self._until_frozen and self.always_releases:
             self._until_frozen.check(run, reply, before)
+            return
+        if (done := _steps_in(reply.info.record_dp)) is None:
+            raise ClientPartError(
+                "the reply does not say that the client trained with DP-SGD. Pass record_level= to its TorchClient; "
+                "another client adds DPSGD.reply(steps) to its metrics."
+            )
+        counted, weaker = self.releases[-1], []
+        noise = counted.noise_multiplier if self.settings.noise.secret else 0.0
+        if not done.noise_multiplier >= noise:
+            weaker.append(f"noise multiplier {done.noise_multiplier:.4g}, below {noise:.4g}")
+        if not done.rate <= counted.rate * (1 + 1e-9):
+            weaker.append(f"q = {done.rate:.4g}, above {counted.rate:.4g}")
+        if not done.steps <= counted.steps:
+            weaker.append(f"{done.steps:g} steps, above {counted.steps}")
+        if weaker:
+            raise ClientPartError(
+                f"the client trained with {', '.join(weaker)}: it costs more than is counted. Give the client and "
+                "RecordLevelDP the same settings, steps and batch size."
+            )
 
     def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return the replies; before BN is frozen, one reply with client-level noise."""
@@ -185,7 +209,8 @@ class RecordLevelDP(Protection):
         trusted = "; the server is trusted while BN is not frozen" if before else ""
         return (
             f"epsilon = {epsilon:.4g} at delta = {self.delta:g} after {before + len(self.releases)} rounds: {what} "
-            f"each training example (of the smallest client, in every round; their number is public{trusted})."
+            f"each training example (of the smallest client, in every round; their number is public{trusted}; "
+            "DP-SGD as the clients report it)."
         )
 
     def outcome(self) -> dict[str, Any]:
@@ -221,3 +246,13 @@ def carried_over(method: Method[Any]) -> list[str]:
     if scope != "none":
         found.append(f"momentum-scope={scope} carries gradients without noise into rounds of DP-SGD")
     return found
+
+
+def _steps_in(text: str) -> Steps | None:
+    """Return the steps in a client's report; None if there are none."""
+    try:
+        known = json.loads(text)
+        noise, rate, steps = (float(known[key]) for key in Steps._fields)
+        return Steps(noise, rate, int(steps))
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return None

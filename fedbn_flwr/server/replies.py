@@ -39,6 +39,7 @@ class Reply:
         metrics: metrics of the client's training.
         extras: further records, by name; read-only as well.
         sizes: bytes of each record.
+        info: what the client part reports.
     """
 
     node: Node
@@ -47,6 +48,7 @@ class Reply:
     metrics: Mapping[str, float]
     extras: Mapping[str, State] = field(default_factory=dict)
     sizes: Sequence[Size] = ()
+    info: ReplyInfo = field(default_factory=ReplyInfo)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class Terms:
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
-        return Reply(node, count, state, metrics, extras, sizes)
+        return Reply(node, count, state, metrics, extras, sizes, ReplyInfo.read(message))
 
     def _refuse_missing_part(self, state: State, message: Message) -> None:
         """Refuse a reply from an app without the method's client part; the error names what is missing."""

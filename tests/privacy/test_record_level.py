@@ -15,16 +15,19 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.client import NumPyClient
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.errors import ClientPartError, ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.recorder import Recorder
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.privacy import record_level
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps
@@ -33,6 +36,10 @@ from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.noise import SeededNoise
 from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel, clipped_sum, mixes_examples
 from fedbn_flwr.privacy.record_server import RecordLevelDP
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Scaffold, combined
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fixbn import FreezeBN
@@ -391,6 +398,74 @@ def test_a_client_refuses_what_a_server_must_not_ask(
 def test_a_client_counts_in_steps(federate: Any, datasets: Any) -> None:
     with pytest.raises(ConfigError, match="set local-steps instead of local-epochs"):
         federate(FedAvg(), gn_mlp, datasets, rounds=1, client=clients_with(RecordLevel(1.0)))
+
+
+class OwnLoop(NumPyClient):
+    """A client of another project, with three lines of DP-SGD."""
+
+    def __init__(self, model: nn.Module, data: Points) -> None:
+        self._model, self._data = model, data
+
+    def get_properties(self, config: Any) -> Any:
+        return {"num-examples": len(self._data)}
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        self._model.load_state_dict(
+            {name: torch.tensor(array) for name, array in zip(self._model.state_dict(), parameters, strict=True)}
+        )
+        optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
+        dp = DPSGD(RecordLevel(1.0), len(self._data), 4)
+        for positions in dp.draw(3):
+            dp.backward(self._model, F.cross_entropy, *self._data.batch(positions))
+            optimizer.step()
+        arrays = [value.numpy() for value in self._model.state_dict().values()]
+        return arrays, len(self._data), dp.reply(steps=3)
+
+
+def test_a_client_of_another_project_says_that_it_trains_with_dp_sgd(run_strategy: Any, datasets: Any) -> None:
+    strategy = FedAvg()
+    strategy.protect(RecordLevelDP(RecordLevel(1.0), steps=3, batch_size=4))
+    app = client_app(lambda context: OwnLoop(gn_mlp(), datasets[int(context.node_config["partition-id"])]))
+    run_strategy(strategy, app, gn_mlp().state_dict(), 3, rounds=1)
+    assert strategy.reports[0].rejected == {}
+    assert "as the clients report it" in strategy.protection.guarantee()
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "words"),
+    [
+        (None, {}, "does not say that the client trained with DP-SGD. Pass record_level= to its TorchClient"),
+        (RecordLevel(0.9), {}, "noise multiplier 0.9, below 1"),
+        (RecordLevel(1.0, noise=SeededNoise(0)), {}, "noise multiplier 0, below 1"),
+        (RecordLevel(1.0), {"local_steps": 4}, "4 steps, above 3"),
+        (RecordLevel(1.0), {"batch_size": 7}, "q = 0.7778, above 0.5"),
+    ],
+)
+def test_a_client_with_less_noise_than_is_counted_is_refused(
+    federate: Any, datasets: Any, settings: RecordLevel | None, changed: dict[str, int], words: str
+) -> None:
+    strategy = FedAvg()
+    strategy.protect(RecordLevelDP(RecordLevel(1.0), steps=3, batch_size=2))
+    client, training = clients_with(settings) if settings else TorchClient, {"local_steps": 3, "batch_size": 2}
+    with pytest.raises(ClientPartError) as error:
+        federate(strategy, gn_mlp, datasets, rounds=1, client=client, **{**training, **changed})
+    assert words in str(error.value)
+
+
+def test_a_report_that_cannot_be_read_is_none() -> None:
+    protection, run, node = RecordLevelDP(RecordLevel(1.0), 1, 0), RunState("fedavg"), Node(1, num_examples=3)
+    run.reports.append(RoundReport(1, "train"))
+    message: Any = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
+    protection.open_round(run, [(node, message)], None, 1)  # type: ignore[arg-type]
+
+    def check(text: str) -> None:
+        protection.check(run, Reply(node, 1.0, {}, {}, info=ReplyInfo(record_dp=text)), {})
+
+    good = DPSGD(RecordLevel(1.0), 3, 0).reply(steps=1)[RECORD_DP]
+    check(good)
+    for text in ("", "no JSON", "[]", "{}", good.replace("1.0", "NaN"), "9" * 400, "[" * 9999):
+        with pytest.raises(ClientPartError):
+            check(text)
 
 
 @pytest.mark.parametrize(
