@@ -201,7 +201,8 @@ class TorchClient(NumPyClient):
             StateError: the arrays or the kept entries do not fit the model.
             DataError: there is nothing to train on.
             NormLayerError: ``record_level`` is set, and a layer mixes the examples of a batch.
-            ConfigError: ``record_level`` is set, and a client hook sends more of the client than its model.
+            ConfigError: ``record_level`` is set, and a client hook sends more of the client than its model, or a buffer
+                has changed.
         """
         arrays, num_examples, metrics = self._round(parameters, config)
         return [array.copy() for array in arrays], num_examples, metrics
@@ -230,6 +231,7 @@ class TorchClient(NumPyClient):
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
+        fixed = {n: value.clone() for n, value in lent.plain.named_buffers()} if isinstance(passes, DPSGD) else {}
         result = train(
             lent.model,
             self.train_data,
@@ -241,6 +243,10 @@ class TorchClient(NumPyClient):
             passes=passes,
         )
         clear_log(self.context)
+        if changed := [n for n, value in lent.plain.named_buffers() if n in fixed and not torch.equal(value, fixed[n])]:
+            raise ConfigError(
+                f"record-level privacy: buffer '{changed[0]}' has changed in training, and no noise protects buffers"
+            )
         state = to_state(lent.state)
         if local:
             store.keep({name: state[name] for name in local}, read.server_round)
@@ -284,7 +290,9 @@ class TorchClient(NumPyClient):
                 f"DP-SGD protects; allowed are {', '.join(PROTECTED_HOOKS)}"
             )
         if self.record_level.frozen_only and (kept := [*local, *set(hooks).intersection(LASTING_HOOKS)]):
-            raise ConfigError(f"record-level privacy: DP-SGD would begin with '{kept[0]}', kept from rounds without noise")
+            raise ConfigError(
+                f"record-level privacy: DP-SGD would begin with '{kept[0]}', which is kept from rounds without noise"
+            )
         return DPSGD(self.record_level, len(self.train_data), self.settings.batch_size)
 
     def _refuse_for_records(self, what: str) -> None:

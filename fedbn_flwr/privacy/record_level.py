@@ -136,6 +136,8 @@ class DPSGD(Passes):
         rate: q.
     """
 
+    may_drop = False  # every step has noise; and the model sees examples inside ``clipped_sum`` alone
+
     def __init__(self, settings: RecordLevel, num_examples: int, batch_size: int) -> None:
         if num_examples < 1 or batch_size < 0:
             raise ConfigError(f"num_examples={num_examples} must be at least 1, batch_size={batch_size} at least 0")

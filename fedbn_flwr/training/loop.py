@@ -134,7 +134,13 @@ class ClientHook:
 
 
 class Passes:
-    """How a step draws its batch and computes its gradients: here as the settings say, in one backward pass."""
+    """How a step draws its batch and computes its gradients: here as the settings say, in one backward pass.
+
+    Attributes:
+        may_drop: whether a batch of one example is left out if a BatchNorm would see one value per channel.
+    """
+
+    may_drop = True
 
     def stream(self, stream: Stream) -> Stream:
         """Return what makes the generators of a round, given that of ``train``."""
@@ -251,7 +257,7 @@ def train(
         order = passes.batches(model, settings, len(data), stream("batches"))
         for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
             inputs, targets = prepared(inputs), task.on_device(targets, device)
-            if len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
+            if passes.may_drop and len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
                 if singletons_fit is None:
                     singletons_fit = takes_one_example(model, inputs, hooks)
                 if not singletons_fit:

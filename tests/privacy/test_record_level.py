@@ -309,6 +309,40 @@ def test_layers_that_mix_the_examples_are_refused_by_name() -> None:
         DPSGD(RecordLevel(1.0), 4, 2).backward(wrapped, F.cross_entropy, torch.ones(2, 5), torch.ones(2).long())
 
 
+class Average(nn.Module):
+    """Assigns a buffer in every forward pass, in eval mode as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 3).double()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen = 0.9 * self.seen + 0.1 * inputs.detach().mean(0)
+        found: Tensor = self.fc(inputs)
+        return found
+
+
+def test_no_buffer_gets_values_of_an_example(points: Any) -> None:
+    for size in (1, 8):
+        found = trained(Average(), points(size), DPSGD(RecordLevel(5.0), size, 1), [], local_steps=8, batch_size=1)
+        assert not found["seen"].any()
+
+
+class Changing(FreezeBN):
+    def gradients(self, model: nn.Module) -> None:
+        model[1].running_mean += 1  # type: ignore[index]
+
+
+def test_a_client_refuses_to_send_a_buffer_that_has_changed(
+    federate: Any, mlp: Any, datasets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FixBN.client_hooks, "freeze-bn", lambda context: Changing(affine=False))
+    with pytest.raises(ConfigError, match=r"buffer '1\.running_mean' has changed in training"):
+        federate(FixBN(freeze_at=0), mlp, datasets, rounds=1, local_steps=1, client=clients_with(RecordLevel(1.0)))
+
+
 def test_opacus_still_lets_batch_renorm_pass() -> None:
     """If this fails, Opacus refuses it, too: our own check stays, and the documentation changes."""
     from opacus.validators import ModuleValidator
@@ -604,7 +638,7 @@ def test_nothing_without_noise_is_carried_into_dp_sgd(
     federate(strategy, mlp, datasets, rounds=2, client=clients_with(settings), **training)
     refused = [list(report.rejected.values()) for report in strategy.reports]
     assert [len(texts) for texts in refused] == [0, 3]
-    assert all("kept from rounds without noise" in text for text in refused[1])
+    assert all("is kept from rounds without noise" in text for text in refused[1])
 
 
 def test_an_experiment_brings_no_state_that_clients_kept_without_noise() -> None:
