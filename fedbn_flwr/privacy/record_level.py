@@ -34,13 +34,15 @@ public. The noise has the precision of floating point numbers: attacks on its la
 
 ## Differs from the paper
 
-The gradient of an example is computed by ``torch.func``, with the example alone: a layer that mixes the examples of a
-batch fails. An example whose gradient is not finite adds nothing.
+The gradient of an example is computed by ``torch.func``, with the example alone. Another model than in a batch would
+be trained so if a layer mixes examples: such layers are refused by their class, and others by a trial in the first step
+with two examples. An example whose gradient is not finite adds nothing.
 
 ## Law
 
-Without noise and with a large $C$ a step is the ordinary one of the same batch. One example changes the sum by at most
-$C$, given the masks and the augmentation of each.
+Without noise and with a large $C$ a step is the ordinary one of the same batch, with $B$ as the divisor and equal
+weights of the examples (a loss over the pixels that count weighs those of a batch together). One example changes the
+sum by at most $C$, given the masks and the augmentation of each.
 """
 
 from __future__ import annotations
@@ -144,6 +146,7 @@ class DPSGD(Passes):
         self.settings, self._num_examples = settings, num_examples
         self._expected = min(batch_size or num_examples, num_examples)
         self.rate = self._expected / num_examples
+        self._tried = False
 
     def draw(self, steps: int) -> Iterator[Tensor]:
         """Yield the positions of each step's batch, int64, in order; a batch may be empty."""
@@ -171,13 +174,16 @@ class DPSGD(Passes):
             ConfigError: the model has a wrapper, or the gradient of one example cannot be computed.
         """
         _check(model)
+        if not self._tried and len(inputs) > 1:
+            _try(model, inputs[:2])
+            self._tried = True
         with self._own_randomness():
             total, losses, outputs = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
         deviation = self.settings.noise_multiplier * self.settings.clipping_norm
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                noise = torch.from_numpy(self.settings.noise.normal(parameter.shape)).to(parameter)
-                parameter.grad = (total[name] + deviation * noise) / self._expected
+                noise = torch.from_numpy(self.settings.noise.normal(parameter.shape)).to(total[name])
+                parameter.grad = ((total[name] + deviation * noise) / self._expected).to(parameter.dtype)
         return losses.nanmean() if len(losses) else losses.new_zeros(()), outputs
 
     def generator(self) -> torch.Generator:
@@ -274,6 +280,20 @@ def _check(model: nn.Module) -> None:
         raise NormLayerError("\n".join(found) + f"\n{WAY_OUT}.")
 
 
+def _try(model: nn.Module, two: Tensor) -> None:
+    """Raise NormLayerError if the output for the first of two examples depends on the second, given the same masks."""
+    outputs = []
+    for pair in (two, two[[0, 0]]):
+        buffers = {name: value.clone() for name, value in model.named_buffers()}
+        with torch.no_grad(), seeded(0):
+            outputs.append(functional_call(model, buffers, (pair,))[0].double())
+    if (outputs[1] - outputs[0]).abs().max() > 1e-3 * outputs[0].abs().max():
+        raise NormLayerError(
+            "record-level privacy: the model's output for an example depends on the others of its batch, and DP-SGD "
+            f"would train it with one example at a time.\n{WAY_OUT}."
+        )
+
+
 def mixes_examples(model: nn.Module) -> list[str]:
     """Return the layers whose output for an example depends on others, in their present mode, one line each."""
     found = []
@@ -305,7 +325,7 @@ def clipped_sum(
         amp: bfloat16 autocast in the forward pass.
 
     Returns:
-        The sum by parameter; the losses (B,); the outputs (B, ...).
+        The sum by parameter, at least in float32; the losses (B,); the outputs (B, ...).
 
     Raises:
         ConfigError: the gradient of one example cannot be computed.
@@ -320,7 +340,7 @@ def clipped_sum(
         return found, (found, outputs[0])
 
     of_each = vmap(grad(of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
-    total = {name: torch.zeros_like(value) for name, value in trained.items()}
+    total = {name: torch.zeros_like(value, dtype=_wide(value)) for name, value in trained.items()}
     losses, outputs = [inputs.new_zeros(0, dtype=torch.float32)], list[Tensor]()
     size = max(1, _AT_ONCE // sum(value.numel() for value in trained.values()))
     for first in range(0, len(inputs), size):
@@ -347,7 +367,14 @@ def _clipped(gradients: Mapping[str, Tensor], clipping_norm: float) -> dict[str,
     lengths = [torch.linalg.vector_norm(row, dim=1, dtype=torch.float64) for row in rows.values()]
     length = torch.linalg.vector_norm(torch.stack(lengths), dim=0)
     finite = length.isfinite()
-    factor = torch.where(finite, clipping_norm / length.clamp(min=clipping_norm), 0.0)
+    factor = torch.where(finite, clipping_norm / length.clamp(min=clipping_norm), 0.0)[:, None]
     if not finite.all():
         rows = {name: torch.where(finite[:, None], row, 0.0) for name, row in rows.items()}
-    return {name: (factor.to(row.dtype) @ row).view(gradients[name].shape[1:]) for name, row in rows.items()}
+    # Not a product of matrices, which may round to TF32.
+    sums = {name: (factor.to(_wide(row)) * row).sum(0) for name, row in rows.items()}
+    return {name: value.view(gradients[name].shape[1:]) for name, value in sums.items()}
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    """Return the type in which gradients are clipped and summed: rounding must not make one longer than C."""
+    return torch.promote_types(value.dtype, torch.float32)

@@ -175,6 +175,20 @@ def test_no_example_changes_the_sum_by_more_than_c() -> None:
     assert 0.99 * c < most <= c * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_clipping_holds_for_parameters_of_low_precision(dtype: torch.dtype) -> None:
+    most, c = 0.0, 0.3
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, inputs = nn.Linear(5, 3).to(dtype), (4 * torch.randn(1, 5)).to(dtype)
+        total, *_ = clipped_sum(model, F.cross_entropy, inputs, torch.tensor([seed % 3]), c)
+        most = max(most, float(flat(total.values()).double().norm()))
+        DPSGD(RecordLevel(1.0), 1, 1).backward(model, F.cross_entropy, inputs, torch.tensor([0]))
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == dtype
+    assert 0.99 * c < most <= c * (1 + 1e-6)
+
+
 def test_a_giant_example_moves_a_step_by_at_most_its_share(points: Any) -> None:
     data, other = points(8, 0), points(8, 0)
     data.inputs[3] *= 1e9
@@ -273,6 +287,13 @@ def test_a_generator_has_more_entropy_than_a_seed() -> None:
     assert np.mean(values(DPSGD(RecordLevel(1.0), 8, 2).generator())) == pytest.approx(0.5, abs=0.05)
 
 
+class OwnNorm(nn.Module):
+    """Normalises with the batch, in train mode alone; by the name of its class nobody can tell."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs - inputs.mean(0) if self.training else inputs
+
+
 class Item(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -304,6 +325,16 @@ def test_layers_that_mix_the_examples_are_refused_by_name() -> None:
     assert mixes_examples(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)).eval())
     with pytest.raises(ConfigError, match="change no buffer by their values"):
         clipped_sum(Item(), F.cross_entropy, torch.ones(2, 5), torch.ones(2).long(), 1.0)
+    own = nn.Sequential(nn.Linear(5, 4), OwnNorm(), nn.Dropout(0.5), nn.Linear(4, 3))
+    data = torch.randn(3, 5), torch.ones(3).long()
+    with pytest.raises(NormLayerError, match="output for an example depends on the others"):
+        DPSGD(RecordLevel(1.0), 4, 2).backward(own, F.cross_entropy, *data)
+    dp = DPSGD(RecordLevel(1.0), 4, 2)
+    dp.backward(own, F.cross_entropy, data[0][:1], data[1][:1])  # one example does not tell
+    with pytest.raises(NormLayerError, match="output for an example depends on the others"):
+        dp.backward(own, F.cross_entropy, *data)
+    dp.backward(own.eval(), F.cross_entropy, *data)
+    DPSGD(RecordLevel(1.0), 4, 2).backward(nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3)), F.cross_entropy, *data)
     wrapped = nn.DataParallel(nn.Linear(5, 3))
     with pytest.raises(ConfigError, match="DataParallel around it would have no effect"):
         DPSGD(RecordLevel(1.0), 4, 2).backward(wrapped, F.cross_entropy, torch.ones(2, 5), torch.ones(2).long())
