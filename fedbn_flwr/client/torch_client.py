@@ -105,7 +105,7 @@ class TorchClient(NumPyClient):
             another machine.
         data_report: returns a text on the client's data that the server gets with the answer to its query.
         record_level: train with DP-SGD. Then nothing else of the training data leaves the client but their number:
-            no metrics of the training, no statistics, no report.
+            no metrics of the training, no tests, no statistics, no report.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
     it, the whole state dict in its order. ``fit`` returns the shared entries, and names them in its metrics if they are
@@ -295,9 +295,10 @@ class TorchClient(NumPyClient):
             )
         return DPSGD(self.record_level, len(self.train_data), self.settings.batch_size)
 
-    def _refuse_for_records(self, what: str) -> None:
+    def _refuse_for_records(self, what: str, way: str = "") -> None:
         if self.record_level:
-            raise ConfigError(f"record-level privacy: this client does not send {what}, which no noise protects")
+            text = f"record-level privacy: this client does not send {what}, which no noise protects"
+            raise ConfigError(f"{text}; {way}" if way else text)
 
     def _validation_loss(self, model: nn.Module) -> float:
         """Return the model's loss on the validation data.
@@ -320,7 +321,12 @@ class TorchClient(NumPyClient):
             Mean loss on the first test set, its size, and for each set the metrics ``<name>-loss``,
             ``<name>-num-examples`` and those of the task, such as ``<name>-accuracy`` (no prefix for a single unnamed
             set). NaN where a test set does not define a metric.
+
+        Raises:
+            ConfigError: ``record_level`` is set and does not publish metrics.
         """
+        if self.record_level and not self.record_level.publishes_metrics:
+            self._refuse_for_records("results of tests on its data", "RecordLevel(publishes_metrics=True) sends them")
         read = EvaluateConfig.read(config)
         self._standardise(read)
         metrics: Config = {}

@@ -26,7 +26,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import FROZEN, merged_config
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, note, require_dp_accounting, restored
-from fedbn_flwr.privacy.differential import ClientLevelDP
+from fedbn_flwr.privacy.differential import ClientLevelDP, own_hooks
 from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel
 from fedbn_flwr.privacy.settings import Settings, setting
 from fedbn_flwr.server.method import Method
@@ -39,6 +39,11 @@ from fedbn_flwr.server.synchronised_step import with_config
 __all__ = ["RecordDPSettings", "RecordLevelDP", "carried_over"]
 
 logger = logging.getLogger("flwr")
+
+_LACKS_COUNT = (
+    "record-dp: its number of training examples is not known, so what it would cost is not. Its app must answer the "
+    "strategies' query (client_app does, or answer_query)."
+)
 
 
 class RecordDPSettings(Settings):
@@ -110,6 +115,11 @@ class RecordLevelDP(Protection):
         self._restore([])
         subject = f"strategy {method.name!r} with record-dp"
         problems = [f"{subject}: {what}" for what in method.beside_updates().values()]
+        problems += [
+            f"{subject}: {kind.__name__} reads replies in a method of its own; let its beside_updates() return what it "
+            "takes from a client beside the model (super().beside_updates() if nothing)"
+            for kind in own_hooks(type(method))[:1]
+        ]
         if self._until_frozen:
             problems += [f"{subject} until BN is frozen: {what}" for what in carried_over(method)]
         if problems:
@@ -122,31 +132,32 @@ class RecordLevelDP(Protection):
     def open_round(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
     ) -> list[Message]:
-        """Note what the round costs, before any client works; return the messages as they are.
+        """Note what the round costs, before any client works; return the messages to clients whose cost is known.
 
         Raises:
-            ConfigError: a client does not say how many examples it has.
+            ConfigError: in the first round no client says how many examples it has.
         """
-        if unknown := [node for node, _ in messages if not node.num_examples]:
-            raise ConfigError(
-                f"record-dp: {unknown[0]} does not say how many training examples it has, so epsilon is not known. "
-                "Its app must answer the strategies' query (client_app does, or answer_query)."
-            )
         self.always_releases = self._until_frozen is not None and not any(
             merged_config(message).get(FROZEN) for _, message in messages
         )
         if self._until_frozen and self.always_releases:
             sent = self._until_frozen.config()
             return [with_config(message, sent) for _, message in messages]
-        if messages:
-            smallest = min(node.num_examples or 0 for node, _ in messages)
+        for node in (node for node, _ in messages if not node.num_examples):
+            run.report.reject(node.node_id, f"{node}: {_LACKS_COUNT}")
+            logger.warning("round %d: %s: %s", run.report.server_round, node, _LACKS_COUNT)
+        counts = [node.num_examples for node, _ in messages if node.num_examples]
+        if messages and not counts and not self.releases:
+            raise ConfigError(f"record-dp: no client says how many training examples it has; of each: {_LACKS_COUNT}")
+        if counts:
+            smallest = min(counts)
             rate = DPSGD(self.settings, smallest, self._batch_size).rate
             release = Steps(self.settings.noise_multiplier, rate, self._steps)
             note(self._file, release)
             self.releases.append(release)
         run.report.privacy = {"noise-multiplier": self.settings.noise_multiplier}
         self._tell(run)
-        return [message for _, message in messages]
+        return [message for node, message in messages if node.num_examples]
 
     def check(self, run: RunState, reply: Reply, before: State) -> None:
         """Refuse a reply of a client that does not say that it did what is counted.

@@ -468,11 +468,11 @@ def test_a_client_counts_in_steps(federate: Any, datasets: Any) -> None:
 class OwnLoop(NumPyClient):
     """A client of another project, with three lines of DP-SGD."""
 
-    def __init__(self, model: nn.Module, data: Points) -> None:
-        self._model, self._data = model, data
+    def __init__(self, model: nn.Module, data: Points, counts: bool = True) -> None:
+        self._model, self._data, self._counts = model, data, counts
 
     def get_properties(self, config: Any) -> Any:
-        return {"num-examples": len(self._data)}
+        return {"num-examples": len(self._data)} if self._counts else {}
 
     def fit(self, parameters: Any, config: Any) -> Any:
         self._model.load_state_dict(
@@ -487,13 +487,53 @@ class OwnLoop(NumPyClient):
         return arrays, len(self._data), dp.reply(steps=3)
 
 
-def test_a_client_of_another_project_says_that_it_trains_with_dp_sgd(run_strategy: Any, datasets: Any) -> None:
+def own_loops(run_strategy: Any, datasets: Any, countless: Sequence[int] = ()) -> FedAvg:
+    """Run a round over clients of another project, some of which do not say how many examples they have."""
     strategy = FedAvg()
     strategy.protect(RecordLevelDP(RecordLevel(1.0), steps=3, batch_size=4))
-    app = client_app(lambda context: OwnLoop(gn_mlp(), datasets[int(context.node_config["partition-id"])]))
-    run_strategy(strategy, app, gn_mlp().state_dict(), 3, rounds=1)
+
+    def client(context: Any) -> OwnLoop:
+        own = int(context.node_config["partition-id"])
+        return OwnLoop(gn_mlp(), datasets[own], counts=own not in countless)
+
+    run_strategy(strategy, client_app(client), gn_mlp().state_dict(), 3, rounds=1)
+    return strategy
+
+
+def test_a_client_of_another_project_says_that_it_trains_with_dp_sgd(run_strategy: Any, datasets: Any) -> None:
+    strategy = own_loops(run_strategy, datasets)
     assert strategy.reports[0].rejected == {}
     assert "as the clients report it" in strategy.protection.guarantee()
+
+
+def test_a_client_without_a_count_is_left_out(run_strategy: Any, datasets: Any) -> None:
+    strategy = own_loops(run_strategy, datasets, countless=[1])
+    ((_, why),) = strategy.reports[0].rejected.items()
+    assert "(partition 1): record-dp: its number of training examples is not known" in why
+    assert strategy.reports[0].participants == [0, 2]
+    assert strategy.protection.epsilon() == DPSGD(RecordLevel(1.0), 9, 4).epsilon(3, 1e-5)  # 9 is the smallest left
+    with pytest.raises(ConfigError, match="no client says how many training examples it has"):
+        own_loops(run_strategy, datasets, countless=[0, 1, 2])
+
+
+def test_a_client_does_not_send_tests_of_its_data(federate: Any, datasets: Any) -> None:
+    """A server may ask for them that does not know of the client's settings."""
+    with pytest.raises(ConfigError, match=r"does not send results of tests on its data.*publishes_metrics=True"):
+        federate(FedAvg(), gn_mlp, datasets, rounds=1, local_steps=1, client=clients_with(RecordLevel(1.0)))
+
+
+class Reads(FedAvg):
+    name = "reads"
+
+    def combine(self, server_round: int, replies: Any, before: Any) -> Any:
+        return super().combine(server_round, replies, before)
+
+
+def test_a_foreign_strategy_that_reads_replies_must_say_what_it_takes(federate: Any, datasets: Any) -> None:
+    strategy = Reads()
+    strategy.protect(RecordLevelDP(RecordLevel(1.0), steps=3, batch_size=4))
+    with pytest.raises(ConfigError, match="Reads reads replies in a method of its own"):
+        federate(strategy, gn_mlp, datasets, rounds=1, local_steps=3, client=clients_with(RecordLevel(1.0)))
 
 
 @pytest.mark.parametrize(
@@ -659,7 +699,8 @@ def test_nothing_without_noise_is_carried_into_dp_sgd(
     federate: Any, mlp: Any, datasets: Any, kind: type[FedAvg], params: dict[str, Any], words: str
 ) -> None:
     """The server refuses it, and so does a client, whose server may not."""
-    settings, training = RecordLevel(1.0, frozen_only=True), {"local_steps": 1, "sgd_momentum": 0.9}
+    settings = RecordLevel(1.0, publishes_metrics=True, frozen_only=True)
+    training = {"local_steps": 1, "sgd_momentum": 0.9}
     until = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0))
     strategy = kind(freeze_at=1, **params)
     strategy.protect(RecordLevelDP(settings, 1, 4, until_frozen=until))
