@@ -178,7 +178,7 @@ ELSEWHERE = {
         "tests/privacy/test_differential.py",
     ),
     **dict.fromkeys(  # the examples of a step are new in each run
-        ("record-dp-noise-multiplier", "record-dp-clipping-norm", "dp-metrics"),
+        ("record-dp-noise-multiplier", "record-dp-target-epsilon", "record-dp-clipping-norm", "dp-metrics"),
         "tests/privacy/test_record_level.py",
     ),
 }

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,7 +61,7 @@ from fedbn_flwr.messages.protocol import (
     message_seed,
 )
 from fedbn_flwr.messages.records import tensors, to_record, to_state
-from fedbn_flwr.privacy.record_level import DPSGD, LASTING_HOOKS, PROTECTED_HOOKS, RecordLevel
+from fedbn_flwr.privacy.record_level import DPSGD, LASTING_HOOKS, NOISE, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
@@ -227,7 +228,7 @@ class TorchClient(NumPyClient):
             parameters, config = log_answer(self.context, parameters, config)
         replayed = replay(self.context, config)
         hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
-        passes = self._passes(read, hooks, local)
+        passes = self._passes(read, hooks, local, config.get(NOISE))
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
@@ -275,8 +276,10 @@ class TorchClient(NumPyClient):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
 
-    def _passes(self, read: TrainConfig, hooks: Mapping[str, ClientHook], local: Sequence[str]) -> Passes:
-        """Return how the steps are computed.
+    def _passes(
+        self, read: TrainConfig, hooks: Mapping[str, ClientHook], local: Sequence[str], noise_multiplier: float | None
+    ) -> Passes:
+        """Return how the steps are computed; the noise multiplier is the server's, if the client has none.
 
         Raises:
             ConfigError: a client hook sends more than the model that DP-SGD protects, or DP-SGD would begin with what
@@ -293,7 +296,15 @@ class TorchClient(NumPyClient):
             raise ConfigError(
                 f"record-level privacy: DP-SGD would begin with '{kept[0]}', which is kept from rounds without noise"
             )
-        return DPSGD(self.record_level, len(self.train_data), self.settings.batch_size)
+        chosen = self.record_level
+        if chosen.noise_multiplier is None:
+            if noise_multiplier is None:
+                raise ConfigError(
+                    "record-level privacy: its noise multiplier is the server's, which has not sent one. Set it in the "
+                    "client, RecordLevel(noise_multiplier=...), or in the server, RecordLevelDP(target_epsilon=...)."
+                )
+            chosen = replace(chosen, noise_multiplier=noise_multiplier)
+        return DPSGD(chosen, len(self.train_data), self.settings.batch_size)
 
     def _refuse_for_records(self, what: str, way: str = "") -> None:
         if self.record_level:

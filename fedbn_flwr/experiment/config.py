@@ -40,7 +40,7 @@ from fedbn_flwr.privacy import differential, masked_sums
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.privacy.record_level import RecordLevel
-from fedbn_flwr.privacy.record_server import RecordDPSettings, carried_over
+from fedbn_flwr.privacy.record_server import TWO_NOISES, RecordDPSettings, carried_over
 from fedbn_flwr.server.method import TEST_BN, Params, Role, RunSettings, setting, tests_in
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
@@ -470,8 +470,10 @@ class Config(_MethodSettings):
         return TestBN(self.test_bn, self.test_bn_prior, alpha, self.test_bn_tau, size)
 
     def dp_settings(self) -> DPSettings:
-        """Return the settings of differential privacy."""
+        """Return the settings of client-level differential privacy; with record-dp the budget is not the clients'."""
         values: dict[str, Any] = {name: getattr(self, name) for name in DPSettings.model_fields}
+        if self.record_dp:
+            values["dp_max_epsilon"] = 0.0
         return DPSettings(**values)
 
     def record_level(self) -> RecordLevel | None:
@@ -479,7 +481,7 @@ class Config(_MethodSettings):
         if not self.record_dp:
             return None
         return RecordLevel(
-            self.record_dp_noise_multiplier,
+            None if self.record_dp_target_epsilon else self.record_dp_noise_multiplier,
             self.record_dp_clipping_norm,
             publishes_metrics=self.dp_metrics == "published",
             frozen_only=self.dp != "none",
@@ -548,6 +550,15 @@ class Config(_MethodSettings):
             found.append("record-dp=true with masked=true: the two are not counted together; choose one of them")
         if not self.local_steps:
             found.append("record-dp=true counts steps: set local-steps, not local-epochs")
+        target, limit, noise = self.record_dp_target_epsilon, self.dp_max_epsilon, self.record_dp_noise_multiplier
+        if target and noise:
+            found.append(
+                f"record-dp-target-epsilon={target} chooses the noise; leave record-dp-noise-multiplier={noise} out"
+            )
+        if limit and not (target or noise):
+            found.append(f"dp-max-epsilon={limit} needs record-dp-noise-multiplier or record-dp-target-epsilon")
+        if limit and limit < target:
+            found.append(f"dp-max-epsilon={limit} is below record-dp-target-epsilon={target}")
         if self.compile:
             found.append("record-dp=true computes the gradient of each example, and compile=true has no effect there")
         if self.standardise_as() != "none":
@@ -594,9 +605,13 @@ class Config(_MethodSettings):
         if after >= self.num_server_rounds:
             found.append(f"{both}: with {setting} BN is never frozen, so there is no DP-SGD")
         found += [f"{both}: {what}" for what in carried_over(self._made())]
-        for key, value in {"dp-target-epsilon": self.dp_target_epsilon, "dp-max-epsilon": self.dp_max_epsilon}.items():
-            if value:
-                found.append(f"{both}: {key}={value} is for clients, and epsilon is that of an example here")
+        if self.dp_target_epsilon:
+            found.append(
+                f"{both}: dp-target-epsilon={self.dp_target_epsilon} is for clients, and epsilon is that of an example "
+                "here"
+            )
+        if self.record_dp_target_epsilon:
+            found.append(f"{both}: record-dp-target-epsilon={self.record_dp_target_epsilon} {TWO_NOISES}")
         if self.dp_neighbours != "zero-out" or self.dp_sampling != "known":
             found.append(
                 f"{both}: dp-neighbours={self.dp_neighbours} and dp-sampling={self.dp_sampling} have no meaning for an "
@@ -915,7 +930,7 @@ class Config(_MethodSettings):
             "lr_decay_factor": (bool(self.lr_decay_at), "lr-decay-at is empty"),
         }
         found = {name: use for name, (used, use) in conditions.items() if not used}
-        for_dp, shared = differential.unused(self.dp_settings()), {"dp_delta", "dp_metrics"}
+        for_dp, shared = differential.unused(self.dp_settings()), {"dp_delta", "dp_metrics", "dp_max_epsilon"}
         for_dp = {name: use for name, use in for_dp.items() if not (self.record_dp and name in shared)}
         of_records = set(RecordDPSettings.model_fields) - {"record_dp"} if not self.record_dp else ()
         found |= for_dp | dict.fromkeys(of_records, "it is for record-dp=true")

@@ -189,7 +189,8 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     if not records:
         return clients
     steps, batch_size, delta = config.local_steps, config.batch_size, config.dp_delta
-    return RecordLevelDP(records, steps, batch_size, delta, out / PRIVACY, clients)
+    epsilons = config.record_dp_target_epsilon, config.dp_max_epsilon
+    return RecordLevelDP(records, steps, batch_size, delta, out / PRIVACY, clients, *epsilons)
 
 
 def _best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:

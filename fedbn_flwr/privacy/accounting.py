@@ -170,15 +170,17 @@ def epsilon_of_steps(releases: Iterable[Steps], delta: float) -> float:
     return _of_steps(tuple(sorted(steps.items())), delta)
 
 
-def noise_for_steps(epsilon: float, rate: float, steps: int, delta: float) -> float:
+def noise_for_steps(epsilon: float, rate: float, steps: int, delta: float, after: Sequence[Steps] = ()) -> float:
     """Return the smallest noise multiplier with which so many steps of DP-SGD cost at most ``epsilon``, to 1e-3.
+
+    The steps ``after`` which they are done count, too.
 
     Raises:
         ConfigError: no noise multiplier up to 10,000 is enough.
     """
 
     def cost(noise: float) -> float:
-        return epsilon_of_steps([Steps(noise, rate, steps)], delta)
+        return epsilon_of_steps([*after, Steps(noise, rate, steps)], delta)
 
     return _smallest_noise(cost, epsilon, f"epsilon={epsilon} over {steps} steps")
 

@@ -62,7 +62,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.messages.protocol import RECORD_DP
+from fedbn_flwr.messages.protocol import RECORD_DP, Key
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, Passes, Stream
@@ -71,7 +71,19 @@ from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import LossFn, Task
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["DPSGD", "LASTING_HOOKS", "PROTECTED_HOOKS", "WAY_OUT", "RecordLevel", "clipped_sum", "mixes_examples"]
+__all__ = [
+    "DPSGD",
+    "LASTING_HOOKS",
+    "NOISE",
+    "PROTECTED_HOOKS",
+    "WAY_OUT",
+    "RecordLevel",
+    "clipped_sum",
+    "mixes_examples",
+    "sampling_rate",
+]
+
+NOISE = Key("fedbn-flwr.record-dp-noise-multiplier", "float: z that the server chose", "server", "client")
 
 WAY_OUT = (
     "Use another norm (norm=group, layer or wsconv); or keep BatchNorm frozen from the first round, at statistics that "
@@ -92,7 +104,8 @@ class RecordLevel:
     """The settings of DP-SGD in a client.
 
     Args:
-        noise_multiplier: z; 0 = clipping alone, which guarantees nothing.
+        noise_multiplier: z; 0 = clipping alone, which guarantees nothing; None = the server chooses it for a target
+            epsilon, and the client trusts it.
         clipping_norm: C, the largest norm of an example's gradient.
         publishes_metrics: whether the client sends its training metrics, which no noise protects.
         frozen_only: train without DP-SGD while BN is not frozen; the server must protect these rounds
@@ -103,7 +116,7 @@ class RecordLevel:
         ConfigError: a number is out of range.
     """
 
-    noise_multiplier: float
+    noise_multiplier: float | None
     clipping_norm: float = 1.0
     publishes_metrics: bool = False
     frozen_only: bool = False
@@ -111,7 +124,7 @@ class RecordLevel:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if not 0 <= self.noise_multiplier < math.inf:
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
             raise ConfigError(f"noise_multiplier={self.noise_multiplier} must be a finite number of at least 0")
         if not 0 < self.clipping_norm < math.inf:
             raise ConfigError(f"clipping_norm={self.clipping_norm} must be a finite number above 0")
@@ -143,9 +156,11 @@ class DPSGD(Passes):
     def __init__(self, settings: RecordLevel, num_examples: int, batch_size: int) -> None:
         if num_examples < 1 or batch_size < 0:
             raise ConfigError(f"num_examples={num_examples} must be at least 1, batch_size={batch_size} at least 0")
-        self.settings, self._num_examples = settings, num_examples
+        if settings.noise_multiplier is None:
+            raise ConfigError("noise_multiplier=None is for the server to choose; DPSGD needs a number")
+        self.settings, self._num_examples, self._noise_multiplier = settings, num_examples, settings.noise_multiplier
         self._expected = min(batch_size or num_examples, num_examples)
-        self.rate = self._expected / num_examples
+        self.rate = sampling_rate(num_examples, batch_size)
         self._tried = False
 
     def draw(self, steps: int) -> Iterator[Tensor]:
@@ -179,7 +194,7 @@ class DPSGD(Passes):
             self._tried = True
         with self._own_randomness():
             total, losses, outputs = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
-        deviation = self.settings.noise_multiplier * self.settings.clipping_norm
+        deviation = self._noise_multiplier * self.settings.clipping_norm
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 noise = torch.from_numpy(self.settings.noise.normal(parameter.shape)).to(total[name])
@@ -255,18 +270,23 @@ class DPSGD(Passes):
         It stands in ``metrics`` of ``NumPyClient.fit``, or in the ConfigRecord ``properties`` of a reply of the Message
         API. Noise that can be repeated counts as none.
         """
-        noise = self.settings.noise_multiplier if self.settings.noise.secret else 0.0
+        noise = self._noise_multiplier if self.settings.noise.secret else 0.0
         return {str(RECORD_DP): json.dumps(Steps(noise, self.rate, steps)._asdict())}
 
     def epsilon(self, steps: int, delta: float) -> float:
         """Return what so many steps cost in total; infinity without noise, or with noise that can be repeated."""
         if not self.settings.noise.secret:
             return math.inf
-        return epsilon_of_steps([Steps(self.settings.noise_multiplier, self.rate, steps)], delta)
+        return epsilon_of_steps([Steps(self._noise_multiplier, self.rate, steps)], delta)
 
     def noise_for(self, epsilon: float, steps: int, delta: float) -> float:
         """Return the smallest noise multiplier with which so many steps cost at most ``epsilon``, to 1e-3."""
         return noise_for_steps(epsilon, self.rate, steps, delta)
+
+
+def sampling_rate(num_examples: int, batch_size: int) -> float:
+    """Return q of a client with so many examples; a batch size of 0 stands for all of them."""
+    return min(batch_size or num_examples, num_examples) / num_examples
 
 
 def _check(model: nn.Module) -> None:

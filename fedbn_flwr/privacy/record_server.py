@@ -25,9 +25,16 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import FROZEN, merged_config
-from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, note, require_dp_accounting, restored
+from fedbn_flwr.privacy.accounting import (
+    Steps,
+    epsilon_of_steps,
+    noise_for_steps,
+    note,
+    require_dp_accounting,
+    restored,
+)
 from fedbn_flwr.privacy.differential import ClientLevelDP, own_hooks
-from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel
+from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
 from fedbn_flwr.privacy.settings import Settings, setting
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
@@ -36,10 +43,11 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import with_config
 
-__all__ = ["RecordDPSettings", "RecordLevelDP", "carried_over"]
+__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP", "carried_over"]
 
 logger = logging.getLogger("flwr")
 
+TWO_NOISES = "chooses one noise, and there are two, before BN is frozen and after it: set both noise multipliers"
 _LACKS_COUNT = (
     "record-dp: its number of training examples is not known, so what it would cost is not. Its app must answer the "
     "strategies' query (client_app does, or answer_query)."
@@ -54,6 +62,12 @@ class RecordDPSettings(Settings):
         "record-level differential privacy: clients train with DP-SGD, so that what they send hides each training "
         "example. Needs local-steps, and no BatchNorm in train mode",
     )
+    record_dp_target_epsilon: float = setting(
+        0.0,
+        "choose the noise multiplier so that R rounds cost an example of the smallest client this epsilon; "
+        "0 = record-dp-noise-multiplier",
+        ge=0,
+    )
     record_dp_noise_multiplier: float = setting(
         0.0, "z: the noise in a step's sum of gradients has deviation z C; 0 = clipping alone, no guarantee", ge=0
     )
@@ -64,19 +78,23 @@ class RecordLevelDP(Protection):
     """The accounting of a run whose clients train with DP-SGD.
 
     Args:
-        settings: those of the clients.
+        settings: those of the clients; with a target epsilon their ``noise_multiplier`` is None.
         steps: local steps of a round.
         batch_size: expected size of a batch; 0 = all examples of a client.
         delta: the probability delta of the guarantee.
         file: a file for the rounds, so that a run which is killed and repeats some counts them twice, as it must.
         until_frozen: the protection of the rounds before BN is frozen, where clients train with ``frozen_only``.
+        target_epsilon: the noise is chosen in the first round, for the rounds that are left and the smallest client
+            then; a round that would cost more ends the run. 0 = none.
+        max_epsilon: the run ends before a round that would cost more in total; 0 = none.
 
     Attributes:
+        noise_multiplier: z; None before the first round, where it comes from a target epsilon.
         releases: the rounds of DP-SGD so far, of all runs with this object.
         always_releases: whether this round has client-level noise.
 
     Raises:
-        ConfigError: the library that computes epsilon is not installed.
+        ConfigError: settings exclude each other, or the library that computes epsilon is not installed.
     """
 
     def __init__(
@@ -87,16 +105,23 @@ class RecordLevelDP(Protection):
         delta: float = 1e-5,
         file: Path | None = None,
         until_frozen: ClientLevelDP | None = None,
+        target_epsilon: float = 0.0,
+        max_epsilon: float = 0.0,
     ) -> None:
         self.settings, self.delta, self.releases = settings, delta, list[Steps]()
         self._steps, self._batch_size, self._file = steps, batch_size, file
         self.publishes_metrics = settings.publishes_metrics
-        self._until_frozen = until_frozen
+        self._until_frozen, self._target, self._max = until_frozen, target_epsilon, max_epsilon
+        self.noise_multiplier, self._spent = settings.noise_multiplier, False
         if until_frozen:
             until_frozen.tells = False
+        if (settings.noise_multiplier is None) != bool(target_epsilon):
+            raise ConfigError("record-level privacy: target_epsilon and noise_multiplier=None belong together")
+        if target_epsilon and until_frozen:
+            raise ConfigError(f"target_epsilon={target_epsilon} {TWO_NOISES}")
         if settings.frozen_only != (until_frozen is not None):
             raise ConfigError("record-level privacy: frozen_only of the clients and until_frozen belong together")
-        if settings.noise_multiplier:
+        if settings.noise_multiplier != 0:
             require_dp_accounting()
 
     @property
@@ -112,6 +137,7 @@ class RecordLevelDP(Protection):
         """
         if self._until_frozen:
             self._until_frozen.begin(method)
+        self.noise_multiplier, self._spent = self.settings.noise_multiplier, False
         self._restore([])
         subject = f"strategy {method.name!r} with record-dp"
         problems = [f"{subject}: {what}" for what in method.beside_updates().values()]
@@ -126,8 +152,46 @@ class RecordLevelDP(Protection):
             raise ConfigError("\n".join(problems))
 
     def admits(self, run: RunState, asked: int) -> bool:
-        """See ``Protection``; the rounds before BN is frozen may have a budget of their own."""
-        return self._until_frozen is None or self._until_frozen.admits(run, asked)
+        """Return whether a round keeps within the budget; choose the noise for a target epsilon.
+
+        Raises:
+            ConfigError: not even one round does.
+        """
+        limit, inner = self._max or self._target, self._until_frozen
+        self._spent = inner is not None and not inner.admits(run, asked)
+        if not limit or self._spent:
+            return not self._spent
+        if inner and run.report.phase != "frozen":
+            cost = Steps((inner.noise_multiplier or 0.0) / 2, 1.0, 1)
+        elif not run.smallest:
+            return True  # `open_round` says that no client can be counted
+        else:
+            rate = sampling_rate(run.smallest, self._batch_size)
+            if self.noise_multiplier is None and self._cost() < self._target:
+                steps = self._steps * run.rounds_left
+                self.noise_multiplier = noise_for_steps(self._target, rate, steps, self.delta, self._counted)
+                logger.info("record-dp-target-epsilon=%g: noise multiplier %.4g", self._target, self.noise_multiplier)
+            cost = Steps(self.noise_multiplier or 0.0, rate, self._steps)
+        epsilon = self._cost(cost)
+        self._spent = epsilon > limit * (1 + 1e-9)
+        if not self._spent:
+            return True
+        if not self._counted:
+            raise ConfigError(
+                f"dp-max-epsilon={limit}: round {run.report.server_round} would bring epsilon to {epsilon:.4g}. Use "
+                "more noise, a smaller batch-size or fewer local-steps, or leave small clients out."
+            )
+        logger.warning(
+            "epsilon is %.4g, and a further round would bring it to %.4g, above %g: the run ends.",
+            self._cost(),
+            epsilon,
+            limit,
+        )
+        return False
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the noise that was chosen for the clients."""
+        return {NOISE: self.noise_multiplier} if self._target else {}
 
     def open_round(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
@@ -150,12 +214,11 @@ class RecordLevelDP(Protection):
         if messages and not counts and not self.releases:
             raise ConfigError(f"record-dp: no client says how many training examples it has; of each: {_LACKS_COUNT}")
         if counts:
-            smallest = min(counts)
-            rate = DPSGD(self.settings, smallest, self._batch_size).rate
-            release = Steps(self.settings.noise_multiplier, rate, self._steps)
+            rate = sampling_rate(min(counts), self._batch_size)
+            release = Steps(self.noise_multiplier or 0.0, rate, self._steps)
             note(self._file, release)
             self.releases.append(release)
-        run.report.privacy = {"noise-multiplier": self.settings.noise_multiplier}
+        run.report.privacy = {"noise-multiplier": self.noise_multiplier or 0.0}
         self._tell(run)
         return [message for node, message in messages if node.num_examples]
 
@@ -203,11 +266,18 @@ class RecordLevelDP(Protection):
     def _secret(self) -> bool:
         return self.settings.noise.secret and (self._until_frozen is None or self._until_frozen.noise.secret)
 
+    @property
+    def _counted(self) -> list[Steps]:
+        """All rounds so far; one with client-level noise is one step over all examples."""
+        before = self._until_frozen.ledger.releases if self._until_frozen else ()
+        return [*(Steps(release.noise_multiplier / 2, 1.0, 1) for release in before), *self.releases]
+
+    def _cost(self, *more: Steps) -> float:
+        return epsilon_of_steps([*self._counted, *more], self.delta)
+
     def epsilon(self) -> float:
         """Return epsilon of the rounds so far; infinity without noise, or with noise that can be repeated."""
-        before = self._until_frozen.ledger.releases if self._until_frozen else ()
-        models = [Steps(release.noise_multiplier / 2, 1.0, 1) for release in before]
-        return epsilon_of_steps([*models, *self.releases], self.delta) if self._secret else math.inf
+        return self._cost() if self._secret else math.inf
 
     def guarantee(self) -> str:
         """Return what is guaranteed, in a sentence."""
@@ -224,9 +294,15 @@ class RecordLevelDP(Protection):
             "DP-SGD as the clients report it)."
         )
 
+    def stops_after(self, server_round: int) -> bool:
+        """Return whether the budget is spent, or a further round of DP-SGD like the last one would cost too much."""
+        limit = self._max or self._target
+        alike = self.releases[-1:] if limit and not self.always_releases else []
+        return self._spent or (bool(alike) and self._cost(*alike) > limit * (1 + 1e-9))
+
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
-        found: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.settings.noise_multiplier}
+        found: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.noise_multiplier}
         if math.isfinite(epsilon := self.epsilon()):
             found |= {"epsilon": epsilon, "delta": self.delta}
         return {"privacy": found}
@@ -237,7 +313,7 @@ class RecordLevelDP(Protection):
         return {"releases": [list(release) for release in self.releases], **inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the rounds."""
+        """Restore the rounds; a target epsilon chooses z anew, for the rounds that are left."""
         self._restore([Steps(*release) for release in state["releases"]])
         if self._until_frozen:
             self._until_frozen.load_state_dict(state["until_frozen"])

@@ -345,6 +345,7 @@ class Server(Method[P]):
             report.reject(node_id, f"node {node_id} did not say who it is: {why}")
         able = self._unblocked([node for node in present if node.num_examples != 0])
         self.run.num_able = len(able)
+        self.run.smallest = min((node.num_examples for node in able if node.num_examples), default=0)
         count = max(share_of(self.fraction_train, len(able)), self.min_train_nodes)
         nodes = self.nodes.sample(able, count, "train", server_round)
         if nodes and not self.protection.admits(self.run, len(nodes)):

@@ -40,6 +40,7 @@ class RunState:
         before: the global state that was sent in this round.
         hooks_sent: the client hooks that this round's messages name.
         num_able: number of nodes with training data, N of the papers.
+        smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
         latest_bn: the BN parts that clients shared for tests.
         local_hashes: the SHA-256 of each client's kept state, by label.
@@ -62,6 +63,7 @@ class RunState:
     before: State = field(default_factory=dict)
     hooks_sent: frozenset[str] = frozenset()
     num_able: int = 0
+    smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
     latest_bn: LatestBN = field(default_factory=LatestBN)
     local_hashes: dict[str, str] = field(default_factory=dict)
@@ -93,6 +95,11 @@ class RunState:
                 "(int), not fractions; in Flower's legacy loop pass num_rounds= to to_legacy."
             )
         return self.num_rounds
+
+    @property
+    def rounds_left(self) -> int:
+        """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
+        return self.total_rounds - self.after - len(self.reports) + 1
 
     def know(self, arrays: ArrayRecord) -> None:
         """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.

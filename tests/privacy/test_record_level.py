@@ -34,7 +34,7 @@ from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps
 from fedbn_flwr.privacy.differential import CLIP, ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.noise import SeededNoise
-from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel, clipped_sum, mixes_examples
+from fedbn_flwr.privacy.record_level import DPSGD, NOISE, RecordLevel, clipped_sum, mixes_examples
 from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
@@ -621,6 +621,18 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
         ({"norm": "group", "local-steps": 0}, "record-dp=true counts steps: set local-steps"),
         ({"norm": "group", "strategy": "scaffold"}, "strategy 'scaffold' with record-dp=true: the changes of"),
         ({"norm": "group", "sampling": "without-replacement"}, "record-dp draws each example with a fixed probability"),
+        ({"norm": "group", "record-dp-target-epsilon": 3.0}, "chooses the noise; leave record-dp-noise-multiplier=1.0"),
+        (
+            {"norm": "group", "record-dp-noise-multiplier": 0.0, "dp-max-epsilon": 3.0},
+            "dp-max-epsilon=3.0 needs record-dp-noise-multiplier or record-dp-target-epsilon",
+        ),
+        (
+            {
+                **{"norm": "group", "record-dp-noise-multiplier": 0.0},
+                **{"dp-max-epsilon": 3.0, "record-dp-target-epsilon": 4.0},
+            },
+            "dp-max-epsilon=3.0 is below record-dp-target-epsilon=4.0",
+        ),
         ({"norm": "group", "compile": True}, "compile=true has no effect there"),
         ({"norm": "group", "dp": "server"}, "record-dp=true with dp=server: choose one of them"),
         ({"norm": "group", "validation-share": 0.2}, "leave it out, or set dp-metrics=published"),
@@ -634,6 +646,73 @@ def test_settings_that_do_not_fit_are_refused_before_any_work(keys: dict[str, An
     with pytest.raises(FedBNError) as error:
         check(Config.make({**RECORDS, **keys}))
     assert words in str(error.value)
+
+
+def test_a_target_chooses_the_noise_for_the_smallest_client_and_all_rounds(tmp_path: Path) -> None:
+    keys = {"record-dp-target-epsilon": 20.0, "record-dp-noise-multiplier": 0.0, "norm": "group"}
+    config = Config.make({**RECORDS, **keys, "num-server-rounds": 2})
+    summary = run(config, tmp_path / "run", workers=0)
+    smallest = min(len(part) for part in partitioned_data(config, 4).train)
+    z = DPSGD(RecordLevel(1.0), smallest, 32).noise_for(20.0, 2 * 2, 1e-5)
+    assert summary["privacy"]["noise-multiplier"] == z
+    assert 19.5 < summary["privacy"]["epsilon"] == lines_of(tmp_path / "run")[-1]["epsilon"] <= 20
+    assert len(lines_of(tmp_path / "run")) == 2
+
+
+def test_a_resumed_run_with_a_target_chooses_the_noise_for_the_rounds_that_are_left() -> None:
+    first = RecordLevelDP(RecordLevel(None), 2, 4, target_epsilon=5.0)
+    rate = 4 / 9
+
+    def state(server_round: int, after: int) -> RunState:
+        made = RunState("fedavg", num_rounds=4, after=after, smallest=9)
+        made.reports = [RoundReport(r, "train") for r in range(after + 1, server_round + 1)]
+        return made
+
+    assert first.admits(state(1, 0), 3)
+    z = first.noise_multiplier
+    assert z is not None
+    assert first.config() == {NOISE: z}
+    first.releases = [Steps(z, rate, 2)] * 3  # one round was repeated, and two are left
+    resumed = RecordLevelDP(RecordLevel(None), 2, 4, target_epsilon=5.0)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.admits(state(3, 2), 3)
+    assert resumed.noise_multiplier is not None
+    assert resumed.noise_multiplier > z
+    more = [Steps(resumed.noise_multiplier, rate, 2)] * 2
+    assert 4.9 < epsilon_of_steps([*first.releases, *more], 1e-5) <= 5
+    resumed.releases += more
+    assert not resumed.admits(state(5, 2), 3)
+    assert resumed.stops_after(5)
+
+
+def test_a_client_trains_with_the_noise_that_its_server_chooses_if_it_has_none(federate: Any, datasets: Any) -> None:
+    strategy, settings = FedAvg(), RecordLevel(None)
+    strategy.protect(RecordLevelDP(settings, 3, 4, target_epsilon=8.0))
+    federate(strategy, gn_mlp, datasets, rounds=1, local_steps=3, client=clients_with(settings))
+    assert strategy.reports[0].rejected == {}
+    assert 7.9 < strategy.protection.epsilon() <= 8
+    with pytest.raises(ConfigError, match="its noise multiplier is the server's, which has not sent one"):
+        federate(FedAvg(), gn_mlp, datasets, rounds=1, local_steps=3, client=clients_with(settings))
+    with pytest.raises(ConfigError, match="noise_multiplier=None"):
+        DPSGD(settings, 9, 4)
+    for settings, target in ((RecordLevel(1.0), 8.0), (RecordLevel(None), 0.0)):
+        with pytest.raises(ConfigError, match="target_epsilon and noise_multiplier=None belong together"):
+            RecordLevelDP(settings, 3, 4, target_epsilon=target)
+
+
+@pytest.mark.parametrize("keys", [{"norm": "group"}, {"strategy": "fixbn", "freeze-at": 1, "dp": "server"}])
+def test_a_budget_ends_the_run_before_a_round_that_would_cost_more(tmp_path: Path, keys: dict[str, Any]) -> None:
+    dp = {"dp-noise-multiplier": 20.0} if "dp" in keys else {}
+    settings = {**RECORDS, **keys, **dp, "num-server-rounds": 9}
+    smallest = min(len(part) for part in partitioned_data(Config.make(settings), 4).train)
+    models = [Steps(10.0, 1.0, 1)] if dp else []
+    steps = Steps(1.0, DPSGD(RecordLevel(1.0), smallest, 32).rate, 2)
+    costs = [epsilon_of_steps([*models, *[steps] * n], 1e-5) for n in (2, 3)]
+    summary = run(Config.make({**settings, "dp-max-epsilon": sum(costs) / 2}), tmp_path / "run", workers=0)
+    assert summary["privacy"]["epsilon"] == costs[0] == lines_of(tmp_path / "run")[-1]["epsilon"]
+    assert summary["rounds"] == 2 + len(models)
+    with pytest.raises(ConfigError, match=r"dp-max-epsilon=0\.1: round 1 would bring epsilon to"):
+        run(Config.make({**settings, "dp-max-epsilon": 0.1}), tmp_path / "none", workers=0)
 
 
 def both(z: float, records: RecordLevel) -> tuple[FixBN, RecordLevelDP]:
@@ -761,7 +840,8 @@ def test_a_resumed_run_counts_both_kinds_of_rounds_again(tmp_path: Path, monkeyp
         ({"freeze-at": 3}, "with freeze-at=3 BN is never frozen, so there is no DP-SGD"),
         ({"momentum-scope": "local", "sgd-momentum": 0.9}, "momentum-scope=local carries gradients without noise"),
         ({"local-part": "mtfl", "eval-on": "global"}, "affine stay with the clients, which train them"),
-        ({"dp-max-epsilon": 3.0}, "dp-max-epsilon=3.0 is for clients"),
+        ({"dp-target-epsilon": 3.0}, "dp-target-epsilon=3.0 is for clients"),
+        ({"record-dp-target-epsilon": 3.0}, "record-dp-target-epsilon=3.0 chooses one noise, and there are two"),
         ({"dp-neighbours": "replace-one"}, "have no meaning for an example"),
     ],
 )
