@@ -47,6 +47,16 @@ TRIED: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = [
             {"standardise": "local"},
             {"compile": True},
             {"masked": True},
+            {"validation-share": 0.2},
+            {"record-dp-target-epsilon": 3.0},
+        ],
+    ),
+    (
+        {**_RECORDS, **_NOISE, "strategy": "fixbn", "freeze-at": 2},
+        [
+            {"dp": "server", "strategy": "fedavg"},
+            {"dp": "server", "local-part": "mtfl", "eval-on": "global"},
+            {"dp": "server", "momentum-scope": "local", "sgd-momentum": 0.9},
         ],
     ),
 ]

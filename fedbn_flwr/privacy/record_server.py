@@ -43,7 +43,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import with_config
 
-__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP", "carried_over"]
+__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP", "carried_over", "uncovered"]
 
 logger = logging.getLogger("flwr")
 
@@ -140,12 +140,7 @@ class RecordLevelDP(Protection):
         self.noise_multiplier, self._spent = self.settings.noise_multiplier, False
         self._restore([])
         subject = f"strategy {method.name!r} with record-dp"
-        problems = [f"{subject}: {what}" for what in method.beside_updates().values()]
-        problems += [
-            f"{subject}: {kind.__name__} reads replies in a method of its own; let its beside_updates() return what it "
-            "takes from a client beside the model (super().beside_updates() if nothing)"
-            for kind in own_hooks(type(method))[:1]
-        ]
+        problems = [f"{subject}: {what}" for what in uncovered(method)]
         if self._until_frozen:
             problems += [f"{subject} until BN is frozen: {what}" for what in carried_over(method)]
         if problems:
@@ -320,6 +315,18 @@ class RecordLevelDP(Protection):
 
     def _restore(self, releases: list[Steps]) -> None:
         self.releases = restored(self._file, Steps, self.releases, releases)
+
+
+def uncovered(method: Method[Any]) -> list[str]:
+    """Return what the method takes from clients beside their models, which DP-SGD does not cover."""
+    return [
+        *method.beside_updates().values(),
+        *(
+            f"{kind.__name__} reads replies in a method of its own; let its beside_updates() return what it takes from "
+            "a client beside the model (super().beside_updates() if nothing)"
+            for kind in own_hooks(type(method))[:1]
+        ),
+    ]
 
 
 def carried_over(method: Method[Any]) -> list[str]:
