@@ -37,7 +37,8 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.training import LearningRate, LocalTraining, evaluate
+from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.wrappers import load_state
 
 DECAY = 0.998  # of its rate, in each round
@@ -144,7 +145,7 @@ def _public(data_dir: Path, rounds: int) -> Seen:
 
 def _network(start: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return its network with torch's BatchNorm and its initial weights."""
-    from FedBaseline.models.Nets import SimpleCNN
+    from FedBaseline.models.Nets import SimpleCNN  # type: ignore[import-not-found]
 
     network: nn.Module = SimpleCNN(types.SimpleNamespace(num_classes=10))
     known = network.state_dict()

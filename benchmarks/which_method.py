@@ -101,8 +101,8 @@ def _draw(curves: dict[str, list[Curve]], path: Path) -> None:
         points: list[Any] = list(zip(*runs, strict=True))
         moved = [statistics.mean(point[1] for point in at) for at in points]
         scores = [statistics.mean(point[2] for point in at) for at in points]
-        style = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
-        ax.plot(moved, scores, label=method, linewidth=1.8, **style)
+        colour, dash = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
+        ax.plot(moved, scores, label=method, linewidth=1.8, color=colour, linestyle=dash)
     ax.set_xlabel("MB of floats, down and up")
     ax.set_ylabel("accuracy, %")
     ax.spines[["top", "right"]].set_visible(False)

@@ -8,6 +8,7 @@ from typing import Any
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.server.shared_bn import SHARED_BN
 
 __all__ = ["refusals_table"]
 
@@ -22,7 +23,7 @@ _OF_METHODS: list[Mapping[str, Any]] = [
     {"strategy": "fedbs"},
     {"variance": "pooled"},
     {"strategy": "fixbn", "freeze-at": "auto", "freeze-window": 2, "freeze-tau": 1e-6},
-    {"strategy": "fedbn", "eval-on": "averaged-bn"},
+    {"strategy": "fedbn", "eval-on": str(SHARED_BN)},
 ]
 _OF_UPDATES: list[Mapping[str, Any]] = [
     {"strategy": "standalone"},

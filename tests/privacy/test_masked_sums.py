@@ -34,8 +34,8 @@ from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (
-    STRATEGIES,
     FBN,
+    STRATEGIES,
     FedAdam,
     FedAvg,
     FedBN,
