@@ -147,7 +147,7 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
 
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         with bn_rules(model, msg, context) as rules:
-            rules.survey(loader)                                                 # HBN, FBN by a pass
+            rules.survey(loader)                                                 # methods that measure by a pass
             optimizer = rules.wrap(torch.optim.SGD(model.parameters(), lr=0.1))   # FedProx, SCAFFOLD, momentum, AGC
             for x, y in loader:
                 optimizer.zero_grad()

@@ -43,7 +43,6 @@ from fedbn_flwr.server.method import TEST_BN
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.strategies.fixbn import DELTA
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
@@ -122,7 +121,8 @@ class Recorder:
     def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
         """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
-        for key in (TRAIN_LOSS, TRAIN_ACCURACY, DELTA):
+        reported = self._strategy.every("reported_metrics") if self._strategy else []
+        for key in (TRAIN_LOSS, TRAIN_ACCURACY, *reported):
             if key in report.metrics:
                 line[key] = report.metrics[key]
         if self._due(report.server_round):

@@ -133,6 +133,14 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 |---|---|---|---|---|
 | `variates` | ArrayRecord: c down, dc_i up | server, client | client, server | 0.1 |
 
+`strategies/bn_scaffold.py`:
+
+| key | type | writes | reads | since |
+|---|---|---|---|---|
+| `bn-variates` | ArrayRecord: u and s down; count, mean, m2 of client i up | server, client | client, server | 0.1 |
+| `fedbn-flwr.variance-floor` | float: rho | server | client | 0.1 |
+| `variance-floor-share` | float: share of channels and steps at the floor | client | server | 0.1 |
+
 `strategies/fixbn.py`:
 
 | key | type | writes | reads | since |

@@ -240,7 +240,7 @@ class Server(Method[P]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
-        own = {name: getattr(self, name) for name in self._checkpoint_keys()}
+        own = {name: getattr(self, name) for name in self.every("checkpoint_keys")}
         protected = {_PROTECTION: state} if (state := self.protection.state_dict()) else {}
         return {**self.run.checkpoint(self.nodes.initialised_labels), **own, **protected}
 
@@ -250,7 +250,7 @@ class Server(Method[P]):
         Raises:
             ConfigError: the state belongs to another method.
         """
-        wanted = {*self._checkpoint_keys(), *RunState("").checkpoint([])}
+        wanted = {*self.every("checkpoint_keys"), *RunState("").checkpoint([])}
         wanted |= {_PROTECTION} if self.protection.state_dict() else set()
         if set(state) != wanted:
             found, needed = ", ".join(sorted(state)), ", ".join(sorted(wanted))
@@ -301,8 +301,10 @@ class Server(Method[P]):
                 "" if Part.REST in self.local else average,
             )
 
-    def _checkpoint_keys(self) -> list[str]:
-        return [name for kind in reversed(type(self).__mro__) for name in vars(kind).get("checkpoint_keys", ())]
+    @classmethod
+    def every(cls, attribute: str) -> list[str]:
+        """Return the names in ``attribute`` of the method's class and of all its bases."""
+        return [name for kind in reversed(cls.__mro__) for name in vars(kind).get(attribute, ())]
 
     # --- training ----------------------------------------------------------------------------------------------------
 

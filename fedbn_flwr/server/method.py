@@ -234,6 +234,7 @@ class Method(FlowerFedAvg, Generic[P]):
             may leave them out.
         keys: message keys of the method that are not in ``messages.protocol``.
         checkpoint_keys: attributes to checkpoint, without those of the base classes.
+        reported_metrics: metrics of the clients' training that a run's lines have, without those of the base classes.
         params: the settings.
     """
 
@@ -253,6 +254,7 @@ class Method(FlowerFedAvg, Generic[P]):
     implicit_hooks: ClassVar[frozenset[str]] = frozenset()
     keys: ClassVar[tuple[Key, ...]] = ()
     checkpoint_keys: ClassVar[tuple[str, ...]] = ()
+    reported_metrics: ClassVar[tuple[str, ...]] = ()
 
     params: P
 

@@ -77,9 +77,13 @@ class LatestBN:
             kept = {name: array.copy() for name, array in shared.items()}  # else the whole message stays in memory
             self._latest[silent, node_id if silent else partition_id] = kept, num_examples
 
+    @property
+    def latest(self) -> list[tuple[State, float]]:
+        """What each client shared last, and its number of examples, in the order of partition ids."""
+        return [self._latest[order] for order in sorted(self._latest)]
+
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
         """Return the p-weighted average over all clients that have shared parts; empty before the first."""
-        latest = [self._latest[order] for order in sorted(self._latest)]
-        if not latest:
+        if not (latest := self.latest):
             return {}
         return average([state for state, _ in latest], [count for _, count in latest], parts, variance)

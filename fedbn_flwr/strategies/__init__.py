@@ -14,6 +14,7 @@ from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.strategies.bn_scaffold import BNScaffold
 from fedbn_flwr.strategies.fbn import FBN
 from fedbn_flwr.strategies.fedavg import FedAvg
 from fedbn_flwr.strategies.fedavgm import FedAvgM
@@ -39,6 +40,7 @@ __all__ = [
     "HBN",
     "MTFL",
     "STRATEGIES",
+    "BNScaffold",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -63,7 +65,7 @@ __all__ = [
 STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
     strategy.name: strategy
     for strategy in (
-        *(FedAvg, FedProx, Scaffold),
+        *(FedAvg, FedProx, Scaffold, BNScaffold),
         *(FedAvgM, FedAdam, FedYogi, FedAdagrad),
         *(FedBN, SiloBN, MTFL),
         *(StaticBN, FixBN, FBN, HBN, FedTAN, FedTAN2, FedDNA),

@@ -213,6 +213,7 @@ class Freezing(FedAvg[W]):
     }
     implicit_hooks = FedAvg.implicit_hooks | {"freeze-bn"}  # the frozen entries of the reply show it
     keys: ClassVar[tuple[Key, ...]] = (STATISTICS, AFFINE, DELTA)
+    reported_metrics = (DELTA,)
     checkpoint_keys = ("frozen_after", "deltas")
 
     frozen_after: int | None = None

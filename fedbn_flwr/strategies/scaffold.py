@@ -52,17 +52,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from pydantic import field_validator
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, weighted_sum
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Method, RunSettings, setting
+from fedbn_flwr.server.method import HookFactory, Method, Role, RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook, Entries, Extras
@@ -88,6 +89,9 @@ class ScaffoldParams(FedAvgParams):
         if scope != "none":
             raise ValueError("scaffold corrects plain SGD: momentum_scope must be 'none'")
         return scope
+
+
+P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)
 
 
 class ControlVariates(ClientHook):
@@ -169,23 +173,25 @@ class ControlVariates(ClientHook):
         return variates[name].to(like) if name in variates else torch.zeros_like(like)
 
 
-class Scaffold(FedAvg[ScaffoldParams]):
+class Scaffold(FedAvg[P]):
     """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
 
     name = "scaffold"
     summary_line = "control variates over trainable parameters; BN statistics averaged"
     source = "Karimireddy 2020, arXiv:1910.06378"
-    role = "client-hooks"
-    Params = ScaffoldParams
-    client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
-    keys = (VARIATES,)
+    role: ClassVar[Role] = "client-hooks"
+    Params: ClassVar[type[Any]] = ScaffoldParams
+    client_hooks: ClassVar[Mapping[str, HookFactory]] = {
+        "variates": lambda context: ControlVariates(context.local_entries)
+    }
+    keys: ClassVar[tuple[Key, ...]] = (VARIATES,)
     needs_each_reply = True  # the changes are averaged without weights
-    checkpoint_keys = ("variates",)
+    checkpoint_keys: ClassVar[tuple[str, ...]] = ("variates",)
 
     variates: dict[str, Any]
 
     @classmethod
-    def conflicts(cls, params: ScaffoldParams, run: RunSettings) -> list[str]:
+    def conflicts(cls, params: P, run: RunSettings) -> list[str]:
         """Refuse momentum and other optimizers."""
         found = super().conflicts(params, run)
         if run.optimizer != "sgd":
@@ -200,7 +206,7 @@ class Scaffold(FedAvg[ScaffoldParams]):
         return "scaffold has a server step of its own" if other.role == "server-step" else super().excludes(other)
 
     @classmethod
-    def extra_copies(cls, params: ScaffoldParams) -> tuple[int, int]:
+    def extra_copies(cls, params: P) -> tuple[int, int]:
         """Return one more copy of the shared parameters: their variates."""
         shared, everything = super().extra_copies(params)
         return shared + 1, everything

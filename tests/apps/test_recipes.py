@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "apps/main/recipes"
 STUDIES = ("demo",)
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in STUDIES)
 HEADER = re.compile(
-    r"# .+\.\n#   fedbn-flwr run apps/main/recipes/(?P<file>\w+)\.yaml --out runs/\w+\n"
+    r"# .+\.\n#   fedbn-flwr run apps/main/recipes/(?P<file>[\w-]+)\.yaml --out runs/[\w-]+\n"
     r"# Digits, .+\. Reaches (?P<accuracy>\d+\.\d\d) % on (?P<on>the whole test set|the clients' own two classes) \("
 )
 

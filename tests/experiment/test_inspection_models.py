@@ -29,8 +29,9 @@ LISTED = [name.partition("<")[0] + example for name in MODELS for example in EXA
 PARTS = ("affine", "statistics", "counters", "rest")
 # What the papers say of each method; those not named here share everything and send nothing else.
 LOCAL = {"fedbn": PARTS[:3], "silobn": PARTS[1:3], "mtfl": PARTS[:1], "standalone": PARTS}
-VARIATES = {"scaffold"}
-MOMENTS = {"fbn", "hbn"}
+VARIATES = {"scaffold", "bn-scaffold"}
+MOMENTS = {"fbn", "hbn", "bn-scaffold"}
+COMMON = {"bn-scaffold"}  # statistics of all clients go down
 SYNCHRONISED = {"fedtan": (3, 4), "fedtan2": (3, 4), "feddna": (2, 2)}  # exchanges a layer, numbers a channel
 FROZEN = {"fixbn", "fedtan2"}
 ROUNDS, LAST = 10, 4
@@ -78,6 +79,7 @@ def slow_rounds(model: nn.Module, strategy: str) -> list[Traffic]:
         if strategy in MOMENTS:
             cost.up += CLIENTS * 4 * 2 * sum(channels)
             cost.counters_up += CLIENTS * 8 * len(channels)
+            cost.down += 4 * 2 * sum(channels) if strategy in COMMON and server_round > 1 else 0
         if strategy not in FROZEN or server_round <= LAST:
             cost.exchanges += per_layer * len(channels)
             cost.down += 4 * rows * sum(channels)

@@ -57,6 +57,9 @@ CASES = {
     "fedbn, scaffold": {"strategy": "fedbn", "client-hooks": "scaffold", "agc": 0.1},
     "half of the clients": {"strategy": "fedbn", "fraction-train": 0.5, "num-clients": 4},
     "half of the clients, scaffold": {"strategy": "scaffold", "fraction-train": 0.5, "num-clients": 4},
+    "half of the clients, bn-scaffold by a pass": {
+        **{"strategy": "bn-scaffold", "bn-variates": "pass", "fraction-train": 0.5, "num-clients": 4},
+    },
 }
 
 

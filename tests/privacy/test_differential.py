@@ -212,6 +212,7 @@ def test_a_client_that_does_not_clip_is_refused_by_name(run_strategy: Any, mlp: 
 
 REFUSED = {
     "scaffold": "control variates",
+    "bn-scaffold": "control variates",
     "fedtan": "exchanges of its first step",
     "fedtan2": "exchanges of its first step",
     "feddna": "exchanges of its first step",

@@ -148,7 +148,7 @@ def test_what_the_callback_raises_ends_the_run(federate, mlp, points) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpoint_keys_are_unique(name: str) -> None:
     strategy = STRATEGIES[name]()
-    names = [*strategy._checkpoint_keys(), *strategy.run.checkpoint([])]
+    names = [*strategy.every("checkpoint_keys"), *strategy.run.checkpoint([])]
     assert len(names) == len(set(names))
     assert {"momentum", "local_hashes", "volatile", "started"} <= set(names)
 

@@ -1,0 +1,359 @@
+r"""BN-SCAFFOLD: SCAFFOLD whose clients correct BatchNorm's statistics in every step, too.
+
+Quintana, Vancamberg, Jugnon, Mougeot, Desolneux 2024, "BN-SCAFFOLD: controlling the drift of Batch Normalization
+statistics in Federated Learning", arXiv:2410.03281. **Ours where the paper's text could not be read**: its abstract and
+a summary of it were read, which say that SCAFFOLD's variates are extended to the statistics, with two options for those
+of a client. No code was found. Every formula below that is not SCAFFOLD's is ours, the natural one, and results with it
+are not the paper's.
+
+## Problem
+
+SCAFFOLD corrects a client's gradients. Its BatchNorm layers still normalise with the statistics of the client's own
+batches, which are those of its few classes.
+
+## Algorithm
+
+Client $i$ has variates $(u_i, s_i)$ per channel, mean and biased variance of the inputs of a BN layer; the server has
+$(u, s)$. In a local step, with the statistics $(\mu_B, v_B)$ of the batch, $v_B$ biased, the layer normalises with
+
+$$\tilde\mu = \mu_B - u_i + u, \qquad \tilde v = \max(v_B - s_i + s, \; \rho s)$$
+
+Gradients flow through $\mu_B$ and $v_B$ alone, and are corrected as in SCAFFOLD. $\rho$ is `variance-floor`: under
+label skew $v_B - s_i + s$ falls below zero in some channels and steps, and in our trial training without a floor ended
+at chance. The metric `variance-floor-share` is the share of channels and steps at the floor. The running statistics
+take $\tilde\mu$ and $\tilde v \, n / (n - 1)$ with BN's momentum; tests use them.
+
+The client's new variates are, by `bn-variates`,
+
+- `steps` (option II): the moments of the inputs of all its local steps, merged;
+- `pass` (option I): those of one pass over its data before the first step, under the received weights, each batch
+  normalised with its own statistics.
+
+The server pools the latest variates of every client that ever sent some:
+
+$$u = \sum_i p_i u_i, \qquad s = \sum_i p_i \left( s_i + (u_i - u)^2 \right)$$
+
+`variates-variance=mean` leaves out $(u_i - u)^2$, and the law below. A client without variates of its own corrects no
+statistics in its first round.
+
+## What travels
+
+| | per round |
+|---|---|
+| sent down | the whole state $x$; the server's variates $c$ and $(u, s)$ |
+| sent up | the whole state $y_i$; the change $c_i^+ - c_i$; per BN layer a count, $u_i$ and count times $s_i$ |
+| kept | $c_i$ and $(u_i, s_i)$ |
+| cost | $F + T + S$ floats down, $F + T + S$ up per client |
+
+$T$ = trainable parameters, $S$ = floats of the running statistics.
+
+## Differs from the paper
+
+Unknown: see above. In SCAFFOLD's part nothing differs from `scaffold`.
+
+## Law
+
+Round 1 is SCAFFOLD's, bit for bit, and so is every round in which $u_i = u$ and $s_i = s$ for all clients and no
+variance is at the floor. With fixed weights and full batches of any sizes, by steps, the corrected statistics of BN
+layer $l$ are those of the union from round $l + 1$ on: after as many rounds as there are layers the forward pass is the
+centralized one. The mean gradient is **not**: each client still uses its own gradients with respect to the statistics,
+as FedDNA does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.averaging import State, Variance
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.reestimation import Moments, reestimate_statistics
+from fedbn_flwr.batchnorm.taken_forward import (
+    MomentSums,
+    batch_statistics,
+    layers_in_training,
+    normalise,
+    take_forward,
+)
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.method import Need, RunSettings, setting
+from fedbn_flwr.server.recalibration import from_entries, to_entries
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.shared_bn import LatestBN
+from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, Scaffold, ScaffoldParams
+from fedbn_flwr.training.loop import Batches, Entries, Extras
+
+__all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldParams", "SurveyedBNVariates", "pooled_variates"]
+
+BN_VARIATES = Key(
+    "bn-variates", "ArrayRecord: u and s down; count, mean, m2 of client i up", "server, client", "client, server"
+)
+FLOOR = Key("fedbn-flwr.variance-floor", "float: rho", "server", "client")
+FLOOR_SHARE = Key("variance-floor-share", "float: share of channels and steps at the floor", "client", "server")
+
+
+class BNScaffoldParams(ScaffoldParams):
+    """Parameters of BN-SCAFFOLD."""
+
+    variance_floor: float = setting(
+        0.1, "rho: a corrected variance is at least this share of the clients' common one", gt=0, le=1
+    )
+    bn_variates: Literal["steps", "pass"] = setting(
+        "steps", "which inputs of BN give a client's variates: those of all local steps, or of a pass before the first"
+    )
+    variates_variance: Variance = setting(
+        "pooled", "the variates' common variance: pooled has the spread of the clients' means, mean leaves it out"
+    )
+
+
+@dataclass(frozen=True)
+class _Correction:
+    """What a layer adds to a batch's mean and variance, and the smallest variance, (C,) each; whether it adds any."""
+
+    mean: Tensor
+    var: Tensor
+    floor: Tensor
+    any: bool
+
+
+class BNControlVariates(ControlVariates):
+    """Client half: SCAFFOLD's, and u - u_i and s - s_i in every step of a BatchNorm layer.
+
+    Where it corrects nothing the forward pass is torch's own, so that SCAFFOLD's bits stay.
+    """
+
+    def __init__(self, local: frozenset[str] = frozenset(), floor: float = 0.1) -> None:
+        super().__init__(local)
+        self._floor = floor
+        self._common: Entries = {}
+        self._before: Entries = {}
+        self._corrections: dict[nn.Module, _Correction] = {}
+        self._undo: Callable[[], None] = lambda: None
+        self._sums = MomentSums()
+        self._low: Tensor | float = 0.0
+        self._seen = 0
+        self._moments: Entries = {}
+
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take c and c_i, (u, s) and (u_i, s_i)."""
+        mine = {name: entry for name, entry in kept.items() if name.startswith(_KEPT)}
+        super().receive(sent, {name: entry for name, entry in kept.items() if name not in mine})
+        self._common = sent.get(BN_VARIATES, {})
+        self._before = {name.removeprefix(_KEPT): entry for name, entry in mine.items()}
+
+    def begin(self, model: nn.Module) -> None:
+        """Take over the forward pass of the BatchNorm layers that track statistics.
+
+        Raises:
+            NormLayerError: the class of a layer has a forward pass of its own.
+        """
+        self._undo = take_forward(model, self._forward)
+        found = {layer: self._correction_of(path, layer) for path, layer in layers_in_training(model).items()}
+        self._corrections = {layer: correction for layer, correction in found.items() if correction}
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Restore the layers; compute dc_i and the moments; return the share of channels and steps at the floor."""
+        found = super().end(model)
+        self._undo()
+        self._moments = to_entries(self._measured(model), model.state_dict())
+        return {**found, FLOOR_SHARE: float(self._low) / max(self._seen, 1)}
+
+    def reply(self) -> Extras:
+        """Return dc_i and the moments."""
+        return {**super().reply(), BN_VARIATES: self._moments}
+
+    def keep(self) -> Entries:
+        """Return c_i+ and the moments."""
+        return {**super().keep(), **{_KEPT + name: entry for name, entry in self._moments.items()}}
+
+    def _measured(self, model: nn.Module) -> dict[str, Moments]:
+        return self._sums.by_path(model)
+
+    def _correction_of(self, path: str, layer: _BatchNorm) -> _Correction | None:
+        like = layer.running_mean
+        names = [_join(path, leaf) for leaf in ("mean", "var")]
+        own = [_join(path, leaf) for leaf in ("count", "mean", "m2")]
+        if like is None or not (self._common.keys() >= {*names} and self._before.keys() >= {*own}):
+            return None
+        u, s = (self._common[name] for name in names)
+        count, mean, m2 = (self._before[name] for name in own)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        # The server's way from the moments to its variates: equal ones leave exact zeros.
+        change = (u - mean).to(like.device, dtype), (s - _variance(m2, count).to(s.dtype)).to(like.device, dtype)
+        any_change = any(bool(values.any()) for values in change)
+        return _Correction(*change, (self._floor * s).to(like.device, dtype), any_change)
+
+    def _forward(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+        correction = self._corrections.get(layer)
+        if correction is None:
+            self._sums.add(layer, x)
+            return _BatchNorm.forward(layer, x)
+        mean, var = batch_statistics(x)
+        self._sums.add(layer, x, (mean, var))
+        corrected = var + correction.var
+        low = corrected.detach() < correction.floor
+        self._low, self._seen = self._low + low.sum(), self._seen + len(low)
+        if not correction.any and not bool(low.any()):
+            return _BatchNorm.forward(layer, x)
+        mean, var = mean + correction.mean, torch.where(low, correction.floor, corrected)
+        _track(layer, mean.detach(), var.detach(), x.numel() // x.shape[1])
+        return normalise(layer, x, mean, var)
+
+
+class SurveyedBNVariates(BNControlVariates):
+    """Client half with option I: the variates are the moments of a pass over the data before the first step."""
+
+    def __init__(self, local: frozenset[str] = frozenset(), floor: float = 0.1) -> None:
+        super().__init__(local, floor)
+        self._found: dict[str, Moments] = {}
+
+    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
+        """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
+        size = max(batch_size, 2) if batch_size else 0
+        self._found = reestimate_statistics(model, data, batch_size=size, seed=seed)
+
+    def _measured(self, model: nn.Module) -> dict[str, Moments]:
+        return self._found
+
+
+def pooled_variates(clients: Sequence[Moments], weights: Sequence[float], variance: Variance) -> tuple[Tensor, Tensor]:
+    """Return u = sum p_i u_i and s = sum p_i (s_i + (u_i - u)^2), (C,) each; ``variance="mean"``: sum p_i s_i.
+
+    Args:
+        clients: the moments of a layer's inputs at each client.
+        weights: |D_i| of the clients, in the same order.
+        variance: whether the spread of the means counts.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    pairs = list(zip(shares, clients, strict=True))
+    u = torch.stack([p * own.mean for p, own in pairs]).sum(0)
+    spreads = [(own.mean - u).square() if variance == "pooled" else 0.0 for own in clients]
+    terms = [p * (_variance(own.m2, own.count) + spread) for (p, own), spread in zip(pairs, spreads, strict=True)]
+    return u, torch.stack(terms).sum(0)
+
+
+_KEPT = f"{BN_VARIATES}/"  # before the names of (u_i, s_i) in what the hook keeps; c_i has the parameters' names
+
+
+def _variance(m2: Tensor, count: Tensor | int) -> Tensor:
+    return m2.double() / count
+
+
+def _join(path: str, leaf: str) -> str:
+    return f"{path}.{leaf}" if path else leaf
+
+
+def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
+    """Move the running statistics by a batch's mean and biased variance, as torch does."""
+    running = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    if running[0] is None or running[1] is None or running[2] is None:
+        return
+    with torch.no_grad():
+        running[2].add_(1)
+        share = 1 / float(running[2]) if layer.momentum is None else layer.momentum
+        for old, new in ((running[0], mean), (running[1], var * (count / max(count - 1, 1)))):
+            old.mul_(1 - share).add_(share * new)
+
+
+class BNScaffold(Scaffold[BNScaffoldParams]):
+    """SCAFFOLD with control variates for the statistics of BatchNorm, too."""
+
+    name = "bn-scaffold"
+    summary_line = "scaffold, and BN's statistics corrected in every step (ours where the paper could not be read)"
+    source = "Quintana 2024, arXiv:2410.03281 (abstract)"
+    role = ""
+    alone = "bn-scaffold corrects the gradients and the statistics of every step by itself"
+    needs_batchnorm = True
+    Params = BNScaffoldParams
+    client_hooks = {
+        "bn-variates-of-steps": lambda context: BNControlVariates(context.local_entries, float(context.config[FLOOR])),
+        "bn-variates-of-a-pass": lambda context: SurveyedBNVariates(
+            context.local_entries, float(context.config[FLOOR])
+        ),
+    }
+    keys = (BN_VARIATES, FLOOR, FLOOR_SHARE)
+    reported_metrics = (FLOOR_SHARE,)
+    checkpoint_keys = ("latest_variates",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._latest = LatestBN()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def latest_variates(self) -> list[list[Any]]:
+        """The moments that each client sent last, and its number of examples, as lists, mappings and arrays."""
+        return self._latest.tree
+
+    @latest_variates.setter
+    def latest_variates(self, tree: Sequence[Any]) -> None:
+        self._latest = LatestBN(tree)
+
+    @classmethod
+    def needs(cls, params: BNScaffoldParams) -> list[Need]:
+        """Add running statistics."""
+        return [Need(f"strategy {cls.name!r}", "FedAvg", frozenset({Part.STATISTICS})), *super().needs(params)]
+
+    @classmethod
+    def conflicts(cls, params: BNScaffoldParams, run: RunSettings) -> list[str]:
+        """Refuse batch-renorm, whose layers correct the statistics themselves."""
+        found = super().conflicts(params, run)
+        if run.norm == "batch-renorm":
+            found.append("bn-scaffold corrects BatchNorm's statistics, and so does norm=batch-renorm; use norm=batch")
+        return found
+
+    @classmethod
+    def extra_statistics(cls, params: BNScaffoldParams) -> tuple[float, float]:
+        """Return (1, 1): (u, s) down and a client's moments up are as large as the running statistics."""
+        return 1.0, 1.0
+
+    def beside_updates(self) -> dict[str, str]:
+        """Add the moments."""
+        text = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
+        return {**super().beside_updates(), "moments": text}
+
+    def begin(self) -> None:
+        """Start without variates."""
+        super().begin()
+        self._latest = LatestBN()
+
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
+        """Send rho, to the hook that takes the variates by steps or by a pass."""
+        hooks = super().hooks_for(server_round)
+        del hooks[VARIATES]  # its hook; ours does its work
+        name = "bn-variates-of-steps" if self.params.bn_variates == "steps" else "bn-variates-of-a-pass"
+        return {**hooks, name: {FLOOR: self.params.variance_floor}}
+
+    def extras(self, server_round: int) -> Mapping[str, State]:
+        """Send (u, s), too."""
+        return {**super().extras(server_round), BN_VARIATES: self._pooled()}
+
+    def check(self, server_round: int, reply: Reply, before: State) -> None:
+        """Refuse a reply whose moments do not fit the model."""
+        super().check(server_round, reply, before)
+        from_entries(reply.extras.get(BN_VARIATES, {}), before, self.run.parts)
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Do as SCAFFOLD; keep the clients' moments."""
+        for reply in replies:
+            self._latest.take(reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples)
+        return super().combine(server_round, replies, before)
+
+    def _pooled(self) -> dict[str, Any]:
+        """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client has sent moments."""
+        entries: dict[str, Any] = {}
+        like, parts = self.run.before, self.run.parts
+        sent = [(from_entries(state, like, parts), count) for state, count in self._latest.latest]
+        for layer in parts.layers:
+            if own := [(moments[layer.path], count) for moments, count in sent if layer.path in moments]:
+                clients, counts = zip(*own, strict=True)
+                u, s = pooled_variates(clients, counts, self.params.variates_variance)
+                dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
+                for leaf, value in (("mean", u), ("var", s)):
+                    entries[_join(layer.path, leaf)] = value.numpy().astype(dtype)
+        return entries

@@ -1,0 +1,353 @@
+"""BN-SCAFFOLD against a slow reference; where it is SCAFFOLD; its forward law, and that it has none for gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.averaging import Variance
+from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.messages.records import from_record, tensors
+from fedbn_flwr.strategies import BNScaffold, Scaffold
+from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates, pooled_variates
+from fedbn_flwr.strategies.scaffold import ControlVariates
+
+SIZES = (6, 14, 10, 8)
+ROUNDS, FLOOR = 4, 0.7
+SHARE = "variance-floor-share"
+
+
+SHAPES = {"1d": (5,), "2d": (2, 4, 4), "3d": (2, 3, 3, 3)}
+
+
+def network(kind: str) -> nn.Module:
+    """Two BN layers of a kind, float64; the 3d ones without gamma and beta, the 1d ones with a cumulative average."""
+    conv, norm, first, features = {
+        "1d": (nn.Linear, functools.partial(nn.BatchNorm1d, momentum=None), 5, 3),
+        "2d": (functools.partial(nn.Conv2d, kernel_size=2), nn.BatchNorm2d, 2, 12),
+        "3d": (functools.partial(nn.Conv3d, kernel_size=2), functools.partial(nn.BatchNorm3d, affine=False), 2, 3),
+    }[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [conv(first, 4), norm(4), nn.Tanh(), conv(4, 3), norm(3), nn.Flatten(), nn.Linear(features, 3)]
+        return nn.Sequential(*layers).double()
+
+
+class Reference:
+    """A client's BN layers written out; ``notes``: the inputs of each, one row per value."""
+
+    def __init__(self, model: nn.Module, common: dict[str, Any], own: dict[str, Any], floor: float) -> None:
+        self.notes: dict[str, list[Tensor]] = {}
+        self.low = self.seen = 0
+        for path, layer in model.named_modules():
+            if isinstance(layer, _BatchNorm):
+                pairs = (common[path], own[path]) if path in common and path in own else None
+                layer.forward = functools.partial(self.normalise, path, layer, pairs, floor)  # type: ignore[method-assign]
+
+    def normalise(self, path: str, layer: _BatchNorm, pairs: Any, floor: float, x: Tensor) -> Tensor:
+        rows = x.movedim(1, -1).reshape(-1, x.shape[1])
+        self.notes.setdefault(path, []).append(rows.detach())
+        mean, var = rows.mean(0), rows.var(0, correction=0)
+        if pairs:
+            (u, s), (u_i, s_i) = pairs
+            mean, var = mean - u_i + u, var - s_i + s
+            self.low, self.seen = self.low + int((var < floor * s).sum()), self.seen + len(s)
+            var = torch.where(var < floor * s, floor * s, var)
+        with torch.no_grad():
+            layer.num_batches_tracked += 1
+            share = 1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+            layer.running_mean += share * (mean - layer.running_mean)
+            layer.running_var += share * (var * len(rows) / (len(rows) - 1) - layer.running_var)
+        out = (rows - mean) / (var + layer.eps).sqrt()
+        out = out if layer.weight is None else out * layer.weight + layer.bias
+        return out.reshape(x.movedim(1, -1).shape).movedim(-1, 1)
+
+    def variates(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Mean and biased variance of all inputs of each layer."""
+        whole = {path: torch.cat(rows) for path, rows in self.notes.items()}
+        return {path: (rows.mean(0), rows.var(0, correction=0)) for path, rows in whole.items()}
+
+
+def steps(model: nn.Module, data: Any, rate: float, correction: dict[str, Tensor]) -> int:
+    """Plain full passes in order, every gradient corrected; the number of steps."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    count = 0
+    for inputs, targets in zip(data.inputs.split(4), data.targets.split(4), strict=True):
+        grads = torch.autograd.grad(F.cross_entropy(model(inputs), targets), parameters)
+        for name, p, g in zip(names, parameters, grads, strict=True):
+            p.data -= rate * (g + correction[name])
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("case", ["1d pooled", "2d mean", "2d pooled", "3d pooled", "torchvision pooled"])
+def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypatch, case: str) -> None:
+    """Half of the clients a round, uneven sizes and steps, channels at the floor."""
+    monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
+    kind, spread = case.split()
+    make = torchvision_net if kind == "torchvision" else functools.partial(network, kind)
+    shape, rate = ((3, 20, 20), 1e-3) if kind == "torchvision" else (SHAPES[kind], 0.1)
+    datasets = [points(n, i, shape) for i, n in enumerate(SIZES)]
+    strategy = BNScaffold(fraction_train=0.5, min_train_nodes=2, variance_floor=FLOOR, variates_variance=spread, seed=3)
+    rounds = 3 if kind == "torchvision" else ROUNDS
+    run = federate(strategy, make, datasets, rounds=rounds, rate=rate, batch_size=4)
+    assert len({tuple(report.participants) for report in strategy.reports}) > 1
+
+    model, low = make(), 0
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    c, own = dict(zeros), [dict(zeros) for _ in datasets]
+    latest: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+    for report in strategy.reports:
+        total, common = sum(SIZES[i] for i in latest), {}
+        for path in next(iter(latest.values()), {}):
+            u = sum(SIZES[i] / total * mine[path][0] for i, mine in latest.items())
+            spreads = {i: (mine[path][0] - u) ** 2 * (spread == "pooled") for i, mine in latest.items()}
+            common[path] = u, sum(SIZES[i] / total * (mine[path][1] + spreads[i]) for i, mine in latest.items())
+        x, before, ends, shares = copy.deepcopy(model.state_dict()), list(own), [], []
+        for i in report.participants:
+            client = copy.deepcopy(model).train()
+            bn = Reference(client, common, latest.get(i, {}), FLOOR)
+            count = steps(client, datasets[i], rate, {name: c[name] - own[i][name] for name in zeros})
+            ends.append(y := client.state_dict())
+            own[i] = {name: own[i][name] - c[name] + (x[name] - y[name]) / (count * rate) for name in zeros}
+            shares.append(bn.low / max(bn.seen, 1))
+            latest[i], low = bn.variates(), low + bn.low
+        weights = [SIZES[i] / sum(SIZES[j] for j in report.participants) for i in report.participants]
+        assert report.metrics[SHARE] == pytest.approx(sum(w * s for w, s in zip(weights, shares, strict=True)))
+        c = {name: v + sum(own[i][name] - before[i][name] for i in report.participants) / 4 for name, v in c.items()}
+        for name, entry in model.state_dict().items():
+            if entry.is_floating_point():
+                by = [1 / len(ends)] * len(ends) if name in zeros else weights
+                entry.copy_(sum(w * end[name] for w, end in zip(by, ends, strict=True)))
+            else:
+                entry.copy_(torch.as_tensor(run.history[report.server_round][name]))
+    got = tensors(run.state)
+    for name, want in model.state_dict().items():
+        if want.is_floating_point():
+            torch.testing.assert_close(got[name], want, rtol=1e-8, atol=1e-10, msg=name)
+    assert low > 0, "the floor was reached"
+
+
+@pytest.mark.parametrize(("measure", "net"), [("steps", "torchvision_net"), ("pass", "mlp")])
+def test_round_one_is_scaffold_bit_for_bit_and_no_longer_afterwards(
+    federate, points, same_bits, request, measure: str, net: str
+) -> None:
+    make, shape = request.getfixturevalue(net), (5,) if net == "mlp" else (3, 20, 20)
+    datasets = [points(n, i, shape) for i, n in enumerate(SIZES[:2])]
+    ours, plain = BNScaffold(bn_variates=measure), Scaffold()
+    runs = [federate(strategy, make, datasets, rounds=2, rate=1e-2, local_steps=2) for strategy in (ours, plain)]
+    found, want = (run.history for run in runs)
+    same_bits(found[1], want[1])
+    assert any((found[2][name] != entry).any() for name, entry in want[2].items())
+    assert ours.reports[0].metrics[SHARE] == 0
+
+
+def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_the_floor(
+    federate, points, mlp, same_bits
+) -> None:
+    """One client: its variates are the server's."""
+    data, alone = [points(10)], dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), 1)
+    both = BNScaffold(**alone, variance_floor=1e-3), Scaffold(**alone)
+    ours, plain = (federate(strategy, mlp, data, rounds=4) for strategy in both)
+    same_bits(ours.state, plain.state)
+    strategy = BNScaffold(**alone, variance_floor=1.0)
+    floored = federate(strategy, mlp, data, rounds=4)
+    assert (floored.state["0.weight"] != plain.state["0.weight"]).any()
+    assert 0 < strategy.reports[-1].metrics[SHARE] < 1
+
+
+def test_identical_clients_with_full_batches_are_scaffold(federate, points, mlp) -> None:
+    data = [points(10)] * 3
+    runs = [federate(s, mlp, data, rounds=4, batch_size=0, local_steps=2) for s in (BNScaffold(), Scaffold())]
+    for name, value in runs[0].state.items():
+        np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+def test_without_bn_the_hook_is_scaffolds(mlp, points) -> None:
+    """A run refuses such a model; the hook alone is SCAFFOLD's, bit for bit."""
+    found = []
+    for hook in (ControlVariates(), BNControlVariates(), SurveyedBNVariates()):
+        model, data = mlp(norm=False), points(8)
+        variates = {name: torch.full_like(p, 0.1) for name, p in model.named_parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        hook.receive({"variates": variates}, {name: 2 * v for name, v in variates.items()})
+        hook.begin(model)
+        hook.survey(model, data, 4, 0)
+        hook.start(model, optimizer)
+        F.cross_entropy(model(data.inputs), data.targets).backward()
+        hook.gradients(model)
+        optimizer.step()
+        hook.end(model)
+        found.append([*model.parameters(), *hook.keep().values(), *hook.reply()["variates"].values()])
+    for mine in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(mine, found[0], strict=True))
+
+
+UNEVEN = (5, 12, 8)
+
+
+def frozen_rounds(
+    model: nn.Module, data: Sequence[Tensor], count: int, variance: Variance = "pooled"
+) -> tuple[list[BNControlVariates], list[dict[str, Tensor]]]:
+    """The rule alone under fixed weights and full batches, ``count`` rounds.
+
+    Returns:
+        The hooks for the next round, and for each round the outputs of each BN layer for all clients together.
+    """
+    paths = [path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    kept: list[dict[str, Tensor]] = [{} for _ in data]
+    outputs: list[dict[str, Tensor]] = []
+
+    def next_hooks() -> list[BNControlVariates]:
+        common: dict[str, Tensor] = {}
+        for path in paths if any(kept) else ():
+            u, s = pooled_variates([moments(own, path) for own in kept], [len(x) for x in data], variance)
+            common |= {f"{path}.mean": u, f"{path}.var": s}
+        hooks = [BNControlVariates(floor=1e-9) for _ in data]
+        for hook, own in zip(hooks, kept, strict=True):
+            hook.receive({"bn-variates": common}, own)
+        return hooks
+
+    for number in range(count):
+        seen = {path: [] for path in paths}
+        shares = []
+        for at, (hook, x) in enumerate(zip(next_hooks(), data, strict=True)):
+            hook.begin(model)
+            with noted(model, seen), torch.no_grad():
+                model.train()(x)
+            shares.append(hook.end(model)[SHARE])
+            kept[at] = dict(hook.keep())
+        outputs.append({path: torch.cat(parts) for path, parts in seen.items()})
+        assert number < len(paths) or not any(shares), "in the end no variance is at the floor"
+    return next_hooks(), outputs
+
+
+@contextmanager
+def noted(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Note the outputs of the layers at these paths."""
+
+    def note(path: str, _: nn.Module, args: Any, out: Tensor) -> None:
+        seen[path].append(out.detach())
+
+    marks = [model.get_submodule(path).register_forward_hook(functools.partial(note, path)) for path in seen]
+    yield
+    for mark in marks:
+        mark.remove()
+
+
+def moments(entries: dict[str, Tensor], path: str) -> Moments:
+    count, mean, m2 = (entries[f"bn-variates/{path}.{leaf}"] for leaf in ("count", "mean", "m2"))
+    return Moments(int(count), mean, m2)
+
+
+@pytest.fixture
+def union(torchvision_net, points) -> tuple[nn.Module, list[Any], dict[str, Tensor]]:
+    """A torchvision model, uneven clients, and the output of each BN layer for all examples in one batch."""
+    model, data = torchvision_net(), [points(n, i, (3, 20, 20)) for i, n in enumerate(UNEVEN)]
+    whole = {path: [] for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    with noted(model, whole), torch.no_grad():
+        copy.deepcopy(model).train()(torch.cat([x.inputs for x in data]))
+    return model, data, {path: parts[0] for path, parts in whole.items()}
+
+
+def apart(found: Tensor, want: Tensor) -> float:
+    return float((found - want).abs().max())
+
+
+def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_l_plus_one_on(union) -> None:
+    """So after as many rounds as layers the forward pass is the centralized one; with variance=mean it never is."""
+    model, data, whole = union
+    rounds = len(whole) + 2
+    _, outputs = frozen_rounds(model, [x.inputs for x in data], rounds)
+    for at, (path, want) in enumerate(whole.items()):
+        for number in range(at + 1, rounds):  # rounds count from 0 here
+            assert apart(outputs[number][path], want) < 1e-10, (path, number)
+        assert apart(outputs[0][path], want) > 1e-2
+    last = list(whole)[-1]
+    assert apart(outputs[1][last], whole[last]) > 1e-2, "one exchange is not enough"
+    _, without = frozen_rounds(model, [x.inputs for x in data], 3, "mean")
+    assert all(apart(found[path], whole[path]) > 1e-2 for found in without for path in (next(iter(whole)), last))
+
+
+def test_the_mean_gradient_is_not_the_centralized_one(union) -> None:
+    """No law: where the forward pass is the centralized one, each client still has its own gradients through it."""
+    model, data, whole = union
+    hooks, _ = frozen_rounds(model, [x.inputs for x in data], len(whole) + 1)
+    parameters, total = list(model.parameters()), sum(UNEVEN)
+
+    def gradients(inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+        out = model.train()(inputs)
+        return out.detach(), list(torch.autograd.grad(F.cross_entropy(out, targets), parameters))
+
+    outs, sums = [], [torch.zeros_like(p) for p in parameters]
+    for hook, x in zip(hooks, data, strict=True):
+        hook.begin(model)
+        out, grads = gradients(x.inputs, x.targets)
+        hook.end(model)
+        outs.append(out)
+        sums = [g + len(x) / total * own for g, own in zip(sums, grads, strict=True)]
+    out, want = gradients(torch.cat([x.inputs for x in data]), torch.cat([x.targets for x in data]))
+    torch.testing.assert_close(torch.cat(outs), out, rtol=1e-9, atol=1e-10)
+    distance = max(apart(g, w) / float(w.abs().max()) for g, w in zip(sums, want, strict=True) if w.abs().max() > 1e-8)
+    assert distance > 0.05
+
+
+def test_variates_by_a_pass_are_the_moments_of_the_data_under_the_received_weights(federate, points, mlp) -> None:
+    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+    run = federate(BNScaffold(bn_variates="pass"), mlp, datasets, rounds=2, local_steps=3)
+    received = mlp()
+    received.load_state_dict(tensors(run.history[1]))
+    for i, data in enumerate(datasets):
+        kept = from_record(run.context(i).state.array_records["fedbn-flwr.rules"])
+        want = moments_of(received[0](data.inputs))
+        name = "SurveyedBNVariates/bn-variates/1"
+        np.testing.assert_allclose(kept[f"{name}.mean"], want.mean.numpy(), rtol=1e-10)
+        np.testing.assert_allclose(kept[f"{name}.m2"], want.m2.numpy(), rtol=1e-10)
+        assert kept[f"{name}.count"] == len(data)
+
+
+def test_under_bfloat16_autocast_the_variates_are_float32(federate, points) -> None:
+    datasets = [points(8, i, SHAPES["2d"]) for i in range(2)]
+    datasets = [type(data)(data.inputs.float(), data.targets) for data in datasets]
+    run = federate(BNScaffold(), lambda: network("2d").float(), datasets, rounds=3, amp=True)
+    assert all(report.rejected == {} for report in run.strategy.reports)
+    records = [m.content.array_records["bn-variates"] for m in run.grid.sent if "bn-variates" in m.content]
+    assert {entry.dtype for record in records for entry in from_record(record).values()} == {np.dtype(np.float32)}
+    assert all(torch.isfinite(entry).all() for entry in tensors(run.state).values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sgd-momentum": 0.9}, "scaffold corrects plain SGD: sgd-momentum=0.9 must be 0"),
+        ({"optimizer": "adam"}, "optimizer=adam must be sgd"),
+        ({"momentum-scope": "local", "sgd-momentum": 0.9}, "momentum_scope must be 'none'"),
+        ({"norm": "batch-renorm"}, "bn-scaffold corrects BatchNorm's statistics, and so does norm=batch-renorm"),
+        ({"variance-floor": 0}, "variance-floor=0"),
+        ({"variance-floor": 1.5}, "variance-floor=1.5"),
+        ({"local-part": "fedbn"}, "cannot be combined: bn-scaffold corrects"),
+        ({"dp": "server", "eval-on": "global"}, "sends the moments of BatchNorm's inputs"),
+        ({"masked": True, "eval-on": "global"}, "sends the moments of BatchNorm's inputs"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Config.make({"strategy": "bn-scaffold", **settings})
+
+
+def test_its_settings_are_for_it_alone() -> None:
+    for key, value in {"variance-floor": 0.5, "bn-variates": "pass", "variates-variance": "mean"}.items():
+        with pytest.raises(ConfigError, match=f"{key}=.* has no effect: it is for bn-scaffold"):
+            Config.make({"strategy": "scaffold", key: value})
