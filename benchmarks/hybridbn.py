@@ -62,7 +62,9 @@ def main(
     write: Annotated[Path | None, typer.Option(help="Page with a place for the tables.")] = None,
 ) -> None:
     """Run both, and print the tables."""
-    config = Config.make({"dataset": "cifar10", "data-dir": str(data_dir.resolve()), "augment": "crop4,flip"})
+    config = Config.make(
+        {"dataset": "cifar10", "model": "lenet", "data-dir": str(data_dir.resolve()), "augment": "crop4,flip"}
+    )
     data = partitioned_data(config, 10)
     with _public_modules(code.resolve()):
         seen = _public(data_dir.resolve(), rounds)
@@ -180,8 +182,9 @@ def _ours(network: nn.Module, seen: Seen, data: Any, rounds: int) -> list[float]
 
     def client_fn(context: Context) -> TorchClient:
         own = np.asarray(seen.clients[int(context.node_config["partition-id"])].idxs)
-        view = Subset(examples, own, mean=data.dataset.mean, std=data.dataset.std, augment=data.augment)
-        return TorchClient(build, view, Subset(examples, own[:0]), settings, context=context)
+        scale: dict[str, Any] = {"mean": data.dataset.mean, "std": data.dataset.std}
+        view = Subset(examples, own, augment=data.augment, **scale)
+        return TorchClient(build, view, Subset(examples, own[:0], **scale), settings, context=context)
 
     def build() -> nn.Module:
         return _network(seen.start)
