@@ -160,7 +160,7 @@ def test_fedbs_weighs_clients_by_the_users_metric(federate, run_app, user_app, d
         np.testing.assert_allclose(theirs.state[name], array, rtol=1e-9)
 
 
-@pytest.mark.parametrize("method", [Scaffold, FixBN, FBN, HBN, FedTAN])
+@pytest.mark.parametrize("method", [Scaffold, BNScaffold, FixBN, FBN, HBN, FedTAN])
 def test_a_compiled_model_in_the_users_loop_gives_the_same_bits(run_app, user_app, same_bits, method: Any) -> None:
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         return hooked_loop(torch.compile(model, backend="eager"), data, msg, context)

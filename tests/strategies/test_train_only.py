@@ -147,15 +147,16 @@ def test_fedtan_is_one_step_on_the_union(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fedprox", "scaffold", "fedavgm", "fedadam", "silobn", "staticbn", "fixbn", "fedtan2", "fedbs"]
+    "strategy",
+    ["fedprox", "scaffold", "bn-scaffold", "fedavgm", "fedadam", "silobn", "staticbn", "fixbn", "fedtan2", "fedbs"],
 )
 def test_frozen_entries_keep_their_bits(run_step: Any, strategy: str) -> None:
     """With momentum, weight decay, clipping and a server step where the strategy has them; float32."""
     model = net("eval").float()
     data = client_data((5,), SIZES, dtype=torch.float32)
-    local = {} if strategy == "scaffold" else {"sgd_momentum": 0.9}
+    local = {} if strategy.endswith("scaffold") else {"sgd_momentum": 0.9}
     settings: dict[str, Any] = {"agc": 0.1, "fraction_evaluate": 0.0}
-    settings |= {} if strategy == "scaffold" else {"momentum_scope": "global"}
+    settings |= {} if strategy.endswith("scaffold") else {"momentum_scope": "global"}
     method = STRATEGIES[strategy](**settings)
     run = run_step(method, copy.deepcopy(model), data, rounds=3, weight_decay=0.1, **local)
     start = model.state_dict()
