@@ -152,11 +152,12 @@ class RecordLevelDP(Protection):
         Raises:
             ConfigError: not even one round does.
         """
-        limit, inner = self._max or self._target, self._until_frozen
+        limit = self._max or self._target
+        inner = self._until_frozen if run.report.phase != "frozen" else None
         self._spent = inner is not None and not inner.admits(run, asked)
         if not limit or self._spent:
             return not self._spent
-        if inner and run.report.phase != "frozen":
+        if inner:
             cost = Steps((inner.noise_multiplier or 0.0) / 2, 1.0, 1)
         elif not run.smallest:
             return True  # `open_round` says that no client can be counted
@@ -186,7 +187,7 @@ class RecordLevelDP(Protection):
 
     def config(self) -> Mapping[str, Any]:
         """Return the noise that was chosen for the clients."""
-        return {NOISE: self.noise_multiplier} if self._target else {}
+        return {NOISE: self.noise_multiplier} if self._target and self.noise_multiplier else {}
 
     def open_round(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float

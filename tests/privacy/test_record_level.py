@@ -30,7 +30,7 @@ from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.privacy import record_level
-from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps
+from fedbn_flwr.privacy.accounting import Ledger, Release, Steps, epsilon_of_steps
 from fedbn_flwr.privacy.differential import CLIP, ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.noise import SeededNoise
@@ -649,40 +649,52 @@ def test_settings_that_do_not_fit_are_refused_before_any_work(keys: dict[str, An
 
 
 def test_a_target_chooses_the_noise_for_the_smallest_client_and_all_rounds(tmp_path: Path) -> None:
-    keys = {"record-dp-target-epsilon": 20.0, "record-dp-noise-multiplier": 0.0, "norm": "group"}
+    keys = {"record-dp-target-epsilon": 2.0, "record-dp-noise-multiplier": 0.0, "norm": "group", "batch-size": 400}
     config = Config.make({**RECORDS, **keys, "num-server-rounds": 2})
     summary = run(config, tmp_path / "run", workers=0)
     smallest = min(len(part) for part in partitioned_data(config, 4).train)
-    z = DPSGD(RecordLevel(1.0), smallest, 32).noise_for(20.0, 2 * 2, 1e-5)
+    z = DPSGD(RecordLevel(1.0), smallest, 400).noise_for(2.0, 2 * 2, 1e-5)
     assert summary["privacy"]["noise-multiplier"] == z
-    assert 19.5 < summary["privacy"]["epsilon"] == lines_of(tmp_path / "run")[-1]["epsilon"] <= 20
+    assert 1.98 < summary["privacy"]["epsilon"] == lines_of(tmp_path / "run")[-1]["epsilon"] <= 2
     assert len(lines_of(tmp_path / "run")) == 2
 
 
+def state_in(server_round: int, after: int = 0, phase: str = "train") -> RunState:
+    made = RunState("fedavg", num_rounds=4, after=after, num_able=3, smallest=9)
+    made.reports = [RoundReport(number, phase) for number in range(after + 1, server_round + 1)]
+    return made
+
+
 def test_a_resumed_run_with_a_target_chooses_the_noise_for_the_rounds_that_are_left() -> None:
-    first = RecordLevelDP(RecordLevel(None), 2, 4, target_epsilon=5.0)
-    rate = 4 / 9
-
-    def state(server_round: int, after: int) -> RunState:
-        made = RunState("fedavg", num_rounds=4, after=after, smallest=9)
-        made.reports = [RoundReport(r, "train") for r in range(after + 1, server_round + 1)]
-        return made
-
-    assert first.admits(state(1, 0), 3)
+    first, resumed = (RecordLevelDP(RecordLevel(None), 2, 0, target_epsilon=1.0) for _ in range(2))
+    assert first.config() == {}
+    assert first.admits(state_in(1), 3)
     z = first.noise_multiplier
     assert z is not None
     assert first.config() == {NOISE: z}
-    first.releases = [Steps(z, rate, 2)] * 3  # one round was repeated, and two are left
-    resumed = RecordLevelDP(RecordLevel(None), 2, 4, target_epsilon=5.0)
+    first.releases = [Steps(z, 1.0, 2)] * 3  # one round was repeated, and two are left
     resumed.load_state_dict(first.state_dict())
-    assert resumed.admits(state(3, 2), 3)
+    assert resumed.admits(state_in(3, 2), 3)
     assert resumed.noise_multiplier is not None
     assert resumed.noise_multiplier > z
-    more = [Steps(resumed.noise_multiplier, rate, 2)] * 2
-    assert 4.9 < epsilon_of_steps([*first.releases, *more], 1e-5) <= 5
+    more = [Steps(resumed.noise_multiplier, 1.0, 2)] * 2
+    assert 0.98 < epsilon_of_steps([*first.releases, *more], 1e-5) <= 1
     resumed.releases += more
-    assert not resumed.admits(state(5, 2), 3)
+    assert not resumed.admits(state_in(5, 2), 3)
     assert resumed.stops_after(5)
+
+
+def test_a_budget_for_clients_is_that_of_the_rounds_with_noise_for_them() -> None:
+    one, two = (Ledger(1e-5, "zero-out", releases=[Release(5.0, 3, 3)] * n).epsilon() for n in (1, 2))
+    settings = DPSettings(dp="server", dp_noise_multiplier=5.0, dp_max_epsilon=(one + two) / 2)
+    until = ClientLevelDP(settings)
+    protection = RecordLevelDP(RecordLevel(1.0, frozen_only=True), 2, 0, until_frozen=until)
+    assert protection.admits(state_in(1), 3)
+    until.ledger.releases = [Release(5.0, 3, 3)]
+    assert protection.admits(state_in(2, phase="frozen"), 3)
+    assert not protection.stops_after(2)
+    assert not protection.admits(state_in(2), 3)
+    assert protection.stops_after(2)
 
 
 def test_a_client_trains_with_the_noise_that_its_server_chooses_if_it_has_none(federate: Any, datasets: Any) -> None:
