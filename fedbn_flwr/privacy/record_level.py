@@ -151,7 +151,7 @@ class DPSGD(Passes):
         rate: q.
     """
 
-    may_drop = False  # every step has noise; and the model sees examples inside ``clipped_sum`` alone
+    may_drop = False  # every step has noise, and no example runs through the model with its own buffers
 
     def __init__(self, settings: RecordLevel, num_examples: int, batch_size: int) -> None:
         if num_examples < 1 or batch_size < 0:
