@@ -125,6 +125,7 @@ class HybridStatistics(SurveyedStatistics):
         if self._alpha and not self._warm_up:
             rate = optimizer.param_groups[0]["lr"]
             optimizer.add_param_group({"params": list(self._alpha.values()), "lr": rate, "weight_decay": 0.0})
+            optimizer.register_step_post_hook(self._forget_gradients)
 
     def takes_one_value(self, layer: nn.Module) -> bool:
         """Return whether the layer has global statistics beside the batch's."""
@@ -153,6 +154,11 @@ class HybridStatistics(SurveyedStatistics):
         zero = torch.full_like(like, self.initial, dtype=torch.promote_types(like.dtype, torch.float32))
         given = self._given.get(_name(path))
         return nn.Parameter(zero if given is None else given.to(zero).clone())
+
+    def _forget_gradients(self, *_: Any) -> None:
+        """A loop of one's own may zero the gradients of the model, which does not know alpha."""
+        for alpha in self._alpha.values():
+            alpha.grad = None
 
     def _mixed(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)

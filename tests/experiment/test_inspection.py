@@ -134,7 +134,7 @@ def test_warnings_name_what_a_method_would_not_do() -> None:
 
 
 @pytest.mark.parametrize("frozen_bn", ["eval", "train"])
-@pytest.mark.parametrize("strategy", ["fedtan", "feddna", "scaffold", "bn-scaffold", "staticbn", "fedavg"])
+@pytest.mark.parametrize("strategy", ["fedtan", "feddna", "scaffold", "bn-scaffold", "staticbn", "hbn", "fedavg"])
 def test_predicted_traffic_with_frozen_layers(run_strategy, strategy: str, frozen_bn: str) -> None:
     """Layers after a frozen network have no exchange of gradients; variates are of trained parameters only."""
     asked = {"model": "lenet", "dataset": "mnist", "train-only": "fc3,norm2,conv2", "frozen-bn": frozen_bn}

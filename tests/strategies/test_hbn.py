@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, batch_statistics, normalise
+from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
@@ -204,6 +205,20 @@ def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points)
         made = make_optimizer(model, LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, weight_decay=0.7))
         hook.start(model, made)
         assert [group["weight_decay"] for group in made.param_groups] == [0.7, 0.0]
+
+
+def test_a_loop_that_zeroes_the_models_gradients_alone_takes_the_same_steps(mlp, points) -> None:
+    ends = []
+    for zeroes_all in (True, False):
+        model, data = mlp(), points(8, 1)
+        rules = Hooks(model, {"hybrid-statistics": (hook := hybrid(model, 0.0))})
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(3):
+            (optimizer if zeroes_all else model).zero_grad()
+            model(data.inputs).square().sum().backward()
+            optimizer.step()
+        ends.append(hook.keep()["1.alpha"])
+    assert torch.equal(*ends)
 
 
 def test_batches_of_one_example_are_used_and_a_warm_up_is_fedavg(federate, datasets, mlp, same_bits) -> None:

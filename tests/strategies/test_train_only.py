@@ -148,7 +148,10 @@ def test_fedtan_is_one_step_on_the_union(
 
 @pytest.mark.parametrize(
     "strategy",
-    ["fedprox", "scaffold", "bn-scaffold", "fedavgm", "fedadam", "silobn", "staticbn", "fixbn", "fedtan2", "fedbs"],
+    [
+        *("fedprox", "scaffold", "bn-scaffold", "fedavgm", "fedadam", "silobn", "staticbn", "fixbn", "fbn", "hbn"),
+        *("fedtan2", "fedbs"),
+    ],
 )
 def test_frozen_entries_keep_their_bits(run_step: Any, strategy: str) -> None:
     """With momentum, weight decay, clipping and a server step where the strategy has them; float32."""
