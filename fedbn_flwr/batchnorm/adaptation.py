@@ -106,7 +106,8 @@ def adapted(model: nn.Module, data: Batches, by: TestBN | None) -> Iterator[None
     Layers without running statistics use each batch's own anyway.
 
     Args:
-        model: it has its running statistics again after the block, bit for bit.
+        model: it has its running statistics again after the block, bit for bit. Of a compiled model the module inside,
+            because torch's compiler does not see hooks that are set later.
         data: the test data; ``full`` reads all inputs first.
         by: which statistics; None = the running ones.
 
