@@ -17,7 +17,15 @@ from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.loop import kept_modes
 
-__all__ = ["Compute", "MomentSums", "batch_statistics", "layers_in_training", "normalise", "take_forward"]
+__all__ = [
+    "Compute",
+    "MomentSums",
+    "batch_statistics",
+    "layers_in_training",
+    "normalise",
+    "take_forward",
+    "watch_inputs",
+]
 
 Compute = Callable[[_BatchNorm, Tensor], Tensor]
 """``compute(layer, x)`` returns the output of a layer in training for its input (N, C, *), in the input's dtype."""
@@ -68,6 +76,28 @@ def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: Comput
         return own(input)
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     return compute(layer, input)
+
+
+def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) -> Callable[[], None]:
+    """Call ``note(layer, x)`` before each forward pass of a layer; return the function that undoes it.
+
+    Not a hook of torch's: a compiled model does not look for hooks that come after its compilation.
+    """
+    before = vars(layer).get("forward")
+    own = layer.forward
+
+    def forward(input: Tensor) -> Tensor:
+        note(layer, input)
+        return own(input)
+
+    layer.forward = forward  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del layer.forward
+        if before is not None:
+            layer.forward = before  # type: ignore[method-assign]
+
+    return undo
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

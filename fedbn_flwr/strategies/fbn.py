@@ -76,7 +76,7 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statistics
-from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training
+from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS
@@ -151,16 +151,15 @@ class GlobalStatistics(ClientHook):
 
     def _hold(self) -> None:
         self._undo = [without_tracking(layer) if self._warm_up else hold_eval(layer) for layer in self._layers]
-        handles = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self._layers]
-        self._undo += [handle.remove for handle in handles]
+        self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _release(self) -> None:
         for undo in self._undo:
             undo()
 
-    def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, layer: nn.Module, x: Tensor) -> None:
         if torch.is_grad_enabled():  # not in a test in the middle of the training
-            self._sums.add(layer, args[0] if args else kwargs["input"])
+            self._sums.add(layer, x)
 
 
 class SurveyedStatistics(GlobalStatistics):
@@ -180,7 +179,7 @@ class SurveyedStatistics(GlobalStatistics):
     def _measured(self, model: nn.Module) -> dict[str, Moments]:
         return self._found
 
-    def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, layer: nn.Module, x: Tensor) -> None:
         """Leave the inputs of the steps out."""
 
 

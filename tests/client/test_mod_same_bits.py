@@ -165,6 +165,7 @@ def test_a_compiled_model_in_the_users_loop_gives_the_same_bits(run_app, user_ap
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         return hooked_loop(torch.compile(model, backend="eager"), data, msg, context)
 
+    torch._dynamo.reset()  # what was compiled for another method must not be used here
     plain = run_app(method(), user_app(hooked_loop, query=True), rounds=2, barrier=False)
     # torch's compiler parses Python, which in 3.11 is not safe in several threads ("AST constructor recursion depth").
     compiled = run_app(method(), user_app(loop, query=True), rounds=2, barrier=False, grid_options={"threads": 1})
