@@ -24,6 +24,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 )
 NOT_RUN = {
     ("docs/guides/privacy.md", "needs a grid"),
+    ("docs/results/which-method.md", "needs data, and takes from half an hour to hours"),
     ("docs/index.md", "tests/apps/test_recipes.py runs every recipe"),
     ("docs/deployment.md", "needs a federation"),
     ("README.md", "installs torch, then takes minutes"),
