@@ -177,6 +177,7 @@ def _ours(network: nn.Module, seen: Seen, data: Any, rounds: int) -> list[float]
         local_epochs=1,
         sgd_momentum=0.9,
         gradient_clip_norm=10.0,
+        memory_format="contiguous",  # its forward pass has a view
     )
     examples = data.dataset.train
 
