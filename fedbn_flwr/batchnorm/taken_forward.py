@@ -42,11 +42,8 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     return {path: module for path, module in model.named_modules() if module in layers}
 
 
-def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
-    """Let ``compute`` be the forward pass of the layers of ``layers_in_training``; return the function that undoes it.
-
-    A layer that does not track when it is called (in eval mode, or while ``reestimate_statistics`` passes the data
-    through the model) uses its own forward pass. Running statistics and counters change only if ``compute`` does it.
+def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the layers of ``layers_in_training``, whose forward pass a method can replace.
 
     Raises:
         NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
@@ -58,6 +55,19 @@ def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
                 f"BatchNorm layer '{path}' is a {type(layer).__name__}, which has a forward pass of its own: the "
                 "method would replace it. Use torch's BatchNorm1d, BatchNorm2d or BatchNorm3d."
             )
+    return layers
+
+
+def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
+    """Let ``compute`` be the forward pass of the layers of ``layers_in_training``; return the function that undoes it.
+
+    A layer that does not track when it is called (in eval mode, or while ``reestimate_statistics`` passes the data
+    through the model) uses its own forward pass. Running statistics and counters change only if ``compute`` does it.
+
+    Raises:
+        NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
+    """
+    layers = replaceable_layers(model)
     before = {layer: vars(layer).get("forward") for layer in layers.values()}
     for layer in before:
         layer.forward = functools.partial(_forward, layer, layer.forward, compute)  # type: ignore[method-assign]

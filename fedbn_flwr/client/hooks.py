@@ -65,7 +65,8 @@ class Hooks:
         self._surveyed, data = True, LoadedBatches(batches)
         for hook in self._hooks.values():
             if _overrides(hook, "survey"):
-                hook.survey(self._model, data, batches.batch_size or len(data), 0)
+                size = batches.batch_size or getattr(batches.batch_sampler, "batch_size", None)
+                hook.survey(self._model, data, size or len(data), 0)
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
@@ -75,14 +76,9 @@ class Hooks:
         """
         if self._optimizer is not None:
             raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
-        for name, hook in self._hooks.items():
-            if not _overrides(hook, "start"):
-                continue
-            if not isinstance(optimizer, torch.optim.SGD):
-                raise ConfigError(
-                    f"client hook '{name}' works with torch.optim.SGD; this is {type(optimizer).__name__}"
-                )
-            hook.start(self._model, optimizer)
+        for hook in self._hooks.values():
+            if _overrides(hook, "start"):
+                hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
         self._exit.callback(before_steps(optimizer, self._act).remove)
         self._optimizer = optimizer
         return optimizer
@@ -112,8 +108,8 @@ class Hooks:
         self._steps += 1
         return total
 
-    def _finish(self) -> None:
-        """Check that every client hook took part, and collect the metrics.
+    def _check(self) -> None:
+        """Check that every client hook took part.
 
         Raises:
             ConfigError: a call is missing; the error names it.
@@ -135,6 +131,9 @@ class Hooks:
                     f"client hook '{name}' acts around the first step. Write: with rules.step(len(inputs)): loss = "
                     "...; loss.backward()"
                 )
+
+    def _finish(self) -> None:
+        """End the hooks and collect their metrics."""
         self.metrics = {key: value for hook in self._hooks.values() for key, value in hook.end(self._model).items()}
         self.metrics[APPLIED] = ",".join(self._hooks)
 
@@ -194,6 +193,7 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
                 hook.begin(model)
                 undo.callback(hook.end, model)
             yield session
+            session._check()
             undo.pop_all()
         session._finish()
     if context is not None:

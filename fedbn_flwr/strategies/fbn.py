@@ -63,6 +63,7 @@ gradient flows through the statistics.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
@@ -77,7 +78,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
-from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
@@ -87,6 +88,8 @@ from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.loop import Batches, ClientHook, Entries, Extras
 from fedbn_flwr.training.settings import share_of
+
+logger = logging.getLogger("flwr")
 
 __all__ = ["BN_MOMENTS", "FBN", "FBNParams", "GlobalStatistics", "PooledParams", "PooledStatistics", "trimmed"]
 
@@ -154,8 +157,8 @@ class GlobalStatistics(ClientHook):
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _release(self) -> None:
-        for undo in self._undo:
-            undo()
+        while self._undo:
+            self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         if torch.is_grad_enabled():  # not in a test in the middle of the training
@@ -168,19 +171,25 @@ class SurveyedStatistics(GlobalStatistics):
     def __init__(self, warm_up: bool) -> None:
         super().__init__(warm_up)
         self._found: dict[str, Moments] = {}
+        self._stepped = False
 
     def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
         """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
+        if self._stepped:
+            raise ConfigError("rules.survey(loader) came after a step: call it before the first one of the round")
         self._release()
-        size = max(batch_size, 2) if batch_size else 0  # from one example BatchNorm may compute no statistics
-        self._found = reestimate_statistics(model, data, batch_size=size, seed=seed)
-        self._hold()
+        try:
+            size = max(batch_size, 2) if batch_size else 0  # from one example BatchNorm may compute no statistics
+            self._found = reestimate_statistics(model, data, batch_size=size, seed=seed)
+        finally:
+            self._hold()
 
     def _measured(self, model: nn.Module) -> dict[str, Moments]:
         return self._found
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        """Leave the inputs of the steps out."""
+        """Leave the inputs of the steps out; note that there is one."""
+        self._stepped = self._stepped or torch.is_grad_enabled()
 
 
 def without_tracking(layer: _BatchNorm) -> Callable[[], None]:
@@ -325,13 +334,23 @@ class PooledStatistics(FedAvg[S]):
         share = 1.0 if self.warms_up() else self.params.statistics_momentum
         sent = [from_entries(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts) for reply in replies]
         weights = self.weights(replies)
+        pooled = False
         for layer in self.run.parts.layers:
             own = [(moments[layer.path], w) for moments, w in zip(sent, weights, strict=True) if layer.path in moments]
             if own and (total := self.pool(*zip(*own, strict=True))).count > 1:
+                pooled = True
                 for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
                     old = before[name := layer.entries[leaf]]
                     state[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
-        self.num_pooled += 1
+        self.num_pooled += pooled
+        if without := sum(not moments for moments in sent):
+            logger.warning(
+                "round %d: %d of %d replies have no moments of BatchNorm's inputs; %s",
+                server_round,
+                without,
+                len(sent),
+                "the statistics are of the others" if pooled else "the statistics stay as they are",
+            )
         return state
 
     def _kept_names(self) -> tuple[str, ...]:

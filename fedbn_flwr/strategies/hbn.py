@@ -75,7 +75,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
 from fedbn_flwr.batchnorm.reestimation import Moments, pool
-from fedbn_flwr.batchnorm.taken_forward import batch_statistics, take_forward
+from fedbn_flwr.batchnorm.taken_forward import batch_statistics, replaceable_layers, take_forward
 from fedbn_flwr.batchnorm.taken_forward import normalise as normalised
 from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.messages.protocol import Key
@@ -118,6 +118,7 @@ class HybridStatistics(SurveyedStatistics):
     def begin(self, model: nn.Module) -> None:
         """Take over the forward pass of the layers, each with its alpha."""
         self._model = model
+        replaceable_layers(model)  # also in the warm-up, which replaces nothing
         super().begin(model)
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -238,42 +238,43 @@ def train(
     device, prepared = next(model.parameters()).device, inputs_for(model)
     model.train()
     bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
-    for hook in hooks:
-        hook.begin(bare)
-    seed = stream("survey").initial_seed()
-    for hook in hooks:
-        hook.survey(bare, data, settings.batch_size, seed)
-    optimizer, passes = optimizer or make_optimizer(model, settings), passes or Passes()
-    stream = passes.stream(stream)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    for hook in hooks:
-        hook.start(bare, optimizer)
-    augment = stream("augment")
-    totals = _Totals(task)
-    dropped = 0
-    singletons_fit: bool | None = None
-    with seeded(stream("dropout").initial_seed()):
-        order = passes.batches(model, settings, len(data), stream("batches"))
-        for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
-            inputs, targets = prepared(inputs), task.on_device(targets, device)
-            if passes.may_drop and len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
-                if singletons_fit is None:
-                    singletons_fit = takes_one_example(model, inputs, hooks)
-                if not singletons_fit:
-                    dropped += 1
-                    continue
-            compute = functools.partial(passes.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
-            for hook in hooks:
-                compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
-            loss, outputs = compute()
-            if settings.gradient_clip_norm:
-                trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                nn.utils.clip_grad_norm_(trained, settings.gradient_clip_norm)
-            for hook in hooks:
-                hook.gradients(bare)
-            take_step(optimizer)
-            totals.add(loss, outputs, targets)
+    with _begun(hooks, bare):
+        seed = stream("survey").initial_seed()
+        for hook in hooks:
+            hook.survey(bare, data, settings.batch_size, seed)
+        optimizer, passes = optimizer or make_optimizer(model, settings), passes or Passes()
+        stream = passes.stream(stream)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        for hook in hooks:
+            hook.start(bare, optimizer)
+        augment = stream("augment")
+        totals = _Totals(task)
+        dropped = 0
+        singletons_fit: bool | None = None
+        with seeded(stream("dropout").initial_seed()):
+            order = passes.batches(model, settings, len(data), stream("batches"))
+            for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
+                inputs, targets = prepared(inputs), task.on_device(targets, device)
+                if passes.may_drop and len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
+                    if singletons_fit is None:
+                        singletons_fit = takes_one_example(model, inputs, hooks)
+                    if not singletons_fit:
+                        dropped += 1
+                        continue
+                compute = functools.partial(
+                    passes.compute, model, inputs, targets, optimizer, hooks, task, settings.amp
+                )
+                for hook in hooks:
+                    compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
+                loss, outputs = compute()
+                if settings.gradient_clip_norm:
+                    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                    nn.utils.clip_grad_norm_(trained, settings.gradient_clip_norm)
+                for hook in hooks:
+                    hook.gradients(bare)
+                take_step(optimizer)
+                totals.add(loss, outputs, targets)
     metrics = {key: value for hook in hooks for key, value in hook.end(bare).items()}
     if not totals.steps:
         raise DataError(
@@ -281,6 +282,22 @@ def train(
             f"batch-size above 1 (it is {settings.batch_size}) or another norm."
         )
     return totals.result(dropped, metrics)
+
+
+@contextmanager
+def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
+    """Begin the hooks. If the block raises, end them: the model may be used again, for another round."""
+    begun: list[ClientHook] = []
+    try:
+        for hook in hooks:
+            hook.begin(model)
+            begun.append(hook)
+        yield
+    except BaseException:
+        for hook in reversed(begun):
+            with suppress(Exception):  # the first error is the one to see
+                hook.end(model)
+        raise
 
 
 @dataclass

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.client.hooks import Hooks
-from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.errors import ConfigError, NormLayerError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.strategies import FedProx, FedTAN
+from fedbn_flwr.strategies import HBN, FedProx, FedTAN
+from fedbn_flwr.strategies.fbn import SurveyedStatistics
+from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import ClientHook
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
 
@@ -153,10 +155,65 @@ def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
     data, hook = points(10), Surveying()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {"count": hook}), data, first=True)
     assert torch.equal(hook.inputs, data.inputs), "in order, and with the batch that the loader drops"
-    rules._finish()
+    rules._check()
     with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
         surveyed_loop(mlp(), Hooks(mlp(), {"count": hook}), data, first=False)
     with pytest.raises(ConfigError, match=r"client hook 'count' .*Write before the first step: rules\.survey\(loader"):
-        Hooks(mlp(), {"count": hook})._finish()
+        Hooks(mlp(), {"count": hook})._check()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {}), data, first=True)
-    rules._finish()
+    rules._check()
+
+
+def changed(model: nn.Module) -> list[str]:
+    return [name for module in model.modules() for name in vars(module) if name in ("forward", "train")]
+
+
+def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app, mlp) -> None:
+    models: list[nn.Module] = []
+
+    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        models.append(model)
+        with bn_rules(model, msg, context) as rules:
+            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+            loss = F.cross_entropy(model(data.inputs), data.targets)
+            loss.backward()
+            optimizer.step()
+        return float(loss)
+
+    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\)"):
+        run_app(HBN(), user_app(loop), rounds=1)
+    assert models
+    assert not any(map(changed, models))
+
+
+def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(mlp, points) -> None:
+    model, data, hook = mlp(), points(10), SurveyedStatistics(False)
+    hook.begin(model)
+    F.cross_entropy(model(data.inputs), data.targets).backward()
+    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
+        Hooks(model, {"surveyed-statistics": hook}).survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
+    hook.end(model)
+    assert not changed(model)
+
+
+def test_alpha_learns_with_the_users_own_optimizer(mlp, points) -> None:
+    model, data, hook = mlp(), points(10), HybridStatistics(False, share=False)
+    hook.begin(model)
+    rules = Hooks(model, {"hybrid-statistics": hook})
+    rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
+    optimizer = rules.wrap(torch.optim.AdamW(model.parameters(), 0.1))
+    F.cross_entropy(model(data.inputs), data.targets).backward()
+    optimizer.step()
+    hook.end(model)
+    assert all((alpha != 0).all() for alpha in hook.keep().values())
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> None:
+    class Own(nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).relu()
+
+    model = nn.Sequential(nn.Linear(2, 3), Own(3))
+    with pytest.raises(NormLayerError, match="BatchNorm layer '1' is a Own, which has a forward pass of its own"):
+        HybridStatistics(True, share=False).begin(model)
+    assert not changed(model)

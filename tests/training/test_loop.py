@@ -7,6 +7,7 @@ import math
 import subprocess
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
+from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining, TrainResult, sgd, train
 from fedbn_flwr.training.memory_format import inputs_for
 
@@ -347,3 +350,41 @@ def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(points, ml
     model[1].forward = nn.Identity().forward
     assert run(model, points(5), batch_size=4, hooks=[Surveying()]).num_steps == 2
     assert run(model, points(5), batch_size=4).num_dropped == 1
+
+
+@pytest.mark.parametrize("measure", ["steps", "pass", "hybrid"])
+def test_a_training_that_fails_leaves_the_model_as_it_was(measure: str, mlp, points) -> None:
+    """A model that a client keeps trains on in its next round as a new one does."""
+
+    class Breaks:
+        def __init__(self, data: Any, after: int) -> None:
+            self.data, self.left = data, after
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def batch(self, positions: Any, generator: Any = None) -> Any:
+            self.left -= 1
+            if not self.left:
+                raise OSError("the disk is gone")
+            return self.data.batch(positions, generator)
+
+    make = {
+        "steps": lambda: GlobalStatistics(False),
+        "pass": lambda: SurveyedStatistics(False),
+        "hybrid": lambda: HybridStatistics(False, share=False),
+    }[measure]
+    found = []
+    for failures in ((1, 3) if measure == "steps" else (2, 5), ()):
+        model, data = mlp(), points(12, 0)
+        start = copy.deepcopy(model.state_dict())
+        for after in failures:  # in the survey, in a step
+            with pytest.raises(OSError, match="the disk is gone"):
+                run(model, Breaks(data, after), batch_size=4, local_steps=3, hooks=[make()])
+            assert not [name for module in model.modules() for name in vars(module) if name in ("forward", "train")]
+            model.load_state_dict(start)
+        hook = make()
+        run(model, data, batch_size=4, local_steps=3, hooks=[hook])
+        found.append({**model.state_dict(), **next(iter(hook.reply().values()))})
+    assert len(found[0]) > 8
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
