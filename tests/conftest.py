@@ -35,6 +35,7 @@ from torchvision.models.shufflenetv2 import ShuffleNetV2
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.experiment import curves, study_tables
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
@@ -65,6 +66,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _identity() -> None:
+    """Flower makes messages in processes with an identity; without this a test would need one with a run before it."""
+    identify_process(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
