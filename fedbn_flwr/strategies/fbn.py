@@ -15,31 +15,41 @@ BN normalises with the received statistics $S$ in training as in tests; gamma an
 through $S$. A client $i$ sends the moments (count, mean, sum of squared deviations) of the inputs of each BN layer.
 `fbn-measure` says which inputs:
 
-- `steps`: those of all local steps, merged; no pass more. Every client takes as many steps, so the server pools the
-  means $m_i$ and biased variances $v_i$ with the weights $p_i$:
+- `steps`: those of all local steps, merged; no additional pass. With a fixed number of local steps the counts do not
+  say how much data a client has, so the server pools the means $m_i$ and biased variances $v_i$ with the weights $p_i$:
 - `pass`: those of one pass over the client's data before the first step, under the received weights, each batch
-  normalised with its own statistics. The server merges them by their counts, exactly as StaticBN.
+  normalised with its own statistics. The server merges them by their counts, exactly as StaticBN. BN-SCAFFOLD has the
+  same choice in `bn-variates`.
 
 $$m = \sum_i p_i m_i, \qquad v = \frac{n}{n - 1} \sum_i p_i \left( v_i + (m_i - m)^2 \right)$$
 
-with $n$ the sum of the counts, by steps. Then, in float64 and with $\mu$ = `statistics-momentum`,
+with $v_i = M_i / n_i$ of the count $n_i$ and the sum of squared deviations $M_i$, and $n$ the sum of the counts, by
+steps. Then, in float64 and with $\mu$ = `statistics-momentum`,
 
 $$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
 
 The first `statistics-warm-up` rounds with a result are FedAvg's: the batches' statistics normalise, and $S$ becomes
 $(m, v)$. Statistics of 0 and 1, with which a model begins, would be no normalisation at all. For a trained model with
-its own statistics use 0.
+its own statistics use 0. The statistics of the warm-up are those of its participants alone: with $\mu$ = 0.1 a round's
+statistics still weigh $0.9^k$ after $k$ more rounds, 35 % after ten. Where few clients take part in a round, take a
+longer warm-up or a larger $\mu$.
 
 With `statistics-aggregation="trimmed"` the server takes, per channel, the mean over the clients of $m_i$, and then of
 $v_i + (m_i - m)^2$, each without the `statistics-trim` share of the smallest and of the largest values and with equal
-weights. Some false statistics are then without effect. It protects nothing but the statistics.
+weights. Of $n$ clients of a round floor(`statistics-trim` $n$) are left out at either end: with the default 0.2 nobody
+below five clients, and the log says so. False statistics of at most so many clients have no effect. It protects nothing
+but the statistics.
+
+`steps` is the default because it needs no additional pass. In a trial of the formulas, which is no run of this package
+(digits, five clients of two classes, 60 rounds, three seeds), a pass reached 95.3 and steps 89.3; with batches of 4
+94.7 and 86.9.
 
 ## What travels
 
 | | per round |
 |---|---|
 | sent down | the whole state |
-| sent up | the whole state, its running statistics as received; the moments: a count, $m_i$, $M_i$ per BN layer |
+| sent up | the whole state, its running statistics as received; per BN layer a count $n_i$, $m_i$, $M_i$ |
 | kept | nothing |
 | cost | $F$ floats down, $F + S$ up per client |
 
@@ -47,7 +57,7 @@ $S$ = floats of the running statistics.
 
 ## Differs from the paper
 
-How statistics are exchanged is not in what was read; the paper's robust aggregation neither. The warm-up, `pass` and
+How statistics are exchanged is not in what was read, nor is the paper's robust aggregation. The warm-up, `pass` and
 `trimmed` are ours. The baseline in HBN's public code averages the means and variances of a client's batches, which
 leaves out the spread between them; it takes the spread of the clients about the mean after the momentum step, divides
 by examples where elements per channel are meant, starts with statistics of 0 and 1, and drops trained gamma, beta and
@@ -93,6 +103,8 @@ logger = logging.getLogger("flwr")
 
 __all__ = ["BN_MOMENTS", "FBN", "FBNParams", "GlobalStatistics", "PooledParams", "PooledStatistics", "trimmed"]
 
+logger = logging.getLogger("flwr")
+
 BN_MOMENTS = Key("bn-moments", "ArrayRecord: count, mean and m2 of the inputs of each BN layer", "client", "server")
 WARM_UP = Key("fedbn-flwr.statistics-warm-up", "bool: BN normalises with the batches' statistics", "server", "client")
 
@@ -104,7 +116,10 @@ class PooledParams(FedAvgParams):
         0.1, "mu: the share of a round's pooled statistics in the global ones; 0 = they stay as they are", ge=0, le=1
     )
     statistics_warm_up: int = setting(
-        1, "rounds of plain FedAvg at the start; after each of them the pooled statistics replace the global ones", ge=0
+        1,
+        "rounds of plain FedAvg at the start; after each of them the pooled statistics replace the global ones; 0 for "
+        "a pretrained model",
+        ge=0,
     )
 
 
@@ -112,12 +127,16 @@ class FBNParams(PooledParams):
     """Parameters of FBN."""
 
     fbn_measure: Literal["steps", "pass"] = setting(
-        "steps", "which inputs of BN give its statistics: those of all local steps, or of one pass before the first"
+        "steps",
+        "which inputs of BN give its statistics: those of all local steps, or of one pass before the first (as in "
+        "bn-variates)",
     )
     statistics_aggregation: Literal["mean", "trimmed"] = setting(
         "mean", "pooling of the clients' statistics; trimmed (ours) = a mean without the largest and smallest values"
     )
-    statistics_trim: float = setting(0.2, "share of clients that trimmed leaves out at either end", ge=0, lt=0.5)
+    statistics_trim: float = setting(
+        0.2, "trimmed leaves out floor(share x clients of the round) at either end", ge=0, lt=0.5
+    )
 
 
 class GlobalStatistics(ClientHook):
@@ -382,6 +401,19 @@ class FBN(PooledStatistics[FBNParams]):
         advice = super().divergence_advice(server_round)
         more = ", or fbn-measure=steps." if self.params.fbn_measure == "pass" else "."
         return advice.replace("a fifth of the learning-rate.", f"a fifth of the learning-rate{more}")
+
+    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+        """Pool; say when a trimmed mean leaves nobody out."""
+        share = self.params.statistics_trim if self.params.statistics_aggregation == "trimmed" else 0.0
+        if share and not share_of(share, len(replies)):
+            logger.warning(
+                "round %d: statistics-trim=%s of %d clients leaves nobody out; the statistics are a mean with equal "
+                "weights, and a false one counts in full",
+                server_round,
+                share,
+                len(replies),
+            )
+        return super().combine(server_round, replies, before)
 
     def hook(self) -> str:
         """Return the hook that measures by steps or by a pass."""

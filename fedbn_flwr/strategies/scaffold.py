@@ -220,9 +220,13 @@ class Scaffold(FedAvg[P]):
         super().begin()
         self.variates = {}
 
+    def variates_hook(self) -> str:
+        """Return the name of the client hook."""
+        return "variates"
+
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Ask the clients to apply the control variates."""
-        return {**super().hooks_for(server_round), "variates": {}}
+        return {**super().hooks_for(server_round), self.variates_hook(): {}}
 
     def extras(self, server_round: int) -> Mapping[str, State]:
         """Send c."""
@@ -234,7 +238,8 @@ class Scaffold(FedAvg[P]):
         change = reply.extras.get(VARIATES, {})
         if not change:
             raise ReplyError(
-                f"record '{VARIATES}' is missing: the client's training must apply the client hook 'variates'"
+                f"record '{VARIATES}' is missing: the client's training must apply the client hook "
+                f"'{self.variates_hook()}'"
             )
         for name, array in change.items():
             if name not in before or array.shape != before[name].shape:

@@ -168,11 +168,18 @@ def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_
     assert 0 < strategy.reports[-1].metrics[SHARE] < 1
 
 
-def test_identical_clients_with_full_batches_are_scaffold(federate, points, mlp) -> None:
-    data = [points(10)] * 3
+def test_identical_clients_with_full_batches_are_scaffold(federate, points, mlp, monkeypatch) -> None:
+    data, begin, corrected = [points(10)] * 3, BNControlVariates.begin, []
+
+    def noted(hook: BNControlVariates, model: nn.Module) -> None:
+        begin(hook, model)
+        corrected.append(len(hook._corrections))
+
+    monkeypatch.setattr(BNControlVariates, "begin", noted)
     runs = [federate(s, mlp, data, rounds=4, batch_size=0, local_steps=2) for s in (BNScaffold(), Scaffold())]
     for name, value in runs[0].state.items():
-        np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-6, atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-10, atol=1e-12, err_msg=name)
+    assert corrected == [0] * 3 + [1] * 9, "from round 2 on every client corrects its layer"
 
 
 def test_without_bn_the_hook_is_scaffolds(mlp, points) -> None:
@@ -282,7 +289,7 @@ def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_
 
 
 def test_the_mean_gradient_is_not_the_centralized_one(union) -> None:
-    """No law: where the forward pass is the centralized one, each client still has its own gradients through it."""
+    """Where the forward pass is the centralized one, each client still has its own gradients through it."""
     model, data, whole = union
     hooks, _ = frozen_rounds(model, [x.inputs for x in data], len(whole) + 1)
     parameters, total = list(model.parameters()), sum(UNEVEN)

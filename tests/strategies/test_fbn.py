@@ -75,7 +75,7 @@ def test_a_round_of_one_step_is_a_centralised_step_with_frozen_bn(
         batchnorm = step(loaded(torchvision_net, before).train(), datasets)
         off = [abs(after[name] - frozen[name].numpy()).max() for name in parameters]
         assert max(off) < 1e-14
-        assert max(abs(after[name] - batchnorm[name].numpy()).max() for name in parameters) > 1e-3, "no law"
+        assert max(abs(after[name] - batchnorm[name].numpy()).max() for name in parameters) > 1e-3, "not a step of BN"
         model = loaded(torchvision_net, before).train(measure == "pass")
         wrong = []
         for path, values in inputs_of_layers(model, union(datasets)[0]).items():
@@ -227,25 +227,27 @@ def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_
     assert [report.phase for report in strategy.reports] == ["warm-up", "warm-up", "train"]
 
 
-def lots(count: int, mean: float, var: float) -> Moments:
+def moments_with(count: int, mean: float, var: float) -> Moments:
     return Moments(count, torch.full((2,), mean).double(), torch.full((2,), var * count).double())
 
 
-def test_a_trimmed_mean_without_trim_is_the_plain_one_and_liars_have_no_effect() -> None:
+def test_a_trimmed_mean_without_trim_is_the_plain_one_and_false_moments_have_no_effect() -> None:
     own = [moments_of(torch.randn(7, 2, generator=torch.Generator().manual_seed(i)).double() + i) for i in range(5)]
     for leaf in ("count", "mean", "m2"):
         plain = torch.as_tensor(getattr(pool(own, [1.0] * 5), leaf))
         torch.testing.assert_close(torch.as_tensor(getattr(trimmed(own, 0.0), leaf)), plain, rtol=1e-13, atol=1e-13)
-    liars = [lots(1, 1e9, 1e12), lots(10**9, -1e9, 0.0)]
-    for lies in (liars, liars[:1] * 2, liars[1:] * 2):
-        found = trimmed([*[lots(8, 3.0, 2.0)] * 3, *lies], 0.4)
+    false = [moments_with(1, 1e9, 1e12), moments_with(10**9, -1e9, 0.0)]
+    for spoilt in (false, false[:1] * 2, false[1:] * 2):
+        found = trimmed([*[moments_with(8, 3.0, 2.0)] * 3, *spoilt], 0.4)
         assert (found.count, found.mean.tolist()) == (40, [3.0] * 2)
         torch.testing.assert_close(found.m2 / found.count, torch.full((2,), 2.0).double())
-    assert trimmed([lots(8, 3.0, 2.0), lots(8, 3.0, 2.0), liars[0]], 0.3).mean[0] > 1e8, "0.3 of 3 leave out nobody"
+    assert trimmed([*[moments_with(8, 3.0, 2.0)] * 2, false[0]], 0.3).mean[0] > 1e8, "0.3 of 3 leave out nobody"
 
 
-def test_a_run_with_trimmed_statistics_leaves_a_liar_out(federate, points, mlp) -> None:
-    def lie(content: Any) -> None:
+def test_a_run_with_trimmed_statistics_leaves_false_ones_out_or_says_that_it_leaves_nobody_out(
+    federate, points, mlp, caplog
+) -> None:
+    def spoil(content: Any) -> None:
         record = content["bn-moments"]
         content["bn-moments"] = type(record)({**record, "1.mean": type(record["1.mean"])(np.full(4, 1e6))})
 
@@ -253,8 +255,11 @@ def test_a_run_with_trimmed_statistics_leaves_a_liar_out(federate, points, mlp) 
     for aggregation in ("mean", "trimmed"):
         settings = {"statistics_trim": 0.3} if aggregation == "trimmed" else {}
         strategy = FBN(statistics_aggregation=aggregation, **settings)
-        app = functools.partial(spoiling, lie)
+        app = functools.partial(spoiling, spoil)
         ends[aggregation] = federate(strategy, mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1, wrap=app).state
+    assert "leaves nobody out" not in caplog.text
+    federate(FBN(statistics_aggregation="trimmed"), mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1)
+    assert "round 1: statistics-trim=0.2 of 4 clients leaves nobody out" in caplog.text
     hidden = mlp()[0](data.inputs).detach()
     np.testing.assert_allclose(ends["trimmed"]["1.running_mean"], hidden.mean(0), rtol=1e-12)
     assert (ends["mean"]["1.running_mean"] > 1e5).all()
