@@ -21,6 +21,7 @@ _REPORTS: list[Mapping[str, Any]] = [{"eval-on": "personal-own"}, {"validation-s
 _OF_METHODS: list[Mapping[str, Any]] = [
     {"strategy": "scaffold"},
     {"strategy": "fedbs"},
+    {"strategy": "hbn", "share-alpha": True},
     {"variance": "pooled"},
     {"strategy": "fixbn", "freeze-at": "auto", "freeze-window": 2, "freeze-tau": 1e-6},
     {"strategy": "fedbn", "eval-on": str(SHARED_BN)},

@@ -219,10 +219,8 @@ class HBN(PooledStatistics[HBNParams]):
 
     def beside_updates(self) -> dict[str, str]:
         """Add alpha, if the clients share it."""
-        found = super().beside_updates()
-        if self.params.share_alpha:
-            found["alpha"] = "share-alpha=true sends each client's alpha beside the model"
-        return found
+        alpha = {"alpha": "share-alpha=true sends each client's alpha beside the model"}
+        return {**(alpha if self.params.share_alpha else {}), **super().beside_updates()}
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Merge by the counts of the passes."""

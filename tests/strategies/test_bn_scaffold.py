@@ -19,10 +19,11 @@ from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.messages.records import from_record, tensors
+from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import BNScaffold, Scaffold
 from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates, pooled_variates
 from fedbn_flwr.strategies.scaffold import ControlVariates
+from tests.support.bad_replies import spoiling
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, FLOOR = 4, 0.7
@@ -333,6 +334,18 @@ def test_under_bfloat16_autocast_the_variates_are_float32(federate, points) -> N
     records = [m.content.array_records["bn-variates"] for m in run.grid.sent if "bn-variates" in m.content]
     assert {entry.dtype for record in records for entry in from_record(record).values()} == {np.dtype(np.float32)}
     assert all(torch.isfinite(entry).all() for entry in tensors(run.state).values())
+
+
+@pytest.mark.parametrize(("measure", "hook"), [("steps", "bn-variates-of-steps"), ("pass", "bn-variates-of-a-pass")])
+def test_a_reply_without_variates_names_the_hook_that_sends_them(
+    federate, points, mlp, measure: str, hook: str
+) -> None:
+    def spoil(content: Any) -> None:
+        content["variates"] = to_record({})
+
+    data, app = [points(8, i) for i in range(2)], functools.partial(spoiling, spoil)
+    run = federate(BNScaffold(bn_variates=measure), mlp, data, rounds=1, wrap=app)
+    assert run.reason(1).endswith(f"the client's training must apply the client hook '{hook}'")
 
 
 @pytest.mark.parametrize(

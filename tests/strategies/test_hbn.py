@@ -156,6 +156,13 @@ def test_a_survey_in_eval_mode_would_be_the_unions_at_every_layer(points, torchv
         torch.testing.assert_close(found.variance, values.var(0), rtol=1e-12, atol=1e-13)
 
 
+def test_shared_alpha_is_named_where_a_protection_would_have_to_hide_it() -> None:
+    assert [list(HBN(share_alpha=share).beside_updates()) for share in (True, False)] == [
+        ["alpha", "moments"],
+        ["moments"],
+    ]
+
+
 def kept_alpha(run: Any, partition: int) -> np.ndarray:
     kept = from_record(run.context(partition).state.array_records["fedbn-flwr.rules"])
     return kept["HybridStatistics/1.alpha"]
@@ -165,20 +172,23 @@ def kept_alpha(run: Any, partition: int) -> np.ndarray:
 def test_alpha_stays_with_its_client_and_its_mean_starts_others_if_it_is_shared(
     federate, points, mlp, share: bool
 ) -> None:
-    """Client 2 is away until the last round: without training of note its alpha is the mean of the others', or 0."""
+    """Client 2 is away until the last round, whose rate is nearly 0: its alpha is the mean of the others', or 0."""
     datasets = [points(size, i) for i, size in enumerate(SIZES)]
-    run = federate(HBN(share_alpha=share), mlp, datasets, rounds=3, hide={1: [2], 2: [2]}, weight_decay=0.9)
-    first = federate(HBN(share_alpha=share), mlp, datasets, rounds=2, hide={1: [2], 2: [2]}, weight_decay=0.9)
+    rate = LearningRate(0.1, (2,), (1e-12,))
+    settings = {"hide": {1: [2], 2: [2]}, "rate": rate, "weight_decay": 0.9}
+    run = federate(HBN(share_alpha=share), mlp, datasets, rounds=3, **settings)
+    first = federate(HBN(share_alpha=share), mlp, datasets, rounds=2, **settings)
     own = [kept_alpha(first, i) for i in (0, 1)]
     assert all((alpha != 0).all() for alpha in own)
     assert (own[0] != own[1]).all()
     given = [message.content["bn-alpha"] for message in run.grid.sent if "bn-alpha" in message.content]
     names = {name for m in run.grid.received if m.has_content() for name in m.content.array_records}
     assert ("bn-alpha" in names) is share
+    mean = (SIZES[0] * own[0] + SIZES[1] * own[1]) / (SIZES[0] + SIZES[1])
+    np.testing.assert_allclose(kept_alpha(run, 2), mean if share else 0.0, rtol=1e-9, atol=1e-9)
     if not share:
         assert given == []
         return
-    mean = (SIZES[0] * own[0] + SIZES[1] * own[1]) / (SIZES[0] + SIZES[1])
     np.testing.assert_allclose(from_record(given[-1])["1.alpha"], mean, rtol=1e-12)
     reports = [report.train for report in federate(HBN(share_alpha=True), mlp, datasets, rounds=2).strategy.reports]
     predicted = inspect_model(mlp(), "hbn", len(datasets), Config.make({"strategy": "hbn", "share-alpha": True}))
