@@ -1,4 +1,4 @@
-"""FBN: frozen BN with statistics that move, against centralised steps and passes over the union, in float64."""
+"""FBN: frozen BN with statistics that move, against centralized steps and passes over the union, in float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def inputs_of_layers(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def step(model: nn.Module, datasets: list) -> Mapping[str, Tensor]:
-    """One plain centralised step on the union, in the model's present modes."""
+    """One plain centralized step on the union, in the model's present modes."""
     inputs, targets = union(datasets)
     F.cross_entropy(model(inputs), targets).backward()
     torch.optim.SGD(model.parameters(), RATE).step()
@@ -60,7 +60,7 @@ def step(model: nn.Module, datasets: list) -> Mapping[str, Tensor]:
 
 
 @pytest.mark.parametrize(("measure", "momentum"), [("steps", 1.0), ("steps", 0.3), ("pass", 0.3)])
-def test_a_round_of_one_step_is_a_centralised_step_with_frozen_bn(
+def test_a_round_of_one_step_is_a_centralized_step_with_frozen_bn(
     federate, points, torchvision_net, measure: str, momentum: float
 ) -> None:
     """And the new statistics are the union's: by steps at every layer, by a pass at the first. It is not BN's step."""

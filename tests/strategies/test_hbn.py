@@ -107,7 +107,7 @@ def test_gradients_of_input_and_alpha_are_those_of_differences() -> None:
 
 
 @pytest.mark.parametrize("alpha", [800.0, 0.0])
-def test_only_without_the_batch_a_round_is_a_centralised_step_with_frozen_bn_and_fbns(
+def test_only_without_the_batch_a_round_is_a_centralized_step_with_frozen_bn_and_fbns(
     federate, points, torchvision_net, monkeypatch, alpha: float
 ) -> None:
     """And the pooled statistics of form (a) are the union's at the first layer, not at the second."""
