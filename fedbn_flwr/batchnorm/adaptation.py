@@ -5,6 +5,10 @@ The key `test-bn` says how. `eval-on=global-test-bn` tests the global model so, 
 average of the clients' BN parts (UniFed's case, the average is ours); held-out clients have one more test, each by its
 own test inputs alone. The plain test stands beside each.
 
+**The tests of `eval-on` are not those of a new client.** Their batches are of the whole test set in its order, the
+inputs of all clients and domains mixed (beside it, each domain's alone); use `held-out-clients` for a new client. In a
+test set sorted by class each batch has few classes.
+
 **Under label skew of the test client the statistics of its inputs remove the class signal**: compare with the plain
 test. `batch` and `mix` depend on the size of the test batches, `momentum` on their order, too: the size and the numbers
 belong to a result, and the summary of a run writes them beside it.
@@ -19,7 +23,13 @@ variance biased. A layer normalises with
   arXiv:2006.16971), or with a constant $w$ (`test-bn-alpha`; alpha-BN, You et al. 2021, arXiv:2110.04065);
 - `momentum`: $\bar\mu_b = \tau \bar\mu_{b-1} + (1 - \tau) \mu_b$, the variance likewise, from $\bar\mu_1 = \mu_1$ on
   (`test-bn-tau`; TsmoBN, Jiang et al. 2021, arXiv:2110.09974, called UniFed later; the start and 0.9 are ours);
-- `full`: mean and biased variance of all test inputs together, from a pass before the test.
+- `full`: mean and biased variance of all test inputs together, from a pass before the test, in which each batch is
+  normalised with its own.
+
+All else is in eval mode, also in that pass: dropout does not act. Every layer with running statistics is adapted in
+every mode, also one that training keeps in eval mode (`frozen-bn=eval`). A layer called twice in a forward pass counts
+as two batches in `momentum`. Where one value per channel gives no variance, `batch`, `momentum` and `full` refuse the
+test and name the layer.
 
 ## Differs from the papers
 
@@ -112,7 +122,8 @@ def adapted(model: nn.Module, data: Batches, by: TestBN | None) -> Iterator[None
         by: which statistics; None = the running ones.
 
     Raises:
-        NormLayerError: in the block: ``batch`` or the first batch of ``momentum`` has one value per channel.
+        NormLayerError: a layer gets one value per channel from a batch of ``batch``, from the first one of
+            ``momentum`` (with tau = 0 from any), both in the block, or from the first one of the pass of ``full``.
     """
     if by is None:
         yield
@@ -133,7 +144,8 @@ def adapted(model: nn.Module, data: Batches, by: TestBN | None) -> Iterator[None
                     var.copy_(kept[layer][1])
 
         if by.mode == "full":
-            load_statistics(model, reestimate_statistics(model, data, batch_size=by.batch_size))
+            _try_batch(model, data, torch.arange(len(data))[: by.batch_size or None])
+            load_statistics(model, reestimate_statistics(model, data, batch_size=by.batch_size, layers=layers))
         elif by.mode == "batch":
             closing.enter_context(without_running_statistics(model))
             for layer, (_, _, path) in layers.items():
@@ -171,12 +183,16 @@ def try_batches(model: nn.Module, data: Batches, by: TestBN | None, task: Task =
     Raises:
         NormLayerError: a layer gets one value per channel.
     """
-    if by is None or by.mode not in ("batch", "momentum") or not len(data):
+    if by is None or by.mode == "mix":
         return
     batches = torch.split(torch.arange(len(data)), by.batch_size or task.test_batch)
-    which = batches[-1 if by.mode == "batch" else 0]
+    _try_batch(model, data, batches[-1 if by.mode == "batch" or (by.mode == "momentum" and not by.tau) else 0])
+
+
+def _try_batch(model: nn.Module, data: Batches, which: Tensor) -> None:
+    """Raise what a batch of one example raises if a layer gets one value per channel."""
     if len(which) == 1:
-        with kept_modes(model), torch.inference_mode(), adapted(model, data, by):
+        with kept_modes(model), torch.inference_mode(), adapted(model, data, TestBN("batch")):
             model.eval()(inputs_for(model)(data.batch(which)[0]))
 
 
@@ -198,7 +214,7 @@ def _moving(tau: float, path: str) -> Rule:
     last: list[Pair] = []
 
     def rule(own: Pair, x: Tensor) -> Pair:
-        if not last:
+        if not last or not tau:
             _refuse_one_value(path, x)
         last[:] = [_mixed(tau, last[0], own) if last else own]
         return last[0]
@@ -229,5 +245,5 @@ def _refuse_one_value(path: str, x: Tensor) -> None:
     if x.numel() == x.shape[1]:
         raise NormLayerError(
             f"test-time BatchNorm: layer '{path}' gets one value per channel, from which no variance can be computed. "
-            "Use larger test batches (test-bn-batch-size), or test-bn=mix"
+            "Use larger test batches (test-bn-batch-size) of two or more examples, or test-bn=mix"
         )

@@ -8,7 +8,7 @@ M2 / (n - 1), the unbiased variance that torch's layers keep.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,9 @@ def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
     ]
 
 
-def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, seed: int = 0) -> dict[str, Moments]:
+def reestimate_statistics(
+    model: nn.Module, data: Batches, *, batch_size: int, seed: int = 0, layers: Collection[_BatchNorm] | None = None
+) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass in train mode; the model does not change.
 
     BatchNorm normalises with each batch's own statistics; running statistics are neither used nor changed. Layers that
@@ -95,6 +97,8 @@ def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, s
             one example and BatchNorm cannot use it alone, it joins the batch before it.
         batch_size: examples per batch; 0 = all in one.
         seed: for dropout and other random layers.
+        layers: these alone use the batch's statistics, and all else is in eval mode, as in a test. None = every layer
+            is in train mode.
 
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a layer registered at several
@@ -108,10 +112,12 @@ def reestimate_statistics(model: nn.Module, data: Batches, *, batch_size: int, s
         sums[layer] = merge(sums[layer], new) if layer in sums else new
 
     with kept_modes(model), torch.no_grad():
-        model.train()
+        model.train(layers is None)
+        for layer in layers or ():
+            layer.training = True  # also a layer that ``train`` leaves in eval mode
         prepared = inputs_for(model)
         batches = _positions(model, data, batch_size, prepared)
-        with _watched(model, note), seeded(seed):
+        with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
             for _, (inputs, _) in with_positions(data, batches):
                 model(prepared(inputs))
     found = model.named_modules(remove_duplicate=False)
@@ -143,15 +149,15 @@ def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Calla
 
 
 @contextmanager
-def _watched(model: nn.Module, note: Any) -> Iterator[None]:
-    """Call ``note`` before every call of a tracking layer; the layers do not track inside the block."""
-    layers = tracking_layers(model)
+def _watched(layers: Collection[_BatchNorm], note: Any) -> Iterator[None]:
+    """Call ``note`` before every call of these layers; they do not track inside the block."""
+    tracked = [layer.track_running_stats for layer in layers]
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         for layer in layers:
             layer.track_running_stats = False  # in train mode: use the batch's statistics, change no buffer
         yield
     finally:
-        for layer, handle in zip(layers, handles, strict=True):
-            layer.track_running_stats = True
+        for layer, handle, before in zip(layers, handles, tracked, strict=True):
+            layer.track_running_stats = before
             handle.remove()

@@ -128,7 +128,11 @@ def evaluate_run(
         if own:
             numbers = {"train": own.train, "test": own.test, "all": np.concatenate([own.train, own.test])}[part]
             place = _Place(own.column, own.names, numbers)
-        text = _predictions(outputs.all(), chosen, task, saved.interface.classes, place) if outputs.wanted else ""
+        text = (
+            _predictions(outputs.last(len(chosen)), chosen, task, saved.interface.classes, place)
+            if outputs.wanted
+            else ""
+        )
         _write(out, text, {"model": what, "dataset": config.dataset, "part": part}, rows)
     return what, rows
 
@@ -269,7 +273,7 @@ class _Joined:
 
 
 class _Outputs:
-    """The outputs of a model in eval mode in the last block, on the CPU; kept only if they are wanted."""
+    """The outputs of a model in the last block, on the CPU; kept only if they are wanted."""
 
     def __init__(self, model: nn.Module, wanted: bool) -> None:
         self.wanted = wanted
@@ -284,12 +288,12 @@ class _Outputs:
         self._handle.remove()
 
     def _note(self, model: nn.Module, inputs: Any, output: Tensor) -> None:
-        if self.wanted and not model.training:  # a pass for statistics is in train mode
+        if self.wanted:
             self._found.append(output.cpu())
 
-    def all(self) -> Tensor:
-        """Return all outputs, (N, ...)."""
-        return torch.cat(self._found)
+    def last(self, count: int) -> Tensor:
+        """Return those of the last ``count`` examples, (count, ...); those of a pass for statistics stand before."""
+        return torch.cat(self._found)[-count:]
 
 
 def _reestimate(model: nn.Module, data: Subset | _Joined, task: Task, saved: SavedModel) -> None:

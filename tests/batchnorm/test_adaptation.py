@@ -13,6 +13,7 @@ from fedbn_flwr.batchnorm.adaptation import TestBN, adapted, evaluate_adapted, t
 from fedbn_flwr.batchnorm.reestimation import moments_of
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.freezing import hold_eval
 
 IMAGES = (3, 32, 32)
 
@@ -74,6 +75,23 @@ def test_one_batch_of_everything_is_the_same_in_three_modes(trained: Any) -> Non
     batch = outputs(model, data, TestBN("batch"), len(data))
     for other in (TestBN("momentum"), TestBN("full")):
         torch.testing.assert_close(outputs(model, data, other, len(data)), batch, **CLOSE)
+
+
+def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(points: Any) -> None:
+    """Dropout does not act in any mode, and a layer that training keeps in eval mode is adapted in all of them."""
+    layers = [nn.Linear(5, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
+    model, data = nn.Sequential(*layers).double(), points(9)
+    hold_eval(model[2])
+    batch = outputs(model, data, TestBN("batch"), len(data))
+    assert not torch.allclose(batch, outputs(model, data, None, len(data)), atol=1e-2)
+    model.train()
+    modes = [module.training for module in model.modules()]
+    for other in (TestBN("momentum"), TestBN("full"), TestBN("mix", prior=0.0)):
+        torch.testing.assert_close(outputs(model, data, other, len(data)), batch, **CLOSE)
+        model.train()
+    with adapted(model, data, TestBN("full")):
+        assert [module.training for module in model.modules()] == modes
+    assert all(layer.track_running_stats for layer in (model[2], model[4]))
 
 
 def test_the_order_of_the_batches_matters_to_momentum_alone(trained: Any) -> None:
@@ -166,6 +184,27 @@ def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(poi
         try_batches(model, data, fits)
     try_batches(model, points(0), TestBN("batch"))
     assert model.training, "the mode is that of before"
+
+
+def test_momentum_without_memory_refuses_every_batch_of_one(points: Any) -> None:
+    model, data = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), points(3)
+    assert outputs(model, data, TestBN("momentum"), 2).isfinite().all(), "the batches before give a variance"
+    with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+        outputs(model, data, TestBN("momentum", tau=0.0), 2)
+    with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+        try_batches(model, data, TestBN("momentum", tau=0.0, batch_size=2))
+
+
+def test_a_pass_over_everything_needs_batches_of_two(points: Any) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
+    for data, by in ((points(1), TestBN("full")), (points(3), TestBN("full", batch_size=1))):
+        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+            evaluate_adapted(model, data, by)
+        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+            try_batches(model, data, by)
+    try_batches(model, points(3), TestBN("full", batch_size=2))
+    assert evaluate_adapted(model, points(3), TestBN("full", batch_size=2)).num_examples == 3, "the last one joins"
+    assert evaluate_adapted(model, points(0), TestBN("full")).num_examples == 0
 
 
 def test_the_words_beside_a_result() -> None:
