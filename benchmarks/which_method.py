@@ -4,7 +4,7 @@
     python benchmarks/which_method.py runs/which-method-* --write docs/results/which-method.md
 
 Bytes are those of floats, down once and up from each client. At equal bytes each method stops at its last test before
-it has moved more than the cheapest method does in the whole run. Only finished runs are in the tables.
+it has moved 1 % more than the cheapest method does in the whole run. Only finished runs are in the tables.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from measure import facts, table, write_block
 
 from fedbn_flwr.experiment.study import Cell, Study
 from fedbn_flwr.experiment.study_results import StudyResults
-from fedbn_flwr.experiment.tuning import tuned
 
 Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent
 STYLES = ["-", "--", "-.", ":"]
@@ -34,16 +34,16 @@ def main(
     for folder in studies:
         study = Study.load(folder / "study.yaml")
         results = StudyResults(study, folder)
-        rates, _ = tuned(study, folder)
         for split in dict.fromkeys(cell.split for cell in study.cells()):
             curves = _curves(study, results, split)
             if not curves:
                 continue
-            chosen = {row.name: (row.best or "not tuned").removeprefix("learning-rate=") for row in rates}
-            rows = _rows(curves, {method: chosen.get(f"{method}/{split}", "?") for method in curves})
+            rates = {cell.method: _rate(cell.folder(folder)) for cell in study.cells() if cell.method in curves}
+            rows = _rows(curves, rates)
             head = ["method", "rate", "n", "MB a round", "equal rounds, %", "equal bytes, %", "rounds there"]
             name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
-            text = f"{table(head, rows)}\n\n![accuracy against bytes]({name}.svg)\n\n{facts()}"
+            grid = _grid(folder, split)
+            text = f"{table(head, rows)}\n\n![accuracy against bytes]({name}.svg)\n\n{grid}\n\n{facts()}"
             print(f"{name}\n\n{text}\n")
             if write:
                 write_block(write, name, text)
@@ -59,6 +59,20 @@ def _curves(study: Study, results: StudyResults, split: str) -> dict[str, list[C
     return found
 
 
+def _rate(run: Path) -> str:
+    return f"{yaml.safe_load((run / 'config.yaml').read_text())['learning-rate']:g}"
+
+
+def _grid(folder: Path, split: str) -> str:
+    """Return what the rates gave on the validation examples."""
+    lines = (folder / "tuning.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    head = ["validation, %", *(cell.removeprefix("learning-rate=") for cell in cells[0][2:])]
+    rows = [[name, *(score.replace(" %", "") for score in scores)] for name, _, *scores in cells[1:]]
+    own = [[name.removesuffix(f"/{split}"), *scores] for name, *scores in rows if name.endswith(f"/{split}")]
+    return table(head, own)
+
+
 def _curve(results: StudyResults, cell: Cell) -> Curve:
     curve, moved = Curve(), 0
     headline = (results.summary(cell) or {})["headline"]
@@ -70,10 +84,10 @@ def _curve(results: StudyResults, cell: Cell) -> Curve:
 
 
 def _rows(curves: dict[str, list[Curve]], rates: dict[str, str]) -> list[list[str]]:
-    budget = min(curve[-1][1] for runs in curves.values() for curve in runs)
+    budget = 1.01 * min(curve[-1][1] for runs in curves.values() for curve in runs)
     rows = []
     for method, runs in curves.items():
-        within = [[point for point in curve if point[1] <= budget * (1 + 1e-9)][-1:] for curve in runs]
+        within = [[point for point in curve if point[1] <= budget][-1:] for curve in runs]
         stops = [points[0] for points in within if points]
         cells = [method, rates[method], str(len(runs)), f"{runs[0][-1][1] / runs[0][-1][0]:.3g}"]
         cells.append(_mean([curve[-1][2] for curve in runs]))
