@@ -25,11 +25,11 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 
-__all__ = ["Coordinates", "Update", "norm"]
+__all__ = ["Coordinates", "E", "Update", "norm"]
 
 Update = Mapping[str, Array]  # float64, by entry; of a complex entry its real and imaginary parts
 
-_E = 1e-5  # torch's default eps of a normalisation layer
+E = 1e-5  # torch's default eps of a normalisation layer
 
 
 class Coordinates:
@@ -61,7 +61,7 @@ class Coordinates:
         self._variances = set()
         for mean, variance in {*split_state(before).moments(), *parts.moments()}:
             if mean in self._units and variance in self._units:
-                square = before[variance].astype(np.float64) + _E
+                square = before[variance].astype(np.float64) + E
                 self._units |= {mean: np.sqrt(square) / scale, variance: square / scale}
                 self._variances.add(variance)
 

@@ -317,7 +317,8 @@ class ClientLevelDP(Protection):
         size = (self.noise_multiplier or 0.0) * self.clipping_norm / (asked * own.dp_statistics_scale)
         if size > _NOISY and Part.STATISTICS not in self._local:
             logger.warning(
-                "the noise in BN's running variances is %.2g of them in each round (z C / (m s)): they become useless. "
+                "in each round the noise in BN's running variances has %.2g times their own size (z C / (m s)), which "
+                "makes them useless. "
                 "Use a smaller dp-clipping-norm, more clients, a larger dp-statistics-scale, or a method that does not "
                 "send statistics (fedbn, silobn, or fixbn with an early freeze-at).",
                 size,

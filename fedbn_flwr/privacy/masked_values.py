@@ -25,14 +25,13 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import MaskingError, ReplyError
-from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.coordinates import Coordinates, E
 from fedbn_flwr.server.recalibration import from_entries
 
 __all__ = ["about", "buffers_of", "model_values", "pooled_statistics", "statistics_like", "statistics_values"]
 
 _BUFFER = "momentum|"
 _NOT_CALLED = -128.0  # l of a layer that the client did not call
-_E = 1e-5  # torch's default eps of a normalisation layer
 
 
 def about(value_range: float, total: float, equal: bool) -> str:
@@ -135,5 +134,5 @@ def _layers(before: State) -> list[tuple[str, Array, Array]]:
             mean, variance = (
                 before[layer.entries[leaf]].astype(np.float64) for leaf in ("running_mean", "running_var")
             )
-            found.append((layer.path, mean, variance + _E))
+            found.append((layer.path, mean, variance + E))
     return found

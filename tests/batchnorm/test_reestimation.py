@@ -11,11 +11,12 @@ import torch
 import torchvision.models as tv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_statistics
 from fedbn_flwr.training.loop import Batches
+from tests.support.many_layers import Many
 
 
 def slow(model: nn.Module, datasets: list[Batches], batches: list[list[list[int]]]) -> dict[str, np.ndarray]:
@@ -49,24 +50,6 @@ def test_every_layer_of_a_torchvision_model_over_uneven_clients(points, make) ->
         assert total.count == len(values)
         np.testing.assert_allclose(total.mean, values.mean(0), rtol=1e-10, atol=1e-12, err_msg=path)
         np.testing.assert_allclose(total.variance, values.var(0, ddof=1), rtol=1e-10, atol=1e-14, err_msg=path)
-
-
-class Many(nn.Module):
-    """A layer called twice, one registered twice, one the model keeps in eval mode, one never called, one untracked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.a, self.frozen, self.idle = (nn.BatchNorm1d(5) for _ in range(4))
-        self.b = self.a
-        self.bare = nn.BatchNorm1d(5, track_running_stats=False)
-
-    def train(self, mode: bool = True) -> Many:
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bare(self.twice(self.frozen(x)) + self.twice(self.a(input=x * x)))
 
 
 def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:

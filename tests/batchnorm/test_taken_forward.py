@@ -19,6 +19,7 @@ from fedbn_flwr.batchnorm.taken_forward import (
     take_forward,
 )
 from fedbn_flwr.errors import NormLayerError
+from tests.support.many_layers import Many
 
 KINDS = {"1d": (nn.BatchNorm1d, (6, 5)), "2d": (nn.BatchNorm2d, (4, 5, 3, 2)), "3d": (nn.BatchNorm3d, (4, 5, 1, 2, 2))}
 
@@ -79,24 +80,6 @@ def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
     assert [g.dtype for g in found] == [x.dtype, *(p.dtype for p in model.parameters())]
 
 
-class Many(nn.Module):
-    """A layer called twice, one at two paths, one the model keeps in eval mode, one that tracks nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.a, self.frozen = (nn.BatchNorm1d(5) for _ in range(3))
-        self.b = self.a
-        self.bare = nn.BatchNorm1d(5, track_running_stats=False)
-
-    def train(self, mode: bool = True) -> Many:
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bare(self.twice(self.frozen(x)) + self.twice(self.a(input=x * x)))
-
-
 def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
     model, sums = Many().double().eval(), MomentSums()
     data = points(9, 1)
@@ -106,7 +89,7 @@ def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
         sums.add(layer, x)
         return by_batch(layer, x)
 
-    assert list(layers_in_training(model)) == ["twice", "a"]
+    assert list(layers_in_training(model)) == ["twice", "a", "idle"]
     assert not any(module.training for module in model.modules())
     take_forward(model, compute)
     model(data.inputs)

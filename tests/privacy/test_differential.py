@@ -418,7 +418,7 @@ def test_noise_that_ruins_the_statistics_is_told_before_the_first_round(caplog: 
         ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0, dp_clipping_norm=clipping_norm)).admits(
             of_round(1, 10), 10
         )
-        assert ("the noise in BN's running variances is 1 of them in each round" in caplog.text) == warns
+        assert ("in each round the noise in BN's running variances has 1 times their own size" in caplog.text) == warns
 
 
 def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
