@@ -17,7 +17,6 @@ HEAVY = (
         "plotly",
         "tensorboard",
         "torch._dynamo",
-        "torchmetrics",
         "torchvision",
         "wandb",
     ),

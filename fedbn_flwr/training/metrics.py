@@ -1,6 +1,6 @@
-"""The metrics of torchmetrics, from all outputs and targets of a test. NaN where a test set does not define one.
+"""The metrics of scikit-learn, from all outputs and targets of a test. NaN where a test set does not define one.
 
-torchmetrics is imported when a metric is computed, which takes seconds the first time.
+scikit-learn is imported when a metric is computed, which takes a second or two the first time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch.nn import functional as F
 __all__ = ["of_classes", "of_labels", "of_numbers"]
 
 _NAN = float("nan")
-_SCALE = 1e6  # torchmetrics' R2 takes sums of squares below 1e-4 for 0
 
 
 def of_classes(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -50,16 +49,16 @@ def of_numbers(names: Iterable[str], outputs: Tensor, targets: Tensor) -> dict[s
 
     Args:
         names: ``mae``: mean absolute error over all known targets. ``r2``: coefficient of determination, the mean over
-            the columns with two different targets.
+            the columns with two different targets. Both are NaN if an output is infinite or NaN.
         outputs: float64 (N, columns).
         targets: float64 (N, columns), NaN = unknown.
     """
-    from torchmetrics.functional.regression import mean_absolute_error
+    from sklearn.metrics import mean_absolute_error
 
     known = ~targets.isnan()
-    found = {"mae": lambda: float(mean_absolute_error(outputs[known], targets[known])) if known.any() else _NAN}
+    found = {"mae": lambda: float(mean_absolute_error(targets[known], outputs[known])) if known.any() else _NAN}
     found["r2"] = lambda: _mean(_r2(outputs[k, i], targets[k, i]) for i, k in enumerate(known.T))
-    return {name: _NAN if bool(outputs.isnan().any()) else found[name]() for name in names}
+    return {name: found[name]() if bool(outputs.isfinite().all()) else _NAN for name in names}
 
 
 _OfColumn = Callable[[Tensor, Tensor, Tensor], float]
@@ -85,9 +84,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _recall(_: Tensor, told: Tensor, truth: Tensor) -> float:
-    from torchmetrics.functional.classification import binary_recall
+    from sklearn.metrics import recall_score
 
-    return float(binary_recall(told, truth)) if truth.any() else _NAN
+    return float(recall_score(truth, told)) if truth.any() else _NAN
 
 
 def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
@@ -95,36 +94,33 @@ def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
 
 
 def _f1(_: Tensor, told: Tensor, truth: Tensor) -> float:
-    from torchmetrics.functional.classification import binary_f1_score
+    from sklearn.metrics import f1_score
 
-    return float(binary_f1_score(told, truth)) if (truth | told).any() else _NAN
+    return float(f1_score(truth, told)) if (truth | told).any() else _NAN
 
 
 def _auroc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
-    from torchmetrics.functional.classification import binary_auroc
+    from sklearn.metrics import roc_auc_score
 
-    return float(binary_auroc(_ranks(scores), truth)) if 0 < truth.sum() < len(truth) else _NAN
+    return float(roc_auc_score(truth, _ranks(scores))) if 0 < truth.sum() < len(truth) else _NAN
 
 
 def _auprc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
-    from torchmetrics.functional.classification import binary_average_precision
+    from sklearn.metrics import average_precision_score
 
-    return float(binary_average_precision(_ranks(scores), truth)) if truth.any() else _NAN
+    return float(average_precision_score(truth, _ranks(scores))) if truth.any() else _NAN
 
 
 _OF_COLUMN: dict[str, _OfColumn] = {"f1": _f1, "macro-f1": _f1, "auroc": _auroc, "auprc": _auprc}
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """Return the ranks of the scores in [0, 1], which torchmetrics takes as they are: its sigmoid would make ties."""
+    """Return the ranks of the scores, equal for equal ones: scikit-learn refuses infinite scores."""
     ranks: Tensor = torch.unique(scores, return_inverse=True)[1]
-    return ranks.double() / len(scores)
+    return ranks
 
 
 def _r2(outputs: Tensor, targets: Tensor) -> float:
-    from torchmetrics.functional.regression import r2_score
+    from sklearn.metrics import r2_score
 
-    if len(targets) < 2 or bool((targets == targets[0]).all()):
-        return _NAN
-    mean, scale = targets.mean(), _SCALE / targets.std()
-    return float(r2_score((outputs - mean) * scale, (targets - mean) * scale))
+    return float(r2_score(targets, outputs)) if bool((targets != targets[:1]).any()) else _NAN
