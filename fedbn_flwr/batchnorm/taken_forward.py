@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.loop import kept_modes
+from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = [
     "Compute",
@@ -63,6 +64,7 @@ def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
 
     A layer that does not track when it is called (in eval mode, or while ``reestimate_statistics`` passes the data
     through the model) uses its own forward pass. Running statistics and counters change only if ``compute`` does it.
+    A compiled model runs ``compute`` between its compiled parts.
 
     Raises:
         NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
@@ -70,7 +72,8 @@ def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
     layers = replaceable_layers(model)
     before = {layer: vars(layer).get("forward") for layer in layers.values()}
     for layer in before:
-        layer.forward = functools.partial(_forward, layer, layer.forward, compute)  # type: ignore[method-assign]
+        forward = functools.partial(_forward, layer, layer.forward, compute)
+        layer.forward = not_compiled(forward)  # type: ignore[method-assign]
 
     def undo() -> None:
         for layer, own in before.items():

@@ -242,11 +242,12 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
 
     Raises:
         StateError: the received entries do not fit the model.
+        DataError: the data set has no length, or a batch is no pair.
     """
     received = next(iter(message.content.array_records.values()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data = LoadedBatches(loader)
-    found = reestimate_statistics(unwrap(model), data, batch_size=loader.batch_size or len(data))
+    found = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size)
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
     entries = {prefix + name: entry for name, entry in to_entries(found, unwrap(model).state_dict()).items()}
     key = next(iter(message.content.array_records))

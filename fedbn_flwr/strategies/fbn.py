@@ -99,8 +99,6 @@ from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.loop import Batches, ClientHook, Entries, Extras
 from fedbn_flwr.training.settings import share_of
 
-logger = logging.getLogger("flwr")
-
 __all__ = ["BN_MOMENTS", "FBN", "FBNParams", "GlobalStatistics", "PooledParams", "PooledStatistics", "trimmed"]
 
 logger = logging.getLogger("flwr")

@@ -18,9 +18,9 @@ $a = \mathrm{sigmoid}(-\alpha)$ per channel:
 $$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
 y = \gamma \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
 
-$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the parameters, with their learning rate and
-without weight decay, and it stays with the client. Gradients flow through $\mu_B$, $v_B$ and $\alpha$. In tests
-$\mu_g$ and $v_g$ normalise.
+$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the parameters, with their learning rate,
+without weight decay and without `gradient-clip-norm`, and it stays with the client. Gradients flow through $\mu_B$,
+$v_B$ and $\alpha$. In tests $\mu_g$ and $v_g$ normalise.
 
 A client first passes its data through the received weights, each batch normalised with its own statistics, and then
 trains; it sends the moments of the pass. The server merges them by their counts, as StaticBN, to $(m, v)$, and moves
@@ -68,7 +68,7 @@ it is no centralized step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ class HybridStatistics(SurveyedStatistics):
         self._given: Entries = {}
         self._model: nn.Module
         self._alpha: dict[nn.Module, nn.Parameter] = {}
+        self._finished: list[Callable[[], None]] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the kept alpha; without one, the server's."""
@@ -124,11 +125,27 @@ class HybridStatistics(SurveyedStatistics):
         super().begin(model)
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer train alpha, with the rate of its first group and without weight decay."""
-        if self._alpha and not self._warm_up:
-            rate = optimizer.param_groups[0]["lr"]
-            optimizer.add_param_group({"params": list(self._alpha.values()), "lr": rate, "weight_decay": 0.0})
-            optimizer.register_step_post_hook(self._forget_gradients)
+        """Let the optimizer train alpha until the end, with the rate of its first group and without weight decay."""
+        if not self._alpha or self._warm_up:
+            return
+        groups = optimizer.param_groups
+        optimizer.add_param_group({"params": list(self._alpha.values()), "lr": groups[0]["lr"], "weight_decay": 0.0})
+        own = groups[-1]
+        handle = optimizer.register_step_post_hook(self._forget_gradients)
+
+        def finish() -> None:
+            handle.remove()
+            groups[:] = [group for group in groups if group is not own]
+            for alpha in own["params"]:
+                optimizer.state.pop(alpha, None)
+
+        self._finished.append(finish)
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Restore the layers and the optimizer, which a client may use again in the next round."""
+        while self._finished:
+            self._finished.pop()()
+        return super().end(model)
 
     def takes_one_value(self, layer: nn.Module) -> bool:
         """Return whether the layer has global statistics beside the batch's."""

@@ -269,8 +269,7 @@ def train(
                     compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
                 loss, outputs = compute()
                 if settings.gradient_clip_norm:
-                    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                    nn.utils.clip_grad_norm_(trained, settings.gradient_clip_norm)
+                    nn.utils.clip_grad_norm_(bare.parameters(), settings.gradient_clip_norm)  # not HBN's alpha
                 for hook in hooks:
                     hook.gradients(bare)
                 take_step(optimizer)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["load_state", "loads_by_copy", "unwrap", "view_with_names", "wrapper_prefix"]
+__all__ = ["load_state", "loads_by_copy", "not_compiled", "unwrap", "view_with_names", "wrapper_prefix"]
 
 _INSIDE = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
 
@@ -48,6 +51,20 @@ def loads_by_copy(model: nn.Module) -> bool:
 
 # BatchNorm's own way is for states of old versions of torch.
 _USUAL = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function`` as one that a compiled model runs as it is, between its compiled parts.
+
+    What changes with every step or round (sums, parameters that are made anew) would be compiled anew each time, and
+    torch gives up after some. Without a compiled model in this process the compiler is not imported, which takes
+    seconds, and the function is returned.
+    """
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function  # type: ignore[no-untyped-call]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -37,6 +37,34 @@ def gradients(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> 
     return [out.detach(), *torch.autograd.grad((out.float() * out.float().detach().sin()).sum(), wanted)]
 
 
+def test_a_compiled_model_is_not_compiled_anew_in_each_round() -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.first(x).relu()).tanh()
+
+    torch._dynamo.reset()
+    model, counts = Net(), []
+    fast = torch.compile(model, backend=backend)
+    for _ in range(4):
+        share = nn.Parameter(torch.ones(4))  # a round's own, as HBN's alpha
+        undo = take_forward(model, lambda layer, x, share=share: normalise(layer, x, *batch_statistics(x)) * share)
+        torch.testing.assert_close(fast(x := torch.randn(8, 4)), model(x))
+        undo()
+        counts.append(len(compiled))
+    assert counts[0] > 0
+    assert counts == counts[:1] * 4
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(kind: str, affine: bool) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.client.hooks import Hooks
-from fedbn_flwr.errors import ConfigError, NormLayerError, NothingTrainedError
+from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import HBN, FedProx, FedTAN
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
@@ -133,10 +133,10 @@ def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
 class Surveying(ClientHook):
     """Keeps the inputs of one pass over the data."""
 
-    inputs: torch.Tensor
+    batches: list[torch.Tensor]
 
     def survey(self, model: nn.Module, data: Any, batch_size: int, seed: int) -> None:
-        self.inputs = torch.cat([data.batch(p)[0] for p in torch.arange(len(data)).split(batch_size)])
+        self.batches = [data.batch(p)[0] for p in torch.arange(len(data)).split(batch_size)]
 
 
 def surveyed_loop(model: nn.Module, rules: Hooks, data: Any, first: bool) -> None:
@@ -154,7 +154,7 @@ def surveyed_loop(model: nn.Module, rules: Hooks, data: Any, first: bool) -> Non
 def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
     data, hook = points(10), Surveying()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {"count": hook}), data, first=True)
-    assert torch.equal(hook.inputs, data.inputs), "in order, and with the batch that the loader drops"
+    assert torch.equal(torch.cat(hook.batches), data.inputs), "in order, and with the batch that the loader drops"
     rules._check()
     with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
         surveyed_loop(mlp(), Hooks(mlp(), {"count": hook}), data, first=False)
@@ -162,6 +162,29 @@ def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
         Hooks(mlp(), {"count": hook})._check()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {}), data, first=True)
     rules._check()
+
+
+def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it_cannot_use(points) -> None:
+    data = TensorDataset(points(10).inputs, points(10).targets)
+    rules = Hooks(nn.Linear(2, 2), {"count": (hook := Surveying())})
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), 4, drop_last=False)
+    rules.survey(DataLoader(data, batch_sampler=sampler))
+    assert [len(batch) for batch in hook.batches] == [4, 4, 2]
+
+    def as_dict(rows: list[Any]) -> dict[str, Any]:
+        return {"img": rows, "label": rows}
+
+    with pytest.raises(DataError, match=r"batches are dict of img, label; .*collate_fn"):
+        rules.survey(DataLoader(data, 4, collate_fn=as_dict))
+    with pytest.raises(DataError, match="data set, Stream, has no length"):
+        rules.survey(DataLoader(Stream(), 4))
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Yields nothing."""
+
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 def changed(model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import merge
+from fedbn_flwr.batchnorm.reestimation import merge, moments_of
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, batch_statistics, normalise
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FBN, HBN, FedAvg
 from fedbn_flwr.strategies.hbn import HybridStatistics
-from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
+from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer, train
 from tests.strategies.test_fbn import RATE, Layers, inputs_of_layers, loaded, lower, step, union
 from tests.support.bad_replies import spoiling
 
@@ -118,8 +118,8 @@ def test_only_without_the_batch_a_round_is_a_centralized_step_with_frozen_bn_and
     before, after = run.history[1:]
     names = dict(torchvision_net().named_parameters())
     off = []
-    for train in (False, True):
-        want = step(loaded(torchvision_net, before).train(train), datasets)
+    for batch_statistics_train in (False, True):
+        want = step(loaded(torchvision_net, before).train(batch_statistics_train), datasets)
         off.append(max(abs(after[name] - want[name].numpy()).max() for name in names))
     if alpha:
         same = federate(FBN(fbn_measure="pass", statistics_momentum=1.0), torchvision_net, datasets, **settings)
@@ -217,6 +217,36 @@ def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points)
         made = make_optimizer(model, LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, weight_decay=0.7))
         hook.start(model, made)
         assert [group["weight_decay"] for group in made.param_groups] == [0.7, 0.0]
+
+
+def test_alpha_is_not_clipped_with_the_model(mlp, points) -> None:
+    """As ``clip_grad_norm_(model.parameters())`` in a user's loop leaves it out."""
+    ends = []
+    for norm in (0.0, 1e-9):
+        model, hook = mlp(), HybridStatistics(False, share=False)
+        start = copy.deepcopy(model.state_dict())
+        settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1, gradient_clip_norm=norm)
+        train(model, points(8, 1), settings, learning_rate=0.1, stream=lambda _: torch.Generator(), hooks=[hook])
+        ends.append((hook.keep()["1.alpha"], (model.state_dict()["0.weight"] - start["0.weight"]).abs().max()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][0].any()
+    assert ends[1][1] < 1e-9 < ends[0][1]
+
+
+def test_an_optimizer_that_a_client_keeps_has_alpha_in_a_round_alone(mlp, points) -> None:
+    model, data = mlp(), points(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for _ in range(2):
+        hook = hybrid(model, 0.0)
+        hook.start(model, optimizer)
+        model(data.inputs).square().sum().backward()
+        optimizer.step()
+        assert len(optimizer.param_groups) == 2
+        hook._found = {"1": moments_of(data.inputs[:, :4])}
+        hook.end(model)
+        assert len(optimizer.param_groups) == 1
+        assert set(optimizer.state) == set(model.parameters())
+        assert not optimizer._optimizer_step_post_hooks
 
 
 def test_a_loop_that_zeroes_the_models_gradients_alone_takes_the_same_steps(mlp, points) -> None:

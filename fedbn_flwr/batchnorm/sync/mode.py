@@ -17,6 +17,7 @@ from fedbn_flwr.batchnorm.sync.layer import Normalise, elements_per_channel, loc
 from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = ["SynchronisedStep"]
 
@@ -54,11 +55,7 @@ class SynchronisedStep(TorchFunctionMode):
         self._layer: str | None = None  # the BatchNorm module being called
         self._seen = 0  # batch_norm calls of any kind
         self._closed = False
-        # A compiled model breaks its graph here, so exchanges are not traced, and a recompilation repeats none. Without
-        # one in this process the compiler is not imported: that takes longer than the step.
-        self._batch_norm: Callable[[_Call], Tensor] = self._synchronise
-        if "torch._dynamo" in sys.modules:
-            self._batch_norm = torch.compiler.disable(self._synchronise)  # type: ignore[no-untyped-call]
+        self._batch_norm = not_compiled(self._synchronise)  # so a recompilation repeats no exchange
 
     def close(self) -> None:
         """Refuse every further exchange."""
