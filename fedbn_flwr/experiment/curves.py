@@ -45,7 +45,7 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
         axis.set_xlabel("server round")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-        if axis.lines and len(runs) == 1:
+        if len(runs) == 1 and axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize="small")
     if len(runs) > 1:  # both panels have the same names: one legend below them
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")

@@ -264,7 +264,7 @@ def test_a_combination_equals_a_slow_reference_on_torchvisions_shufflenet(
     equals_the_reference(methods, torchvision_net, datasets, federate)
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(STRATEGIES, 2), ids="+".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(STRATEGIES, 2)), ids="+".join)
 def test_every_other_pair_is_refused_with_the_reason(pair: tuple[str, str]) -> None:
     first, second = (STRATEGIES[name] for name in pair)
     if "fedavg" in pair:
