@@ -21,11 +21,11 @@ __all__ = ["agreed_scale"]
 logger = logging.getLogger("flwr")
 
 
-def agreed_scale(grid: Grid, config: Config) -> Scale:
+def agreed_scale(grid: Grid, config: Config, timeout: float) -> Scale:
     """Ask all nodes for the sums of their training inputs, and return the mean and std of all of them together.
 
     The sums are merged in the order of partition ids, so that the result has the bits of a run that has all data. A
-    node that does not answer, or has no usable data, has no part in them: the log names it.
+    node that does not answer in ``timeout`` seconds, or has no usable data, has no part in them: the log names it.
 
     Raises:
         ConfigError: no node has answered with its sums, or all nodes raised this error.
@@ -36,7 +36,7 @@ def agreed_scale(grid: Grid, config: Config) -> Scale:
     problems = dict.fromkeys(asked, "no answer")
     errors: list[str] = []
     nodes = {node_id: Node(node_id) for node_id in asked}
-    for reply in grid.send_and_receive(messages, timeout=config.round_timeout):
+    for reply in grid.send_and_receive(messages, timeout=timeout):
         node_id = reply.metadata.src_node_id
         nodes[node_id] = node = Node(node_id, ReplyInfo.read(reply).partition_id)
         if reply.has_error():

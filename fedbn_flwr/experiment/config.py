@@ -261,7 +261,12 @@ class Config(_MethodSettings):
     )
     test_bn_tau: float = _key("rounds", 0.9, "test-bn=momentum: share of the batches before", ge=0, lt=1)
     test_bn_batch_size: int = _key("rounds", 0, "examples per batch of these tests; 0 = as in the others", ge=0)
-    round_timeout: float = _key("rounds", 3600.0, "seconds to wait for the replies of a round, and for nodes", gt=0)
+    round_timeout: float = _key(
+        "rounds",
+        0.0,
+        "seconds to wait for the replies of a round, and for nodes; 0 = 3600, and in process as long as it takes",
+        ge=0,
+    )
     local_part: str = _key(
         "methods", "", "fedbn, silobn or mtfl: the method whose local parts a combination has; empty = the strategy's"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,6 +66,7 @@ from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.wrappers import unwrap
+from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
 __all__ = ["centralized", "reference_config", "serve"]
@@ -72,6 +74,7 @@ __all__ = ["centralized", "reference_config", "serve"]
 logger = logging.getLogger("flwr")
 
 NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
+REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
 RETURN_GRACE = 60.0  # the same for a resumed run: Flower refuses the key of a killed node for about 44 s
 
 
@@ -132,6 +135,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
         strategy.protect(protection)
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
+    # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
+    timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
     personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
     if not personal:
         strategy.fraction_evaluate = 0.0
@@ -141,7 +146,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     folder = closing.enter_context(RunFolder(out, config, after))
     _report_data(folder, config, data)
     if config.data_on_nodes() and config.standardise_as() == "federated":
-        strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config))
+        strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
     if config.watch_statistics:
         strategy.on_replies = StatisticsLog(folder, config, model, strategy)
@@ -157,7 +162,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
             grid=grid,
             initial_arrays=initial,
             num_rounds=config.num_server_rounds,
-            timeout=config.round_timeout,
+            timeout=timeout,
             evaluate_config=ConfigRecord({TEST_SETS: ",".join(personal)}),
             evaluate_fn=after_round,
         )

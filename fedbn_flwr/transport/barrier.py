@@ -25,6 +25,7 @@ from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
 __all__ = ["Barrier", "BarrierGrid", "Member", "Sent", "local_reducer", "odd_ones", "use_reducers"]
 
 Sent = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
+_LOOK = 1.0  # seconds after which a thread that waits looks at the clock
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,11 @@ class Barrier:
             self.bytes_up += tensor.numel() * tensor.element_size()
             self._answer_if_complete()
             while exchange.answer is None and not exchange.aborted:
-                in_time = self._changed.wait(exchange.deadline - time.monotonic())
-                if not in_time and exchange is self._exchange:  # no other thread has noticed it yet
+                now = time.monotonic()
+                self._changed.wait(min(_LOOK, exchange.deadline - now))
+                exchange.deadline += max(0.0, time.monotonic() - now - _LOOK)  # this process was paused: nobody is late
+                late = time.monotonic() >= exchange.deadline
+                if late and exchange is self._exchange:  # no other thread has noticed it yet
                     missing = {i: self._late(i, tag) for i in self._remaining() if i not in exchange.sent}
                     self.late += [reason for i, reason in missing.items() if i not in self._begun]
                     self._drop(missing)

@@ -263,7 +263,7 @@ def test_sums_that_cannot_be_are_left_out(caplog) -> None:
 
     config = Config.make({**TABLE, "dataset": "csv:", "feature-columns": "age,bmi"})
     with InProcessGrid(app, len(sums)) as grid:
-        assert agreed_scale(grid, config) == Scale((1.0, 0.0), (2.0, 1.0))
+        assert agreed_scale(grid, config, 60) == Scale((1.0, 0.0), (2.0, 1.0))
     said = [record.message.partition("inputs: ")[2] for record in caplog.records if "no part in" in record.message]
     assert len(said) == 5
     assert [text for text in said if "finite count, mean and m2 of 2 features needed" not in text] == [

@@ -134,17 +134,22 @@ def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(quick_conf
     )
 
 
-def test_the_round_timeout_is_that_of_the_run(quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_waits_as_long_as_told_and_in_process_for_ever(quick_config, tmp_path: Path, monkeypatch: Any) -> None:
+    waited = []
+
     class Begun(Exception):
         """The strategy has begun."""
 
     def start(self: Any, **arguments: Any) -> None:
-        assert arguments["timeout"] == 77.0
+        waited.append(arguments["timeout"])
         raise Begun
 
     monkeypatch.setattr(FedAvg, "start", start)
-    with pytest.raises(Begun):
-        run(quick_config(**{"round-timeout": 77.0}), tmp_path / "out")
+    for seconds in (77.0, 0.0):
+        with pytest.raises(Begun):
+            run(quick_config(**{"round-timeout": seconds}), tmp_path / f"{seconds}")
+    assert waited[0] == 77.0
+    assert waited[1] > 1e9
 
 
 def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:

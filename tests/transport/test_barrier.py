@@ -68,6 +68,22 @@ def test_late_members_are_dropped_and_the_others_retry_once(members, at_once, st
         barrier.reducer(7).begin()
 
 
+def test_nobody_is_late_because_the_process_was_paused(members, at_once, steps, monkeypatch) -> None:
+    barrier, paused = Barrier(members(1, 1), timeout=5), threading.Event()
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 3600 * paused.is_set())
+
+    def last() -> object:
+        time.sleep(0.2)
+        paused.set()
+        time.sleep(1.5)
+        return steps(barrier.reducer(101), {"mean/0": row(1)})
+
+    at_once(partial(steps, barrier.reducer(100), {"mean/0": row(1)}), last)
+    assert barrier.dropped == {}
+    assert barrier.finished_with() == [100, 101]
+
+
 @pytest.mark.parametrize(
     ("tag", "tensor", "why"),
     [
