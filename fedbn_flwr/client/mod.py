@@ -22,6 +22,7 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.hooks import LoadedBatches, take_box
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
+from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import NamedConfigErrors, StateError
@@ -40,11 +41,9 @@ from fedbn_flwr.messages.protocol import (
     NodeProperties,
     TrainConfig,
     merged_config,
-    message_seed,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.server.recalibration import to_entries
-from fedbn_flwr.training.randomness import seed_generators
 from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
 from fedbn_flwr.transport import Pending, RetryStep, StepDone
 
@@ -52,6 +51,7 @@ __all__ = ["answer_query", "answer_statistics", "local_bn"]
 
 
 @NamedConfigErrors()
+@repeatable
 @with_names
 def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Return the app's reply with the client part of the strategy done: a Flower mod for every strategy.
@@ -60,8 +60,8 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     model. The mod adds the entries that stay with the client before the call and removes them after it; it checks
     names, layer types and shapes. It keeps them in ``Context.state``, and also on disk if the node's or the run's
     config names a ``state-dir`` and the server sends its run (``strategy.continuity``). If the strategy needs no client
-    part, messages pass unchanged. The default generators of torch, NumPy and Python are seeded for each message
-    (``message_seed``), so what the app draws repeats.
+    part, messages pass unchanged. The default generators of torch, NumPy and Python are seeded for each message while
+    the app's function works, so what it draws repeats; what other mods draw does not (``repeatable``).
 
     The mod also works on the messages of ``to_legacy``: ``ClientApp(client_fn, mods=[local_bn])``.
 
@@ -69,7 +69,6 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         StateError: an entry was neither sent nor kept here, the kept state belongs to another model or is not finite,
             or the app's reply is not the whole model.
     """
-    seed_generators(message_seed(message, context))
     if not message.content.array_records:
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
@@ -130,7 +129,7 @@ def _call(call_next: ClientAppCallable, message: Message, context: Context, key:
         try:
             return call_next(message, context)
         except RetryStep:
-            seed_generators(message_seed(message, context))
+            continue
 
 
 def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> tuple[ArrayRecord, LocalState]:

@@ -25,6 +25,7 @@ from fedbn_flwr.client.clipping import clipped_update
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.masking import masked_update
+from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder
 from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
@@ -58,7 +59,6 @@ from fedbn_flwr.messages.protocol import (
     NodeProperties,
     TrainConfig,
     merged_config,
-    message_seed,
 )
 from fedbn_flwr.messages.records import tensors, to_record, to_state
 from fedbn_flwr.privacy.record_level import DPSGD, LASTING_HOOKS, NOISE, PROTECTED_HOOKS, RecordLevel
@@ -70,7 +70,6 @@ from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loop import Batches, ClientHook, Passes, train
 from fedbn_flwr.training.memory_format import inputs_for
-from fedbn_flwr.training.randomness import seed_generators
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import wrapper_prefix
@@ -501,7 +500,7 @@ def client_app(
             then sends no query, which takes a message and a client for each node.
             Not used with ``mods``, or by methods that synchronise the clients' steps.
     """
-    every = [masked_update, clipped_update, seeded_for_message, *mods]
+    every = [masked_update, clipped_update, seeded_client, *mods]
     app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
 
     @app.query(EXCHANGE_QUERY.partition(".")[2])
@@ -564,13 +563,9 @@ def client_app(
     return app
 
 
-def seeded_for_message(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Seed the default generators of torch, NumPy and Python for this message: a Flower mod.
-
-    The seed comes from the strategy's ``seed``, the round, the kind of message and the partition id, so what a user's
-    client draws repeats, and is the same in every engine.
-    """
-    seed_generators(message_seed(message, context))
+@repeatable
+def seeded_client(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Let what the client draws repeat: a Flower mod."""
     return call_next(message, context)
 
 

@@ -7,16 +7,19 @@ Flower changes it. Supported: Flower 1.41 and 1.42.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Sequence
+from types import FrameType, FunctionType
 from typing import Any
 
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.client.mod.utils import make_ffn
 from flwr.clientapp.client_app import ClientAppException
+from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY, SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords, log_strategy_start_info
@@ -40,12 +43,14 @@ __all__ = [
     "is_network_grid",
     "is_simulation_grid",
     "lacks_function",
+    "later_mods",
     "log_start",
     "retry_http_500",
     "set_message_id",
     "set_reply_address",
     "set_reply_source",
     "stamped",
+    "with_mods",
 ]
 
 _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
@@ -54,6 +59,24 @@ _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
 def empty_run(run_id: int) -> Run:
     """Return a ``Run`` that no SuperLink knows."""
     return Run.create_empty(run_id=run_id)
+
+
+def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallable]:
+    """Return the mods that stand between a mod and the app's function, outermost first, and that function."""
+    mods = []
+    while isinstance(call_next, FunctionType) and call_next.__code__ is _CHAINED:
+        found = inspect.getclosurevars(call_next).nonlocals
+        mods.append(found["_mod"])
+        call_next = found["_ffn"]
+    return mods, call_next
+
+
+def with_mods(function: ClientAppCallable, mods: Sequence[Mod]) -> ClientAppCallable:
+    """Return an app's function with mods around it, the first one outermost."""
+    return make_ffn(function, list(mods))
+
+
+_CHAINED = make_ffn(lambda message, context: message, [lambda message, context, call_next: message]).__code__
 
 
 def identify_process(run_id: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Generators", "interrupted", "seed_generators", "seeded", "turn"]
+__all__ = ["Generators", "interrupted", "seed_generators", "seed_secretly", "seeded", "turn"]
 
 
 class Generators(NamedTuple):
@@ -51,6 +51,15 @@ def seed_generators(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_secretly() -> None:
+    """Seed them with the operating system's entropy, for what must not follow the run's seed."""
+    torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
+    np.random.seed(np.frombuffer(os.urandom(4 * 624), np.uint32))
+    random.seed(os.urandom(64))
 
 
 @contextmanager

@@ -6,12 +6,16 @@ Flower's mods for differential privacy expect one record each way, with the same
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import Context, Message
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
@@ -19,6 +23,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.messages.protocol import SERVER_ROUND
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import local_bn
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
@@ -142,3 +147,61 @@ def test_without_a_function_for_exchanges_they_go_as_training_messages(run_app, 
     assert len([message for message in seen if message[1] == "train"]) == 2 * 3 * EXCHANGES
     assert "query.exchange" not in {message[1] for message in seen}
     same_bits(done.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2, barrier=False).state)
+
+
+class Noisy:
+    """A mod that draws before and after what it calls, and sends the draws."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __call__(self, message: Message, context: Context, call_next: Any) -> Message:
+        before = draws()
+        reply = call_next(message, context)
+        reply.content["metrics"][self.place] = [*before, *draws()]
+        return reply
+
+
+def draws() -> list[float]:
+    return [float(np.random.normal()), float(torch.rand(())), random.random()]
+
+
+def the_apps_own(message: Message, context: Context) -> Message:
+    arrays = next(iter(message.content.array_records.values()))
+    metrics = MetricRecord({"num-examples": 1, "own": sum(draws())})
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+class OwnDraws(NumPyClient):
+    """Sends what it draws."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return parameters, 1, {"own": sum(draws())}
+
+
+def with_own_mods() -> ClientApp:
+    app = ClientApp(mods=[Noisy("outer"), local_bn, Noisy("inner")])
+    app.train(mods=[Noisy("innermost")])(the_apps_own)
+    return app
+
+
+def of_clients() -> ClientApp:
+    return client_app(lambda _: OwnDraws(), mods=[Noisy("inner")], train_mods=[Noisy("innermost")])
+
+
+@pytest.mark.parametrize("make", [with_own_mods, of_clients])
+def test_what_the_app_draws_repeats_and_nothing_that_a_mod_draws(make: Any) -> None:
+    """Noise that follows the seed, which the server knows, can be subtracted again."""
+    runs = []
+    for _ in range(2):
+        content = {"arrays": to_record({"w": np.zeros(1)}), "config": ConfigRecord({SERVER_ROUND: 1})}
+        with InProcessGrid(make(), 1) as grid:
+            (reply,) = grid.send_and_receive([Message(RecordDict(content), grid.get_node_ids()[0], "train")])
+        runs.append(dict(reply.content.metric_records["metrics"]))
+    first, second = runs
+    assert first.pop("own") == second.pop("own")
+    noises = [noise for place in ("inner", "innermost") for noise in zip(first[place], second[place], strict=True)]
+    assert len(noises) == 12
+    assert all(one != other for one, other in noises)
+    after = slice(3, None)  # what a mod draws before ours has begun is the engine's
+    assert not set(first.get("outer", [])[after]) & set(second.get("outer", [])[after])

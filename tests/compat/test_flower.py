@@ -259,6 +259,42 @@ def test_is_mod_refusal(seam: ModuleType, message: Message) -> None:
         assert not seam.is_mod_refusal(Message(RecordDict(), reply_to=message))
 
 
+def chained(message: Message, seam: ModuleType) -> tuple[list[Any], Any, Any, Callable[..., Any]]:
+    """Two mods and what the first one of an app is given to call, which would call the second and the function."""
+    given: list[Any] = []
+
+    def first(message: Message, context: Context, call_next: Any) -> Message:
+        given.append(call_next)
+        return message
+
+    def second(message: Message, context: Context, call_next: Any) -> Message:
+        return call_next(message, context)
+
+    def function(message: Message, context: Context) -> Message:
+        return message
+
+    app = ClientApp(mods=[first])
+    app.train(mods=[second])(function)
+    app(message, Context(1, 1, {}, RecordDict(), {}))
+    return given, second, function, given[0]
+
+
+def test_later_mods(seam: ModuleType, message: Message) -> None:
+    todo = f"see how make_ffn chains an app's mods now, and follow it in later_mods in {SEAM}; noise may repeat."
+    with canary("a mod is given a function of make_ffn with _mod and _ffn, as long as mods follow", todo):
+        _, second, function, call_next = chained(message, seam)
+        assert seam.later_mods(call_next) == ([second], function)
+        assert seam.later_mods(function) == ([], function)
+
+
+def test_with_mods(seam: ModuleType, message: Message) -> None:
+    todo = f"see how Flower puts mods around a function now, and do so in with_mods in {SEAM}."
+    with canary("make_ffn puts the first mod of a list outermost", todo):
+        _, second, function, _ = chained(message, seam)
+        assert seam.later_mods(seam.with_mods(function, [second, second])) == ([second, second], function)
+        assert seam.with_mods(function, []) is function
+
+
 def test_lacks_function(seam: ModuleType, message: Message) -> None:
     todo = f"see what ClientApp says now of a message for which it has no function; compare with it in {SEAM}."
     with canary("an app without a function for a message's action says so in these words", todo):
