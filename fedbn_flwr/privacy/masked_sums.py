@@ -45,6 +45,7 @@ The result equals the average without masks but for the rounding of ``FixedPoint
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -92,6 +93,13 @@ __all__ = ["MaskSettings", "MaskedSums", "conflicts", "refusals", "uncovered", "
 _LACKS_COUNT = (
     "masked=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
     "flower-projects.md)."
+)
+_REPEATS = (
+    "its batches are all of its data, and sums of this model may be known from before: with the same numbers the "
+    "difference of the two sums could be those of a client that is lost in one of them"
+)
+_ANSWERS_ARE_PUBLIC = (
+    "With masked=true that is what a client sends, and not whether it answers: with too few answers the whole sum is 0."
 )
 _SUMS = frozenset({"exchanges", "buffers", "statistics"})  # what a method may take beside updates: it is masked, too
 
@@ -178,6 +186,8 @@ class MaskedSums(Protection):
         self._round: MaskedRound | None = None
         self._point = FixedPoint(1.0, 1.0)
         self._fresh = 0
+        self._model = self._known = b""  # digests of the round's model, and of the last one of which sums are known
+        self._resumed = False
 
     def begin(self, method: Method[Any]) -> None:
         """Check that the method needs sums alone.
@@ -194,6 +204,7 @@ class MaskedSums(Protection):
         if problems:
             raise ConfigError("\n".join(problems))
         self._method, self._round, self._fresh = method, None, 0
+        self._model, self._known, self._resumed = b"", b"", False
         self._inner.begin(method)
 
     def admits(self, run: RunState, asked: int) -> bool:
@@ -211,26 +222,38 @@ class MaskedSums(Protection):
 
         Raises:
             ClientPartError: no client has the mod.
+            ConfigError: all clients would repeat what they sent before.
         """
-        return self._agreed(run, messages, grid, timeout)
+        self._model = _digest(run.before)
+        if self._resumed:  # the run may have gone on from this model before
+            self._known, self._resumed = self._model, False
+        return self._agreed(run, messages, grid, timeout, self._model == self._known)
 
     def open_statistics(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
     ) -> list[Message]:
         """Do so for re-estimated statistics, with new keys."""
-        return self._agreed(run, messages, grid, timeout)
+        return self._agreed(run, messages, grid, timeout, False)
 
     def _agreed(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, again: bool
     ) -> list[Message]:
+        """Return the messages to the clients that agree on masks; ``again``: without those that repeat their sums."""
         if not messages:
             return []
         nodes = [node for node, _ in messages]
         self._round = masks = MaskedRound(run.report, nodes, polling(grid), timeout)
-        countless = [number for number, node in enumerate(nodes) if not node.num_examples]
-        for number in countless:
-            masks.lose(number, _LACKS_COUNT)
-        asked, own = [number for number in range(len(nodes)) if number not in countless], self.settings
+        left_out = {number: _LACKS_COUNT for number, node in enumerate(nodes) if not node.num_examples}
+        if again:
+            left_out |= {number: _REPEATS for number, node in enumerate(nodes) if _has_one_batch(node)}
+        for number, why in left_out.items():
+            masks.lose(number, why)
+        if set(left_out.values()) == {_REPEATS} and len(left_out) == len(nodes):
+            raise ConfigError(
+                f"masked=true and a round that was begun before: no client can take part. Of each of them "
+                f"({len(nodes)}): {_REPEATS}. Begin a new run, or take a smaller batch-size."
+            )
+        asked, own = [number for number in range(len(nodes)) if number not in left_out], self.settings
         if not masks.prepare(asked, own.masked_threshold, own.masked_neighbours):
             return []
         total = self._weight(masks.present)
@@ -254,6 +277,7 @@ class MaskedSums(Protection):
             if len(tensors) < len(masks.present) or any(tensor.dtype != torch.int64 for tensor in tensors):
                 raise ReplyError(f"exchange '{tag}' needs a masked tensor of int64 from each client")
             total = _sum([tensor.numpy() for tensor in tensors])
+            self._known = self._model
             return torch.from_numpy(self._point.mean(total, math.fsum(weights)))
 
         return dataclasses.replace(limits, min_members=len(members), answer=answer)
@@ -276,7 +300,8 @@ class MaskedSums(Protection):
         answered = frozenset(vectors)
         shared = {name: before[name] for name in before if run.parts.part_of[name] not in self._of.local}
         try:
-            values = split(self._mean(vectors), self._like(shared, run.parts))
+            mean, self._known = self._mean(vectors), self._model
+            values = split(mean, self._like(shared, run.parts))
             state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
             sends_buffers = self._of.params.momentum_scope == "global"
             extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
@@ -313,8 +338,11 @@ class MaskedSums(Protection):
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """See ``admits``."""
-        return self._inner.outcome()
+        """See ``admits``; whether a client answers is no part of what an epsilon hides."""
+        found = self._inner.outcome()
+        if self._dp and self._dp.guarantees:
+            found["privacy"]["guarantee"] += f" {_ANSWERS_ARE_PUBLIC}"
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """See ``admits``."""
@@ -324,9 +352,9 @@ class MaskedSums(Protection):
         """See ``admits``.
 
         Rounds may be repeated now. With the same batches and without a client that is lost this time, the difference of
-        the two sums would be that client's update.
+        the two sums would be that client's update: the clients draw others, and those that cannot are left out.
         """
-        self._fresh = secrets.randbits(62)
+        self._fresh, self._resumed = secrets.randbits(62), True
         self._inner.load_state_dict(state)
 
     @property
@@ -360,6 +388,18 @@ class MaskedSums(Protection):
         if self._dp:
             return float(len(numbers))
         return float(sum(self._masks.nodes[number].num_examples or 0 for number in numbers))
+
+
+def _has_one_batch(node: Node) -> bool:
+    """Return whether the node has no more examples than a batch, as far as it has said."""
+    return node.batch_size is not None and node.batch_size >= (node.num_examples or 0)
+
+
+def _digest(state: State) -> bytes:
+    found = hashlib.sha256()
+    for name, array in state.items():
+        found.update(name.encode() + np.ascontiguousarray(array).tobytes())
+    return found.digest()
 
 
 def _size(values: Mapping[str, Array]) -> int:

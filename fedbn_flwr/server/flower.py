@@ -321,7 +321,8 @@ class Server(Method[P]):
         check_wrapper(self, self.run.parts, warn=not self.run.begun)
         if not self.run.begun:
             self._begin()
-        self.run.before, self.run.reestimated, self.run.metrics = views(arrays), {}, {}
+        self.run.before, self.run.metrics = views(arrays), {}
+        self.run.keep_reestimated()
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
         messages = self._training_messages(server_round, arrays, config, grid)
         self.run.report.asked = len(messages)
@@ -546,6 +547,9 @@ class Server(Method[P]):
     def _reestimate(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
         """Re-estimate the statistics of ``arrays`` from all clients with data; none below ``min_replies``."""
         report, like, parts = self.run.report, views(arrays), self.run.parts
+        if report.kept_previous and self.run.known_statistics:  # they are those of the same weights on the same data
+            self.run.reestimated = self.run.known_statistics
+            return
         # Re-estimation that the method needs counts as training traffic, else as evaluation traffic.
         traffic = report.train if self.recalibrates else report.evaluate
         nodes = [node for node in self._present(grid, 1) if node.num_examples != 0]

@@ -42,6 +42,7 @@ class RunState:
         num_able: number of nodes with training data, N of the papers.
         smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
+        known_statistics: those of the model that this round began with.
         latest_bn: the BN parts that clients shared for tests.
         local_hashes: the SHA-256 of each client's kept state, by label.
         volatile: labels of clients whose kept state is in memory only.
@@ -65,6 +66,7 @@ class RunState:
     num_able: int = 0
     smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
+    known_statistics: dict[str, Any] = field(default_factory=dict)
     latest_bn: LatestBN = field(default_factory=LatestBN)
     local_hashes: dict[str, str] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
@@ -100,6 +102,11 @@ class RunState:
     def rounds_left(self) -> int:
         """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
         return self.total_rounds - self.after - len(self.reports) + 1
+
+    def keep_reestimated(self) -> None:
+        """Begin a round: what was re-estimated after the last one is of the model that this one begins with."""
+        kept = self.known_statistics if self.reports and self.reports[-1].kept_previous else {}
+        self.known_statistics, self.reestimated = self.reestimated or kept, {}
 
     def know(self, arrays: ArrayRecord) -> None:
         """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.

@@ -67,22 +67,25 @@ def furthest(one: State, other: State) -> float:
 
 
 class Losing:
-    """An app that fails at a stage of round 1: ``{partition: stage}``; stage "train" fails after the training."""
+    """An app that fails at a stage of some rounds: ``{partition: stage}``; stage "train" fails after the training."""
 
-    def __init__(self, app: ClientApp, lost: Mapping[int, str]) -> None:
-        self.app, self.lost = app, lost
+    def __init__(self, app: ClientApp, lost: Mapping[int, str], rounds: Collection[int]) -> None:
+        self.app, self.lost, self.rounds = app, lost, rounds
 
     def __call__(self, message: Message, context: Context) -> Message:
         (config,) = message.content.config_records.values() or ({},)
         stage = config.get("fedbn-flwr.mask-stage") or message.metadata.message_type
         reply = self.app(message, context)
-        if config.get("server-round") == 1 and self.lost.get(int(context.node_config["partition-id"])) == stage:
+        if (
+            config.get("server-round") in self.rounds
+            and self.lost.get(int(context.node_config["partition-id"])) == stage
+        ):
             raise RuntimeError("power cut")
         return reply
 
 
-def losing(lost: Mapping[int, str]) -> Callable[[Any], Any]:
-    return lambda client_fn: Losing(client_app(client_fn), lost)
+def losing(lost: Mapping[int, str], rounds: Collection[int] = (1,)) -> Callable[[Any], Any]:
+    return lambda client_fn: Losing(client_app(client_fn), lost, rounds)
 
 
 # --- the law --------------------------------------------------------------------------------------------------------
@@ -281,12 +284,25 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[in
         strategy.protect(protected(dp))
         runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
         assert [release.sampled for release in dp.ledger.releases] == [5, 5]
-        assert strategy.protection.outcome() == dp.outcome() != {}
+        found, plain = (protection.outcome()["privacy"] for protection in (strategy.protection, dp))
+        assert found.pop("guarantee").startswith(plain.pop("guarantee"))
+        assert found == plain
     if len(lost) < 4:
         for server_round in (1, 2):
             assert furthest(*(run.history[server_round] for run in runs)) < 1e-10
     assert furthest(runs[1].history[0], runs[1].history[1]) > 1e-3
     assert furthest(runs[0].history[0], runs[0].state) > 1e-3
+
+
+def test_under_masks_epsilon_is_not_of_whether_a_client_answers(federate, five, mlp) -> None:
+    """With too few answers the sum is 0: one client that does not answer moves it by more than its own update."""
+    strategy = FedAvg(fraction_evaluate=0.0)
+    dp = ClientLevelDP(DPSettings(dp="client", dp_noise_multiplier=5.0, dp_clipping_norm=0.05))
+    strategy.protect(MaskedSums(MaskSettings(masked=True), dp))
+    federate(strategy, mlp, five, rounds=1)
+    said = strategy.protection.outcome()["privacy"]["guarantee"]
+    assert said.startswith("epsilon = ")
+    assert "not whether it answers" in said
 
 
 # --- lost clients ---------------------------------------------------------------------------------------------------
@@ -352,8 +368,8 @@ def test_a_client_lost_in_a_step_ends_the_round(transport: str, run_step, branch
                 self.model.head.register_forward_hook(lambda *_: 1 / 0)
             return super().fit(parameters, config)
 
-    data, made = client_data((3, 6, 6), (2, 5, 1)), masked(synchronised(FedTAN, transport))
-    ours = run_step(made, branches, data, transport=transport, rounds=2, client=Cut)
+    data, made = client_data((3, 6, 6), (7, 5, 6)), masked(synchronised(FedTAN, transport))
+    ours = run_step(made, branches, data, transport=transport, rounds=2, client=Cut, batch_size=4)
     assert ours.seconds < 10
     same_bits(ours.history[1], ours.history[0])
     first, second = made.reports
@@ -364,6 +380,46 @@ def test_a_client_lost_in_a_step_ends_the_round(transport: str, run_step, branch
     assert attempts <= {0}, "no client is asked to repeat its step"
     tags = [tag for m in ours.grid.received if m.has_content() for tag in m.content.array_records.get("fedtan", ())]
     assert transport != "messages" or tags.count("mean/0") == 6, "3 clients in 2 rounds, none of them again"
+
+
+@pytest.mark.parametrize("sizes", [(5, 6, 7), (5, 30, 30)])
+def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(federate, points, mlp, sizes, caplog) -> None:
+    """The exchanges before the loss are known. Of the same batches without that client the difference is its own."""
+
+    class Cut(TorchClient):
+        def fit(self, parameters, config):
+            if self.partition_id == 1 and config["server-round"] == 1:
+                list(self.model.modules())[-1].register_forward_hook(lambda *_: 1 / 0)
+            return super().fit(parameters, config)
+
+    data = [points(size, number) for number, size in enumerate(sizes)]
+    made = masked(FedTAN(fraction_evaluate=0.0))
+    options = {"rounds": 2, "batch_size": 16, "barrier": True, "client": Cut}
+    if sizes == (5, 30, 30):
+        federate(made, mlp, data, **options)
+        assert [report.participants for report in made.reports] == [[], [1, 2]]
+        assert "its batches are all of its data, and sums of this model may be known" in caplog.text
+        return
+    with pytest.raises(ConfigError, match=r"no client can take part. Of each of them \(3\)"):
+        federate(made, mlp, data, **options)
+
+
+def test_a_round_that_ends_before_a_sum_leaves_nobody_out(federate, points, mlp) -> None:
+    data = [points(size, number) for number, size in enumerate((5, 6, 7))]
+    made = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=1.0)
+    federate(made, mlp, data, rounds=2, batch_size=16, wrap=losing({2: "train"}))
+    assert [report.kept_previous for report in made.reports] == [True, False]
+    assert made.reports[1].participants == [0, 1, 2]
+
+
+def test_statistics_of_a_kept_model_are_not_summed_a_second_time(federate, datasets, mlp) -> None:
+    """Sums of the same numbers over other clients tell their difference."""
+    made = masked(FedAvg(recalibrate=True, fraction_evaluate=0.0), masked_threshold=1.0)
+    run = federate(made, mlp, datasets, rounds=3, wrap=losing({2: "train"}, (2, 3)))
+    assert [report.kept_previous for report in made.reports] == [False, True, True]
+    asked = [config["server-round"] for config in run.grid.config("query.statistics")]
+    assert set(asked) == {1}
+    assert made.run.reestimated == made.run.known_statistics != {}
 
 
 def test_a_ring_of_neighbours(federate, points, mlp) -> None:
@@ -456,6 +512,15 @@ def test_a_resumed_run_has_other_batches(federate, datasets, mlp) -> None:
 
     for make, repeats in ((FedAvg, True), (lambda: masked(FedAvg()), False)):
         assert (furthest(second_round(make), second_round(make)) == 0) == repeats
+
+
+def test_a_resumed_run_leaves_out_clients_that_have_one_batch_alone(federate, points, mlp) -> None:
+    data = [points(size, number) for number, size in enumerate((5, 30, 30))]
+    first, resumed = masked(FedAvg(fraction_evaluate=0.0)), masked(FedAvg(fraction_evaluate=0.0))
+    federate(first, mlp, data, rounds=1, batch_size=16)
+    resumed.load_state_dict(first.state_dict(), 1)
+    federate(resumed, mlp, data, rounds=3, batch_size=16)
+    assert [report.participants for report in resumed.reports] == [[1, 2], [0, 1, 2]]
 
 
 # --- what the server sees -------------------------------------------------------------------------------------------
