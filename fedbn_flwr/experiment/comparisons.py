@@ -71,9 +71,12 @@ def _holm(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def comparisons_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the pairs as a table."""
+    """Return the pairs as a table; with one seed a sentence in its place."""
+    title = f"# {name}, differences between methods"
+    if all(row["seeds"] < 2 for row in rows):
+        return f"{title}\n\nThey need two seeds that both methods finished; with more the interval is narrower.\n"
     lines = [
-        f"# {name}, differences between methods",
+        title,
         "",
         f"Final results, paired over the seeds that both methods finished: mean difference and {LEVEL:.0%} confidence "
         "interval (Student's t). An interval without 0 is marked with *; ** if Holm's correction for all pairs of the "

@@ -49,8 +49,7 @@ def write_tables(results: StudyResults) -> str:
         write_atomically(out / "domains.md", by_domain)
         write_atomically(out / "domains.csv", _csv(BY_DOMAIN, domains))
         text += "\n" + by_domain
-    compared = comparisons(rows)
-    if any(row["seeds"] > 1 for row in compared):
+    if compared := comparisons(rows):
         pairs = comparisons_markdown(study.name, compared)
         write_atomically(out / "comparisons.md", pairs)
         write_atomically(out / "comparisons.csv", _csv(COMPARED, compared))

@@ -52,6 +52,9 @@ def test_differences_are_paired_by_seed_as_scipy_does() -> None:
     for unknown in (rows[:1] + rows[5:6], equal):
         (pair,) = comparisons(unknown)
         assert (pair["low"], pair["p"], pair["p-holm"]) == (None, None, None)
+    alone = comparisons_markdown("s", comparisons(rows[:1] + rows[5:6]))
+    assert "need two seeds" in alone
+    assert "|" not in alone
 
 
 TARGETS = """
