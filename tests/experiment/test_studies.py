@@ -13,6 +13,7 @@ from fedbn_flwr.experiment.study import Study
 
 FOLDER = Path(__file__).parents[2] / "studies"
 FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
+LONGER = {"fedwon-table-1-office-small", "fixbn-table-4-small"}  # they have results, so they stay as they are
 SIZES = {"imagenet": 1281167, "tiny-imagenet": 100000, "cityscapes": 2975, "office-caltech10": 2021}
 
 
@@ -70,8 +71,36 @@ def test_a_study_can_run_says_how_and_has_a_small_twin(full: Path, tmp_path: Pat
         assert f"]({path.name})" in (FOLDER / "README.md").read_text()
     for word in ("Expected: ", "Open in the paper, chosen here: ", "Time: "):
         assert word in head_of(full)
-    assert "What differs from " in head_of(small)
+    for word in (f"What differs from {full.name}: ", "Expected: ", "The paper's numbers"):
+        assert word in head_of(small)
     assert examples(small) < examples(full)
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
+def test_the_time_of_a_study(full: Path) -> None:
+    """The head counts the runs; its time is that of the page; a small study takes an hour at most."""
+    page = (FOLDER / "README.md").read_text()
+    for path, about in ((full, "some"), (full.with_name(f"{full.stem}-small.yaml"), "about")):
+        found = re.search(rf"Time: (\d+) runs.*?, {about} ((\d+) (minutes|hours|days)) on two cores", head_of(path))
+        assert found, "no time"
+        runs, time, number, unit = found.groups()
+        content = read(path)
+        pairs = len(content["methods"]) * len(content["splits"]) - len(content["skip"])
+        assert int(runs) == pairs * len(content["seeds"])
+        assert path == full or path.stem in LONGER or (unit == "minutes" and int(number) <= 60)
+        row = next(line for line in page.splitlines() if f"[{full.stem}]({full.name}) | [small]" in line)
+        assert row.split(" | ")[5 if path == full else 6] == time
+
+
+def test_each_study_has_a_name_of_its_own() -> None:
+    names = [read(path)["name"] for path in FOLDER.glob("*.yaml")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_head_that_names_t_star_has_a_method_that_freezes() -> None:
+    for path in FULL:
+        methods = {settings["strategy"] for settings in read(path)["methods"].values()}
+        assert "T* = R/2" not in head_of(path) or methods & {"fixbn", "fedtan2"}, path.name
 
 
 def test_every_small_twin_has_its_study() -> None:
