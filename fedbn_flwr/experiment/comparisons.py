@@ -10,15 +10,25 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.training.tasks import in_percent
+from fedbn_flwr.training.tasks import in_percent, quantity_of
 
-__all__ = ["FIELDS", "LEVEL", "comparisons", "comparisons_markdown", "difference"]
+__all__ = ["DIFFERENT_TESTS", "FIELDS", "LEVEL", "comparisons", "comparisons_markdown", "difference", "left_out"]
 
 LEVEL = 0.95
-FIELDS = ("split", "metric", "method", "other", "seeds", "difference", "low", "high", "p", "p-holm")
+FIELDS = (
+    *("split", "method", "metric", "other", "other-metric"),
+    *("seeds", "difference", "low", "high", "p", "p-holm"),
+)
+DIFFERENT_TESTS = (
+    "Two metrics in a row are different tests, the main one of each method: the difference is one of the methods and "
+    "of the tests."
+)
+
+Row = Mapping[str, Any]
 
 
 def difference(values: Sequence[float]) -> dict[str, float | None]:
@@ -38,25 +48,67 @@ def difference(values: Sequence[float]) -> dict[str, float | None]:
     return {"difference": mean, "low": mean - half, "high": mean + half, "p": p}
 
 
-def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each pair of methods of a split and metric, from the tidy rows of finished runs.
+def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return a row for each pair of methods of a split, from the tidy rows of finished runs.
 
-    The seeds are those that both methods finished. ``p-holm`` is corrected for all pairs of the split and metric
-    (Holm 1979): below 0.05, the difference is not explained by having looked at many pairs.
+    The main metrics of two methods are compared if they measure the same quantity, also on different tests: FedBN's
+    accuracy is that of the clients' models, FedAvg's that of the global one. Other metrics are compared by their name.
+
+    The seeds are those that both methods finished. ``p-holm`` is corrected for all pairs of main metrics of the split,
+    or for all pairs of another metric (Holm 1979): below 0.05, the difference is not explained by having looked at many
+    pairs.
     """
     found: list[dict[str, Any]] = []
-    finished = [row for row in rows if row["status"] == "finished" and row["final"] is not None]
-    for split, metric in dict.fromkeys((row["split"], row["metric"]) for row in finished):
-        own = [row for row in finished if (row["split"], row["metric"]) == (split, metric)]
-        finals: dict[str, dict[int, float]] = {}
-        for row in own:
-            finals.setdefault(row["method"], {})[row["seed"]] = row["final"]
+    compared = set[tuple[str, ...]]()
+    for family in _families(_results(rows)):
+        values: dict[tuple[str, str], dict[int, float]] = {}
+        for row in family:
+            values.setdefault((row["method"], row["metric"]), {})[row["seed"]] = row["final"]
         pairs = []
-        for one, other in itertools.combinations(finals, 2):
-            if seeds := [seed for seed in finals[one] if seed in finals[other]]:
-                about = {"split": split, "metric": metric, "method": one, "other": other, "seeds": len(seeds)}
-                pairs.append({**about, **difference([finals[one][seed] - finals[other][seed] for seed in seeds])})
+        for (one, metric), (other, its) in itertools.combinations(values, 2):
+            seeds = [seed for seed in values[one, metric] if seed in values[other, its]]
+            about = (family[0]["split"], one, metric, other, its)
+            if seeds and about not in compared:
+                differences = [values[one, metric][seed] - values[other, its][seed] for seed in seeds]
+                pairs.append(dict(zip(FIELDS, (*about, len(seeds)), strict=False)) | difference(differences))
+                compared.add(about)
         found += _holm(pairs)
+    return found
+
+
+def _results(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["status"] == "finished" and row["final"] is not None]
+
+
+def _families(results: Sequence[Row]) -> Iterator[list[Row]]:
+    """Yield, split by split, the main results of each quantity, and those of each metric."""
+    for split in dict.fromkeys(row["split"] for row in results):
+        own = [row for row in results if row["split"] == split]
+        main = [row for row in own if row["main"]]
+        for quantity in dict.fromkeys(quantity_of(row["metric"]) for row in main):
+            yield [row for row in main if quantity_of(row["metric"]) == quantity]
+        for metric in dict.fromkeys(row["metric"] for row in own):
+            yield [row for row in own if row["metric"] == metric]
+
+
+def left_out(rows: Sequence[Row], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a sentence for each (split, method) of ``pairs`` that is compared with no other, with the reason."""
+    compared = {(row["split"], row[side]) for row in comparisons(rows) for side in ("method", "other")}
+    results = [row for row in _results(rows) if row["main"]]
+    found = []
+    for split, method in dict.fromkeys(pairs):
+        if (split, method) in compared or len({m for s, m in pairs if s == split}) < 2:
+            continue
+        ended = {row["seed"]: row["status"] for row in rows if (row["split"], row["method"]) == (split, method)}
+        lost = ", ".join(f"{number} {status}" for status, number in Counter(ended.values()).items())
+        metric = {row["method"]: row["metric"] for row in results if row["split"] == split}
+        why = f"no run has a final result{f' ({lost})' if lost else ''}"
+        if method in metric:
+            alike = [name for name in metric if quantity_of(metric[name]) == quantity_of(metric[method])]
+            why = "it shares no finished seed with another method"
+            if alike == [method]:
+                why = f"its main metric, {metric[method]}, measures something else than those of the other methods"
+        found.append(f"{method}, {split}: {why}.")
     return found
 
 
@@ -70,21 +122,26 @@ def _holm(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**dict.fromkeys(FIELDS), **pair} for pair in pairs]
 
 
-def comparisons_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the pairs as a table; with one seed a sentence in its place."""
-    title = f"# {name}, differences between methods"
-    if all(row["seeds"] < 2 for row in rows):
-        return f"{title}\n\nThey need two seeds that both methods finished; with more the interval is narrower.\n"
-    lines = [
-        title,
-        "",
+def comparisons_markdown(name: str, rows: Sequence[Row], without: Sequence[str] = ()) -> str:
+    """Return the pairs as a table, with one seed a sentence in its place, and the sentences of ``left_out``."""
+    lines = ["They need two seeds that both methods finished; with more the interval is narrower."]
+    if any(row["seeds"] > 1 for row in rows):
+        lines = list(_table(rows))
+    if without:
+        lines += ["", "Left out:", "", *(f"- {sentence}" for sentence in without)]
+    return "\n".join([f"# {name}, differences between methods", "", *lines]) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    text = (
         f"Final results, paired over the seeds that both methods finished: mean difference and {LEVEL:.0%} confidence "
         "interval (Student's t). An interval without 0 is marked with *; ** if Holm's correction for all pairs of the "
-        "split leaves p below 0.05.",
-        "",
-        "| split | metric | method | against | difference | interval | seeds |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "split leaves p below 0.05."
+    )
+    if any(row["metric"] != row["other-metric"] for row in rows):
+        text += f" {DIFFERENT_TESTS}"
+    heads = ("split", "method", "metric", "against", "metric of it", "difference", "interval", "seeds")
+    yield from (text, "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|")
     for row in rows:
         places = 2 if in_percent(row["metric"]) else 4
         interval = "-" if row["low"] is None else f"{row['low']:+.{places}f} to {row['high']:+.{places}f}"
@@ -92,6 +149,5 @@ def comparisons_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         mark = "" if not sure else " **" if row["p-holm"] < 1 - LEVEL else " *"
         mark = mark.replace("*", "\\*")
         shown = f"{row['difference']:+.{places}f}{mark}"
-        cells = (row["split"], row["metric"], row["method"], row["other"], shown, interval, row["seeds"])
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        cells = (*(row[key] for key in FIELDS[:5]), shown, interval, row["seeds"])
+        yield "| " + " | ".join(map(str, cells)) + " |"

@@ -16,10 +16,14 @@ from fedbn_flwr.training.tasks import higher_is_better, in_percent
 __all__ = ["FIELDS", "StudyResults"]
 
 FIELDS = (
-    *("method", "split", "seed", "metric", "status", "diverged-at", "final", "best", "best-round", "rounds"),
+    *("method", "split", "seed", "metric", "main", "status", "diverged-at", "final", "best", "best-round", "rounds"),
     *("exchanges", "bytes", "target", "rounds-to-target", "exchanges-to-target", "bytes-to-target", "paper", "sha256"),
 )
-"""The columns. Shares are in percent; ``bytes`` are those of floats, down and up; a missing number is None."""
+"""The columns. Shares are in percent; ``bytes`` are those of floats, down and up; a missing number is None.
+
+``main`` is true for the metric by which the run is compared with others: its main one, or, if ``metrics`` of the study
+leaves that out, the first that it names.
+"""
 
 
 _TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
@@ -84,6 +88,7 @@ class StudyResults:
         wanted = self.study.target_of(cell.split) is not None or f"{cell.method}/{cell.split}" in self.study.paper
         if wanted and summary["headline"] not in shown:
             shown = [summary["headline"], *shown]  # which target and paper are about
+        compared = summary["headline"] if summary["headline"] in shown else shown[0]
         for metric in shown:
             lines = [line for line in self.history(cell) if line.get(metric) is not None]
             up = higher_is_better(metric)
@@ -95,6 +100,7 @@ class StudyResults:
             yield {
                 **about,
                 "metric": metric,
+                "main": metric == compared,
                 "final": _scaled(summary["final"].get(metric), scale),
                 "best": _scaled(best.get(metric), scale),
                 "best-round": best.get("round"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.experiment.comparisons import FIELDS as COMPARED
-from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown
+from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.domain_table import FIELDS as BY_DOMAIN
 from fedbn_flwr.experiment.domain_table import domain_markdown, domain_rows
@@ -50,7 +50,9 @@ def write_tables(results: StudyResults) -> str:
         write_atomically(out / "domains.csv", _csv(BY_DOMAIN, domains))
         text += "\n" + by_domain
     if compared := comparisons(rows):
-        pairs = comparisons_markdown(study.name, compared)
+        cells = [(split, method) for split in study.splits for method in study.methods]
+        without = left_out(rows, [(s, m) for s, m in cells if f"{m}/{s}" not in study.skip])
+        pairs = comparisons_markdown(study.name, compared, without)
         write_atomically(out / "comparisons.md", pairs)
         write_atomically(out / "comparisons.csv", _csv(COMPARED, compared))
         text += "\n" + pairs

@@ -32,6 +32,7 @@ __all__ = [
     "label_cross_entropy",
     "mean_iou",
     "pixel_cross_entropy",
+    "quantity_of",
     "squared_error",
 ]
 
@@ -332,6 +333,11 @@ TASKS = {task.name: task for task in (CLASSIFICATION, BINARY, MULTI_LABEL, REGRE
 """The tasks of the config key ``task``."""
 METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.allowed))
 """The metrics of all tasks."""
+
+
+def quantity_of(metric: str) -> str:
+    """Return what a metric measures, without where: "accuracy" of "test-recalibrated-accuracy"."""
+    return max((name for name in (*METRICS, "loss") if f"-{metric}".endswith(f"-{name}")), key=len, default=metric)
 
 
 def in_percent(metric: str) -> bool:

@@ -70,7 +70,7 @@ def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> Non
     path.write_text(STUDY + "paper: {FedAvg/all: {noisy: 50, average: 66.3}}\n")
     study, out = Study.load(path), tmp_path / "out"
     table = sweep(study, out)
-    assert table == (out / "table.md").read_text() + "\n" + (out / "domains.md").read_text()
+    assert table == "\n".join((out / f"{name}.md").read_text() for name in ("table", "domains", "comparisons"))
     with (out / "domains.csv").open() as file:
         rows = {(row["method"], row["domain"]): row for row in csv.DictReader(file)}
     for method, metric in (("FedAvg", "test-accuracy"), ("FedBN", "personal-own-accuracy")):

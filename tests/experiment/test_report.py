@@ -398,7 +398,7 @@ def test_a_study_beside_the_papers_numbers(swept: Path) -> None:
     assert f"FedAvg {mean:.2f} ± {std:.2f} 2 " in page.text
     assert f" 91.5 {mean - 91.5:+.2f} test-accuracy" in page.text
     assert "runs finished 4 of 4" in page.text
-    results, curves, split = page.figures
+    results, _, curves, split = page.figures
     seeds, means, paper = results["data"]
     assert seeds["x"][:2] == finals
     assert seeds["text"] == ["seed 0", "seed 1"] * 2
@@ -432,13 +432,23 @@ def test_a_run_whose_server_sees_no_statistics(swept: Path, tmp_path: Path) -> N
 
 
 def test_paired_differences(study: Path) -> None:
-    """Both methods with the same test, so that they can be compared."""
-    for path in study.glob("FedBN*/all/*/summary.json"):
-        content = path.read_text().replace("personal-own-accuracy", "test-accuracy")
-        path.write_text(content)
+    """Of the main metric of each method, both named; a method in no pair is named with the reason."""
+    content = yaml.safe_load((study / "study.yaml").read_text())
+    change(study / "study.yaml", methods={**content["methods"], "New": {}})
+    finals = [92.0, 93.5]  # of one seed each, so that the differences vary
+    for path, final in zip(sorted(study.glob("FedBN*/all/*/summary.json")), finals, strict=True):
+        summary = json.loads(path.read_text())
+        change(path, final=summary["final"] | {"personal-own-accuracy": final / 100})
     page = Html(write_report(study))
     difference = page.figures[1]["data"][0]
-    assert difference["y"][0].endswith("FedBN &lt;b&gt;")
+    assert (
+        difference["y"][0]
+        .replace("\N{NO-BREAK SPACE}", " ")
+        .startswith("FedAvg (test) \N{MINUS SIGN} FedBN &lt;b&gt; (personal-own)")
+    )
+    assert "Differences in accuracy" in page.text
+    assert "different tests" in page.text
+    assert "Left out: New, all: no run has a final result." in page.text
     rows = comparisons(StudyFiles.read(study).rows)
     assert difference["x"] == [rows[0]["difference"]]
     assert difference["error_x"]["array"] == [pytest.approx(rows[0]["high"] - rows[0]["difference"])]
@@ -471,7 +481,7 @@ def without_tests(run: Path) -> None:
 
 def test_seeds_without_a_common_test_have_no_mean_curve(study: Path) -> None:
     without_tests(study / "FedAvg/all/seed-1")
-    curves = Html(write_report(study)).figures[1]
+    curves = Html(write_report(study)).figures[2]
     assert [trace["name"] for trace in curves["data"] if "name" in trace] == ["FedBN &lt;b&gt;"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
-from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown
+from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.study import Study
 from fedbn_flwr.experiment.study_results import StudyResults
 from fedbn_flwr.experiment.study_tables import table_rows
@@ -25,7 +25,8 @@ def load(folder: Path, text: str, *overrides: str) -> Study:
 
 
 def row(method: str, seed: int, final: float | None, **more: object) -> dict[str, object]:
-    return {"method": method, "split": "all", "seed": seed, "metric": "m", "status": "finished", "final": final} | more
+    about = {"method": method, "split": "all", "seed": seed, "metric": "test-accuracy", "main": True}
+    return about | {"status": "finished", "final": final} | more
 
 
 def test_differences_are_paired_by_seed_as_scipy_does() -> None:
@@ -55,6 +56,46 @@ def test_differences_are_paired_by_seed_as_scipy_does() -> None:
     alone = comparisons_markdown("s", comparisons(rows[:1] + rows[5:6]))
     assert "need two seeds" in alone
     assert "|" not in alone
+
+
+def test_methods_with_different_tests_are_compared_by_the_main_metric_of_each() -> None:
+    """FedBN is tested with the clients' models, the others with the global one: this is the papers' comparison."""
+    own, more = {"metric": "personal-own-accuracy"}, {"metric": "test-loss", "main": False}
+    rows = [row("A", 0, 50.0), row("A", 1, 51.0), row("FedBN", 1, 54.0, **own), row("FedBN", 0, 52.0, **own)]
+    rows += [
+        row(name, seed, value, **more) for seed in (0, 1) for name, value in (("A", 1.0), ("B", 0.5))
+    ]  # named in ``metrics`` of the study
+    rows += [row("B", seed, 0.9, metric="test-mae") for seed in (0, 1)]
+    found = comparisons(rows)
+    names = ("method", "metric", "other", "other-metric", "seeds", "difference")
+    assert [tuple(pair[name] for name in names) for pair in found] == [
+        ("A", "test-accuracy", "FedBN", "personal-own-accuracy", 2, -2.5),
+        ("A", "test-loss", "B", "test-loss", 2, 0.5),
+    ]
+    text = comparisons_markdown("s", found)
+    assert "| all | A | test-accuracy | FedBN | personal-own-accuracy | -2.50 |" in text
+    assert "different tests" in text
+    assert "different tests" not in comparisons_markdown("s", found[1:])
+
+
+def test_a_method_that_is_compared_with_none_is_named_with_the_reason() -> None:
+    rows = [row("A", 0, 50.0), row("A", 1, 51.0), row("B", 0, 50.0), row("Other", 0, 0.1, metric="test-mae")]
+    rows += [row("Late", 2, 60.0), *(row("Wild", seed, 9.0, status="diverged") for seed in (0, 1))]
+    rows.append(row("Lame", 0, None, status="failed", metric=None, main=None))
+    pairs = [("all", name) for name in ("A", "B", "Other", "Late", "Wild", "Lame", "New")]
+    found = left_out(rows, pairs)
+    assert found == [
+        "Other, all: its main metric, test-mae, measures something else than those of the other methods.",
+        "Late, all: it shares no finished seed with another method.",
+        "Wild, all: no run has a final result (2 diverged).",
+        "Lame, all: no run has a final result (1 failed).",
+        "New, all: no run has a final result.",
+    ]
+    assert comparisons_markdown("s", comparisons(rows), found).endswith(
+        "Left out:\n\n" + "".join(f"- {line}\n" for line in found)
+    )
+    assert left_out(rows[:3], pairs[:2]) == []
+    assert left_out(rows[:1], pairs[:1]) == [], "nothing to compare it with"
 
 
 TARGETS = """

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.experiment.report.curve_figures import quantity_of
 from fedbn_flwr.experiment.report.figures import bars
 from fedbn_flwr.experiment.report.page import Figure, Section, Table
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import in_percent, metric, scaled, unit_of
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
+from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["clients_section", "domains_section"]
 

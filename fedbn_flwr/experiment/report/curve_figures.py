@@ -11,9 +11,9 @@ from fedbn_flwr.experiment.report.page import Figure, Section, Switch, Table, Te
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import MEANS, metric, scaled, thinned, title_of, unit_of
 from fedbn_flwr.messages.protocol import VALIDATION
-from fedbn_flwr.training.tasks import METRICS
+from fedbn_flwr.training.tasks import quantity_of
 
-__all__ = ["UNITS", "curves_section", "marks", "quantity_of", "test_of"]
+__all__ = ["UNITS", "curves_section", "marks", "test_of"]
 
 UNITS = ((ROUNDS, "rounds"), (EXCHANGES, "exchanges"), (BYTES, "bytes"))
 _TESTS = ("test-", "personal-", f"{VALIDATION}-", f"{HELD_OUT}-", "train-")
@@ -35,11 +35,6 @@ def curves_section(run: RunFiles) -> Section:
         "Exchanges and bytes are those of training: one broadcast counts once, and bytes are those of floats.", "note"
     )
     return Section("curves", "Curves", [Switch(UNITS), *figures, note])
-
-
-def quantity_of(key: str) -> str:
-    """Return what a figure measures: "accuracy" of "test-recalibrated-accuracy"."""
-    return max((name for name in (*METRICS, "loss") if f"-{key}".endswith(f"-{name}")), key=len, default=key)
 
 
 def test_of(key: str) -> str:

@@ -6,15 +6,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.experiment.comparisons import LEVEL, comparisons, difference
+from fedbn_flwr.experiment.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
 from fedbn_flwr.experiment.domain_table import domain_rows
 from fedbn_flwr.experiment.output import DIVERGED_AT
-from fedbn_flwr.experiment.report.curve_figures import UNITS, quantity_of, test_of
+from fedbn_flwr.experiment.report.curve_figures import UNITS, test_of
 from fedbn_flwr.experiment.report.figures import Dots, Series, bars, curves, dots
-from fedbn_flwr.experiment.report.page import Block, Figure, Section, Switch, Table, Text
+from fedbn_flwr.experiment.report.page import Block, Figure, Listing, Section, Switch, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import in_percent, scaled, thinned, title_of, unit_of
 from fedbn_flwr.experiment.report.study_files import StudyFiles
+from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figures"]
 
@@ -118,11 +119,11 @@ def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
 def comparison_section(files: StudyFiles) -> Section | None:
     """Return the paired differences between methods, with their intervals; None without two runs of one seed."""
     blocks: list[Block] = []
-    pairs = comparisons(files.rows)
-    for split, name in dict.fromkeys((row["split"], row["metric"]) for row in pairs):
-        own = [row for row in pairs if (row["split"], row["metric"]) == (split, name) and row["low"] is not None]
-        if own:
-            blocks.append(_differences(files, split, name, own))
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in comparisons(files.rows):
+        if row["low"] is not None:
+            groups.setdefault((row["split"], quantity_of(row["metric"])), []).append(row)
+    blocks += [_differences(files, split, quantity, rows) for (split, quantity), rows in groups.items()]
     if not blocks:
         return None
     text = (
@@ -130,13 +131,25 @@ def comparison_section(files: StudyFiles) -> Section | None:
         f"its {LEVEL:.0%} interval (Student's t). * An interval that leaves out 0: these seeds show a difference. "
         "** They show it also after Holm's correction for all pairs of the split."
     )
+    if any(row["metric"] != row["other-metric"] for rows in groups.values() for row in rows):
+        text += f" {DIFFERENT_TESTS}"
+    if without := left_out(files.rows, [(cell.split, cell.method) for cell in files.cells]):
+        blocks += [Text("Left out:"), Listing(without)]
     return Section("comparisons", "Differences between methods", [Text(text), *blocks])
 
 
-def _differences(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure:
+def _differences(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
     ordered = sorted(rows, key=lambda row: -abs(row["difference"]))
+    metrics = {row[key] for row in rows for key in ("metric", "other-metric")}
+    name = metrics.pop() if len(metrics) == 1 else quantity
+
+    def names(row: Mapping[str, Any]) -> tuple[str, str]:
+        sides = (("method", "metric"), ("other", "other-metric"))
+        one, other = (row[who] + (f" ({test_of(row[what])})" if name == quantity else "") for who, what in sides)
+        return one, other
+
     pairs = [
-        Dots(f"{r['method']} − {r['other']}{_SURE[_shown(r)]}", (), r["difference"], r["low"], r["high"])  # noqa: RUF001
+        Dots(f"{' − '.join(names(r))}{_SURE[_shown(r)]}", (), r["difference"], r["low"], r["high"])  # noqa: RUF001
         for r in ordered[:_MOST_PAIRS]
     ]
     title = f"Differences in {name}{_of(files, split)}"
@@ -145,7 +158,7 @@ def _differences(files: StudyFiles, split: str, name: str, rows: Rows) -> Figure
     head = ["method", "against", "difference", "from", "to", "p", "p (Holm)", "seeds", "shown"]
     table = [
         [
-            *(r["method"], r["other"], *(f"{r[key]:+.2f}" for key in ("difference", "low", "high"))),
+            *(*names(r), *(f"{r[key]:+.2f}" for key in ("difference", "low", "high"))),
             *(f"{r['p']:.3f}", f"{r['p-holm']:.3f}", str(r["seeds"]), _shown(r)),
         ]
         for r in ordered
