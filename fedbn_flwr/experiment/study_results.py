@@ -17,9 +17,21 @@ __all__ = ["FIELDS", "StudyResults"]
 
 FIELDS = (
     *("method", "split", "seed", "metric", "main", "status", "diverged-at", "final", "best", "best-round", "rounds"),
-    *("exchanges", "bytes", "target", "rounds-to-target", "exchanges-to-target", "bytes-to-target", "paper", "sha256"),
+    *(
+        "exchanges",
+        "bytes",
+        "target",
+        "rounds-to-target",
+        "exchanges-to-target",
+        "bytes-to-target",
+        "paper",
+        "rejected",
+        "sha256",
+    ),
 )
 """The columns. Shares are in percent; ``bytes`` are those of floats, down and up; a missing number is None.
+
+``rejected`` counts the replies of clients that were lost or refused: the result is then not one of all clients.
 
 ``main`` is true for the metric by which the run is compared with others: its main one, or, if ``metrics`` of the study
 leaves that out, the first that it names.
@@ -82,6 +94,7 @@ class StudyResults:
             "rounds": summary["rounds"],
             "exchanges": ledger.get("exchanges", 0),
             "bytes": ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0),
+            "rejected": summary.get("rejected", 0),
             "sha256": summary["sha256"],
         }
         shown = [name for name in metrics if name in summary["final"]] or [summary["headline"]]

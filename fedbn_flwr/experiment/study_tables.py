@@ -20,7 +20,7 @@ from fedbn_flwr.experiment.study import Study
 from fedbn_flwr.experiment.study_results import FIELDS, StudyResults
 from fedbn_flwr.training.tasks import in_percent
 
-__all__ = ["table_rows", "write_tables"]
+__all__ = ["shown_runs", "table_rows", "write_tables"]
 
 Row = Mapping[str, Any]
 _TARGETS = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
@@ -64,7 +64,20 @@ def write_tables(results: StudyResults) -> str:
 
 
 _COLUMNS = (
-    *("method", "split", "metric", "runs", "diverged", "failed", "mean", "std", "best-mean", "best-std", "rounds"),
+    *(
+        "method",
+        "split",
+        "metric",
+        "runs",
+        "with-rejected",
+        "diverged",
+        "failed",
+        "mean",
+        "std",
+        "best-mean",
+        "best-std",
+        "rounds",
+    ),
     *("megabytes", "exchanges", "target", "reached", *_TARGETS, "paper", "difference"),
 )
 
@@ -73,8 +86,8 @@ def table_rows(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a row for each method, split and metric, from the tidy rows.
 
     Means and sample standard deviations are those of the runs that finished; rounds and traffic are means, too.
-    ``reached`` counts the runs that reached the target, and the means up to the target are those of these runs.
-    ``difference`` is mean minus paper.
+    ``with-rejected`` counts the runs of the mean in which replies were lost or refused, and ``reached`` those that
+    reached the target; the means up to the target are those of the latter. ``difference`` is mean minus paper.
     """
     groups: dict[tuple[str, str, str | None], list[Row]] = {}
     for split in study.splits:
@@ -103,6 +116,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "split": split,
         "metric": metric,
         "runs": len(counted),
+        "with-rejected": sum(row["rejected"] > 0 for row in counted),
         "diverged": len(ended) - len(counted),
         "failed": len(own) - len(ended),
         "mean": mean,
@@ -118,6 +132,12 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "paper": paper,
         "difference": None if paper is None or mean is None else mean - paper,
     }
+
+
+def shown_runs(row: Row) -> str:
+    """Return the number of runs of a row of the table, and what must be known of them."""
+    others = (("with-rejected", "with lost replies"), ("diverged", "diverged"), ("failed", "failed"))
+    return ", ".join([str(row["runs"]), *(f"{row[key]} {what}" for key, what in others if row[key])])
 
 
 def _mean_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
@@ -155,10 +175,9 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
         places = 2 if in_percent(row["metric"] or "") else 4
         final = _number(row["mean"], places)
         final += "" if row["std"] is None else f" ± {row['std']:.{places}f}"
-        lost = [f"{row[what]} {what}" for what in ("diverged", "failed") if row[what]]
         cells = [row["method"], row["split"], row["metric"] or "-", final, _number(row["best-mean"], places)]
         cells += [f"{row['rounds']:.10g}", f"{row['exchanges']:.10g}", f"{row['megabytes']:.2f}"]
-        cells += [", ".join([str(row["runs"]), *lost])]
+        cells += [shown_runs(row)]
         if aims:
             rounds, exchanges, moved = (row[key] for key in _TARGETS)
             megabytes = None if moved is None else moved / 2**20

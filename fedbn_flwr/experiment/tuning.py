@@ -29,12 +29,14 @@ class Tuned:
         metric: the name of the score.
         scores: by point, such as "learning-rate=0.1", the mean over the seeds; None if a run failed or diverged.
         best: the point with the best score, the first of equal ones; None if no point has a score.
+        rejected: by point, the replies of clients that were lost or refused: the score is then not one of all clients.
     """
 
     name: str
     metric: str
     scores: dict[str, float | None]
     best: str | None
+    rejected: dict[str, int]
 
 
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, Settings]]:
@@ -50,12 +52,24 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, Settings]]:
     for name in dict.fromkeys(f"{cell.method}/{cell.split}" for cell in cells):
         own = [cell for cell in cells if f"{cell.method}/{cell.split}" == name]
         trials = dict.fromkeys(cell.trial for cell in own)
-        scores = {trial: _score([cell for cell in own if cell.trial == trial], out) for trial in trials}
+        by_trial = {trial: [cell for cell in own if cell.trial == trial] for trial in trials}
+        scores = {trial: _score(cells, out) for trial, cells in by_trial.items()}
+        rejected = {
+            trial: sum(_summary(cell, out).get("rejected", 0) for cell in cells) for trial, cells in by_trial.items()
+        }
         task = own[0].config.learning_task()
         sign = 1 if task.higher_is_better else -1
         usable = [trial for trial, score in scores.items() if score is not None]
         best = max(usable, key=lambda trial: sign * (scores[trial] or 0.0), default=None)
-        found.append(Tuned(name, validation_metric(own[0].config), scores, best))
+        found.append(Tuned(name, validation_metric(own[0].config), scores, best, rejected))
+        if lost := [trial for trial in trials if rejected[trial]]:
+            logger.warning(
+                "%s: replies of clients were lost or refused in the trial%s %s: its score is not one of all clients. "
+                "To repeat the trial, remove its folder.",
+                name,
+                "s" * (len(lost) > 1),
+                ", ".join(lost),
+            )
         if best is None:
             logger.warning("%s: no trial of tune has a score; the study's own settings are used", name)
             continue
@@ -77,7 +91,11 @@ def tuning_markdown(name: str, found: Sequence[Tuned]) -> str:
         "|---" * (len(trials) + 2) + "|",
     ]
     for row in found:
-        cells = [_shown(row.scores.get(trial), row.metric, trial == row.best) for trial in trials]
+        cells = [
+            _shown(row.scores.get(trial), row.metric, trial == row.best)
+            + ", lost replies" * bool(row.rejected.get(trial))
+            for trial in trials
+        ]
         lines.append("| " + " | ".join([row.name, row.metric, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
@@ -86,13 +104,18 @@ def _score(cells: Sequence[Cell], out: Path) -> float | None:
     """Return the mean over the seeds of the validation score of the last round; None if a seed has none."""
     values = []
     for cell in cells:
-        folder = cell.folder(out)
-        summary: dict[str, Any] = summary_of(folder) if finished(folder) else {"final": {}}
+        summary = _summary(cell, out)
         value = None if DIVERGED_AT in summary else summary["final"].get(validation_metric(cell.config))
         if value is None or not math.isfinite(value):
             return None
         values.append(value)
     return statistics.fmean(values)
+
+
+def _summary(cell: Cell, out: Path) -> dict[str, Any]:
+    """Return the summary of a trial; without figures if it is not finished."""
+    folder = cell.folder(out)
+    return summary_of(folder) if finished(folder) else {"final": {}}
 
 
 def _shown(score: float | None, metric: str, best: bool) -> str:

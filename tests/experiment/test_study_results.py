@@ -14,9 +14,9 @@ from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.study import Study
 from fedbn_flwr.experiment.study_results import StudyResults
-from fedbn_flwr.experiment.study_tables import table_rows
+from fedbn_flwr.experiment.study_tables import table_rows, write_tables
 from fedbn_flwr.experiment.sweep import sweep
-from fedbn_flwr.experiment.tuning import tuned
+from fedbn_flwr.experiment.tuning import tuned, tuning_markdown
 
 
 def load(folder: Path, text: str, *overrides: str) -> Study:
@@ -126,13 +126,18 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         summary = {"headline": "test-accuracy", "final": {"test-accuracy": values[-1]}, "rounds": 4, "sha256": "x"}
         ledger = {"exchanges": 10, "bytes-down": 40, "bytes-up": 80}
-        (folder / "summary.json").write_text(json.dumps({**summary, "ledger": ledger}))
+        lost = {} if name == "A/seed-0" else {"rejected": 2 * (name == "A/seed-1")}  # the first is of an older version
+        (folder / "summary.json").write_text(json.dumps({**summary, "ledger": ledger, **lost}))
     rows = StudyResults(study, tmp_path / "out").rows()
+    assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [("A", 0, 0), ("B", 0, 0), ("A", 1, 2)]
     to_target = [(r["rounds-to-target"], r["exchanges-to-target"], r["bytes-to-target"]) for r in rows]
     assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
     assert [(r["best"], r["best-round"]) for r in rows] == [(61.0, 3), (50.0, 4), (90.0, 4)]
     first, second = table_rows(study, rows)
     assert (first["reached"], first["rounds-to-target"], first["difference"]) == (2, 2.5, pytest.approx(0.0))
+    assert (first["with-rejected"], second["with-rejected"]) == (1, 0)
+    text = write_tables(StudyResults(study, tmp_path / "out"))
+    assert "| 2, 1 with lost replies |" in text
     assert (second["reached"], second["rounds-to-target"], second["paper"]) == (0, None, None)
     losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
     for folder, values in ((tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1)) for seed in (0, 1)):
@@ -180,6 +185,18 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
     assert len(made) == 10
     assert sweep(study, out) == table, "nothing is left to do"
     assert {path: path.read_bytes() for path in made} == made
+    path = trials[2].folder(out) / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rejected": 3}))
+    caplog.clear()
+    found, _ = tuned(study, out)
+    assert found[0].rejected == {"learning-rate=1e-05": 0, "learning-rate=0.1": 3, "learning-rate=1e-06": 0}
+    assert found[1].rejected["learning-rate=0.1"] == 0
+    text = tuning_markdown("t", found)
+    assert text.count(" %**, lost replies |") == text.count("lost replies |") == 1
+    assert caplog.messages[0] == (
+        "BN/all: replies of clients were lost or refused in the trial learning-rate=0.1: its score is not one of all "
+        "clients. To repeat the trial, remove its folder."
+    )
     (trials[3].folder(out) / "summary.json").unlink()
     found, chosen = tuned(study, out)
     assert found[1].scores["learning-rate=0.1"] is None

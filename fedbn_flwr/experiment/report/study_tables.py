@@ -9,6 +9,7 @@ from fedbn_flwr.experiment.report.page import Link, Section, Table, Text
 from fedbn_flwr.experiment.report.shown import MEBIBYTE, in_percent
 from fedbn_flwr.experiment.report.study_figures import dots_figures
 from fedbn_flwr.experiment.report.study_files import StudyFiles
+from fedbn_flwr.experiment.study_tables import shown_runs
 
 __all__ = ["anchor_of", "results_section"]
 
@@ -63,16 +64,13 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
     def count(key: str) -> Any:
         return lambda row: "-" if row[key] is None else f"{row[key]:,.1f}".removesuffix(".0")
 
-    def lost(row: dict[str, Any]) -> str:
-        return ", ".join([str(row["runs"]), *(f"{row[what]} {what}" for what in ("diverged", "failed") if row[what])])
-
     about: list[tuple[str, Any]] = [("method", lambda row: Link(row["method"], anchor_of(row["method"], row["split"])))]
     if len(files.study.splits) > 1:
         about.append(("split", lambda row: row["split"]))
     results = [
         *about,
         (f"final{unit}", number("mean", "std")),
-        ("n", lost),
+        ("n", shown_runs),
         (f"best{unit}", number("best-mean", "best-std")),
     ]
     if any(row["paper"] is not None for row in rows):
