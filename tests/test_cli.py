@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
-from fedbn_flwr.cli.console import Bar, Engine
+from fedbn_flwr.cli.console import Bar, Engine, bars, complaints, progress
 from fedbn_flwr.cli.listing import Kind
 from fedbn_flwr.cli.sweep import Display
 from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
@@ -305,6 +306,43 @@ def test_an_interrupted_sweep_says_how_many_runs_are_done(tmp_path: Path, monkey
         f"interrupted. Finished in {tmp_path / 'out'}: 1 of 2 runs.",
         "The same command goes on with the others, and with an unfinished run from its last checkpoint.",
     ]
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The seconds that the progress bars read."""
+    now = [0.0]
+    monkeypatch.setattr(complaints, "get_time", lambda: now[0])
+    return now
+
+
+def test_the_remaining_time_of_rounds_that_take_minutes(clock: list[float]) -> None:
+    with progress(10, "slow") as bar:
+        for server_round in (5, 6, 7):  # resumed
+            clock[0] += 400
+            bar({"round": server_round})
+        (task,) = bar._progress.tasks
+        assert task.time_remaining == 3 * 400
+
+
+def test_the_remaining_time_of_a_sweep_leaves_out_rounds_that_were_done_before_or_never_will_be(
+    clock: list[float],
+) -> None:
+    config = SimpleNamespace(num_server_rounds=10, learning_task=lambda: SimpleNamespace(score="accuracy"))
+    cells = [SimpleNamespace(name=name, trial="", config=config) for name in ("resumed", "whole")]
+    with bars() as shown:
+        display = Display(shown, "study")
+        display.plan(cells, cells)
+        everything = shown.tasks[0]
+        for cell, rounds, error in zip(cells, [(5, 6, 7), (1, 2)], ["fell over", ""], strict=True):
+            move = display.begin(cell)
+            for server_round in rounds:
+                clock[0] += 400
+                move({"round": server_round})
+            left = {"resumed": 3 + 10, "whole": 8}[cell.name]
+            assert (everything.remaining, everything.time_remaining) == (left, 400 * left)
+            display.end(cell, error)
+        assert everything.finished
 
 
 def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -26,12 +27,12 @@ __all__ = [
     "Bar",
     "Engine",
     "app",
+    "bars",
     "complaints",
     "console",
     "exit_codes",
     "interrupt",
     "progress",
-    "progress_columns",
     "quiet_flower",
     "report_own_data",
     "shown_scores",
@@ -112,16 +113,18 @@ def shown_scores(line: Any, score: str) -> str:
     return " ".join(f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None)
 
 
-def progress_columns() -> tuple[ProgressColumn, ...]:
-    """Return the columns of a progress bar: bar, rounds, scores, elapsed and remaining time."""
+def bars() -> Progress:
+    """Return progress bars with rounds, scores, elapsed and remaining time."""
     shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    return (*shown, TimeElapsedColumn(), TimeRemainingColumn())
+    columns: tuple[ProgressColumn, ...] = (*shown, TimeElapsedColumn(), TimeRemainingColumn())
+    # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
+    return Progress(*columns, console=complaints, speed_estimate_period=math.inf)
 
 
 @contextmanager
 def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Bar]:
     """Show a progress bar."""
-    with Progress(*progress_columns(), console=complaints) as shown:
+    with bars() as shown:
         yield Bar(shown, total, name, score)
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress, TaskID
+from rich.progress import Progress, Task, TaskID
 
 from fedbn_flwr.cli.console import (
     Engine,
     app,
+    bars,
     complaints,
     console,
     exit_codes,
     interrupt,
-    progress_columns,
     quiet_flower,
     shown_scores,
 )
@@ -71,7 +71,7 @@ def sweep(
 
         failed: RunFailedError | None = None
         try:
-            with interrupt(saved), Progress(*progress_columns(), console=complaints) as progress:
+            with interrupt(saved), bars() as progress:
                 table = launch(grid, out, runner, Display(progress, grid.name))
         except RunFailedError as error:
             table, failed = error.result, error
@@ -84,6 +84,7 @@ def sweep(
 class Display:
     """All runs of a study: a bar over the rounds of all of them, and one for each run that is going on.
 
+    Rounds that were done before, or that will never be done, leave the bar of all: they say nothing of the speed.
     A line is printed for each run that ended, so that a log file has them too.
     """
 
@@ -117,11 +118,12 @@ class Display:
     def end(self, cell: Any, error: str) -> None:
         """Print the end of a run in place of its bar."""
         self._ended, self._failed = self._ended + 1, self._failed + bool(error)
-        shown = ""
+        shown, left = "", self._rounds[cell.name]
         if task := self._tasks.pop(cell.name, None):
-            self._advance(task, self._rounds[cell.name])
-            shown = self._progress.tasks[self._progress.task_ids.index(task)].fields["shown"]
+            ended = self._of(task)
+            shown, left = ended.fields["shown"], left - int(ended.completed)
             self._progress.remove_task(task)
+        self._leave_out(left)
         seconds = time.monotonic() - self._started.get(cell.name, time.monotonic())
         text = f"{self._ended}/{self._left} {cell.name}: " + (
             f"failed: {error}" if error else f"{shown}, {seconds:.0f} s"
@@ -130,9 +132,18 @@ class Display:
         self._count()
 
     def _advance(self, task: TaskID, server_round: int) -> None:
-        before = self._progress.tasks[self._progress.task_ids.index(task)].completed
+        before = self._of(task).completed
         self._progress.update(task, completed=server_round)
-        self._progress.advance(self._all, max(0.0, server_round - before))
+        if server_round > before:
+            self._leave_out(server_round - before - 1)
+            self._progress.advance(self._all)
+
+    def _leave_out(self, rounds: float) -> None:
+        if rounds:  # with a new total rich forgets the speed so far
+            self._progress.update(self._all, total=(self._of(self._all).total or 0) - rounds)
+
+    def _of(self, task: TaskID) -> Task:
+        return self._progress.tasks[self._progress.task_ids.index(task)]
 
     def _count(self) -> None:
         failed = f", {self._failed} failed" if self._failed else ""
