@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.training.tasks import in_percent
 
-__all__ = ["AVERAGE", "FIELDS", "domain_markdown", "domain_rows"]
+__all__ = ["AVERAGE", "FIELDS", "domain_markdown", "domain_rows", "is_average"]
 
 AVERAGE = "average"
-FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper")
+FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper", "difference")
 Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
@@ -41,19 +42,31 @@ def domain_rows(summaries: Summaries, paper: Mapping[str, Any], metrics: Sequenc
         scale = 100 if in_percent(metric) else 1
         for domain in dict.fromkeys([*(name for run in found for name in run), *stated, AVERAGE]):
             values = [scale * run[domain] for run in runs if domain in run]
+            mean, number = statistics.fmean(values) if values else None, stated.get(domain)
             numbers = {
                 "runs": len(values),
-                "mean": statistics.fmean(values) if values else None,
+                "mean": mean,
                 "std": statistics.stdev(values) if len(values) > 1 else None,
-                "paper": stated.get(domain),
+                "paper": number,
+                "difference": None if mean is None or number is None else mean - number,
             }
             about = {"method": method, "split": split, "metric": metric, "domain": domain}
             rows.append({**about, **numbers})
     return rows
 
 
+def is_average(final: Mapping[str, Any], metric: str) -> bool:
+    """Return whether a metric of ``final`` of a summary is the plain average of its domains.
+
+    With as many clients in each domain, the mean over the clients is; a test of all images together is none.
+    """
+    values = [value for value in final.get("domains", {}).get(metric, {}).values() if value is not None]
+    whole = final.get(metric)
+    return bool(values) and whole is not None and math.isclose(whole, statistics.fmean(values))
+
+
 def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as a table: domains in columns, mean ± std, the paper's numbers on a separate line."""
+    """Return the rows as a table: domains in columns, mean ± std, then the paper's numbers and the differences."""
     domains = [*dict.fromkeys(row["domain"] for row in rows if row["domain"] != AVERAGE), AVERAGE]
     lines = [
         f"# {name}, by domain",
@@ -69,9 +82,10 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [_shown(own[name]["mean"], own[name]["std"], places) if name in own else "-" for name in domains]
         lines.append("| " + " | ".join([method, split, metric, *cells, str(runs)]) + " |")
         if any(row["paper"] is not None for row in own.values()):
-            stated = [own[domain]["paper"] if domain in own else None for domain in domains]
-            cells = ["" if number is None else f"{number:g}" for number in stated]
-            lines.append("| " + " | ".join([method, split, "the paper's", *cells, ""]) + " |")
+            for key, head, form in (("paper", "the paper's", "g"), ("difference", "difference", f"+.{places}f")):
+                found = [own[domain][key] if domain in own else None for domain in domains]
+                cells = ["" if number is None else f"{number:{form}}" for number in found]
+                lines.append("| " + " | ".join([method, split, head, *cells, ""]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,8 @@ The tables show the main metric of each run, the first one of ``eval-on``; ``met
 out there.
 
 The paper's number may also be given by domain, ``{amazon: 61.3, average: 66.3}``: it is then shown in the table by
-domain, a second table for data sets with several domains.
+domain, a second table for data sets with several domains. The average is shown in the first table, too, if the main
+metric is the average over the domains.
 
 ``methods`` and ``splits`` override ``base``, a method's settings override those of the split, and ``overrides``, by
 METHOD/SPLIT, override all. A key of ``base`` that has no effect in a run is left out there, and the log says so. Each

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr.experiment.domain_table import AVERAGE, is_average
 from fedbn_flwr.experiment.output import DIVERGED_AT, read_metrics
 from fedbn_flwr.experiment.study import Cell, Study, failure_of, finished, summary_of
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
@@ -109,6 +110,8 @@ class StudyResults:
             main = metric == summary["headline"]
             target = self.study.target_of(cell.split) if main else None
             paper = self.study.paper.get(f"{cell.method}/{cell.split}") if main else None
+            if isinstance(paper, dict):
+                paper = paper.get(AVERAGE) if is_average(summary["final"], metric) else None
             scale = 100 if in_percent(metric) else 1
             yield {
                 **about,
@@ -118,7 +121,7 @@ class StudyResults:
                 "best": _scaled(best.get(metric), scale),
                 "best-round": best.get("round"),
                 "target": target,
-                "paper": None if isinstance(paper, dict) else paper,
+                "paper": paper,
                 **_until(self.history(cell), metric, None if target is None else target / scale, up),
             }
 

@@ -107,7 +107,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
     best, best_std = _mean_std([row["best"] for row in counted])
     reached = [row for row in counted if row["rounds-to-target"] is not None]
     one: Row = shown[0] if shown else dict.fromkeys(FIELDS)
-    paper = one["paper"]
+    paper = one["paper"] if all(row["paper"] is not None for row in shown) else None  # of domains: in each run
     rounds, exchanges, moved = (
         _mean_std([row[key] for row in shown])[0] or 0 for key in ("rounds", "exchanges", "bytes")
     )

@@ -12,6 +12,8 @@ import pytest
 from fedbn_flwr.experiment.domain_table import domain_markdown, domain_rows
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.study_results import StudyResults
+from fedbn_flwr.experiment.study_tables import table_rows
 from fedbn_flwr.experiment.sweep import sweep
 
 
@@ -37,6 +39,7 @@ def test_the_table_has_rows_and_markdown() -> None:
     assert average["mean"] == pytest.approx(42.5)
     assert average["std"] == pytest.approx(statistics.stdev([37.5, 47.5]))
     assert [row["paper"] for row in rows] == [None, 20.5, 40.25, None, None, None]
+    assert [row["difference"] for row in rows] == [None, 4.5, pytest.approx(2.25), None, None, None]
     assert domain_markdown("pets", rows).splitlines() == [
         "# pets, by domain",
         "",
@@ -44,6 +47,7 @@ def test_the_table_has_rows_and_markdown() -> None:
         "|---|---|---|---|---|---|---|",
         "| A | all | test-accuracy | 60.00 ± 14.14 | 25.00 ± 0.00 | 42.50 ± 7.07 | 2 |",
         "| A | all | the paper's |  | 20.5 | 40.25 |  |",
+        "| A | all | difference |  | +4.50 | +2.25 |  |",
         "| B | all | personal-own-accuracy | 50.00 | 75.00 | 62.50 | 1 |",
     ]
 
@@ -55,6 +59,7 @@ def test_a_domain_only_the_paper_has_is_shown_as_missing() -> None:
         ("bird", 0, None),
         ("average", 1, 50.0),
     ]
+    assert [row["difference"] for row in rows] == [None, None, None]
     assert "| - |" in domain_markdown("", rows)
 
 
@@ -67,7 +72,8 @@ methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}}
 
 def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
-    path.write_text(STUDY + "paper: {FedAvg/all: {noisy: 50, average: 66.3}}\n")
+    average = "{noisy: 50, average: 66.3}"
+    path.write_text(STUDY + f"paper: {{FedAvg/all: {average}, FedBN/all: {average}}}\n")
     study, out = Study.load(path), tmp_path / "out"
     table = sweep(study, out)
     assert table == "\n".join((out / f"{name}.md").read_text() for name in ("table", "domains", "comparisons"))
@@ -81,7 +87,14 @@ def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> Non
         assert float(rows[method, "average"]["mean"]) == 100 * statistics.fmean(found.values())
     assert (rows["FedAvg", "noisy"]["paper"], rows["FedAvg", "average"]["paper"]) == ("50.0", "66.3")
     with (out / "table.csv").open() as file:
-        assert [row["paper"] for row in csv.DictReader(file)] == ["", ""]
+        for row in csv.DictReader(file):  # domains of one size: the test of all images together is the average, too
+            assert (row["paper"], float(row["difference"])) == ("66.3", pytest.approx(float(row["mean"]) - 66.3))
+    summary = out / "FedAvg/all/seed-0/summary.json"
+    final = json.loads(summary.read_text())["final"]
+    final["domains"]["test-accuracy"]["noisy"] += 0.01
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "final": final}))
+    rows = table_rows(study, StudyResults(study, out).rows())
+    assert [row["paper"] for row in rows] == [None, 66.3], "with other sizes the test of all images is no average"
 
 
 def test_a_study_names_the_metrics_of_its_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

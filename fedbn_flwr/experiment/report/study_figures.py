@@ -206,6 +206,8 @@ def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> tuple[Figu
         table.append([method, *("-" if r is None else _with_std(r["mean"], r["std"], places) for r in own)])
         if any(r and r["paper"] is not None for r in own):
             table.append([f"{method}, the paper", *("-" if r is None else _number(r["paper"]) for r in own)])
+            differences = [None if r is None else r["difference"] for r in own]
+            table.append([f"{method}, difference", *("-" if d is None else f"{d:+.{places}f}" for d in differences)])
     title = f"{title_of(name)} by domain{_of(files, split)}"
     label = f"{title}, for {len(methods)} methods and {len(domains)} domains; the table below has the numbers."
     drawing = bars(groups, f"{name}{unit_of(name)}", ".1f" if in_percent(name) else ".3f")
