@@ -115,17 +115,30 @@ class Study(BaseModel):
         Raises:
             ConfigError: all problems, each with the name of the run.
         """
+        study = cls.read(path, overrides)
+        if problems := [f"study {path}: {problem}" for problem in study._problems(read_overrides(overrides))]:
+            raise ConfigError("\n".join(problems))
+        return study
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
+        """Read a study file; the configs of its runs are not made, so that their data may be elsewhere.
+
+        Args:
+            path: as for ``load``.
+            overrides: as for ``load``.
+
+        Raises:
+            ConfigError: the file is no study.
+        """
         read = read_yaml(path, "study")
         try:
             if overrides and isinstance(read, dict) and isinstance(base := read.get("base") or {}, dict):
                 read["base"] = {**base, **read_overrides(overrides)}
-            study = cls.model_validate(read)
+            return cls.model_validate(read)
         except ValidationError as error:
             lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error
-        if problems := [f"study {path}: {problem}" for problem in study._problems(read_overrides(overrides))]:
-            raise ConfigError("\n".join(problems))
-        return study
 
     def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""

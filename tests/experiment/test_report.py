@@ -71,7 +71,7 @@ class Html(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         tag, attributes = self.tags[-1] if self.tags else ("", {})
-        if tag == "script" and attributes.get("type") == "application/json":
+        if tag == "script" and attributes.get("type") == "application/json" and data.strip():
             self.figures.append(json.loads(data))
         elif tag not in ("script", "style"):
             self.words.append(data)
@@ -471,6 +471,32 @@ def test_a_study_that_is_not_finished(study: Path) -> None:
     page = Html(write_report(study))
     assert "No run is finished yet." in page.text
     assert page.figures == []
+
+
+def test_a_study_without_its_data(study: Path) -> None:
+    """A folder that was copied from another machine; one run has not begun."""
+    absent = {"dataset": "npz:/nowhere/own.npz"}
+    base = yaml.safe_load((study / "study.yaml").read_text())["base"]
+    change(study / "study.yaml", base={**base, **absent})
+    shutil.rmtree(study / "FedAvg/all/seed-1")
+    for path in study.glob("Fed*/all/*/config.yaml"):
+        change(path, **absent)
+    text = Html(write_report(study)).text
+    assert "runs finished 3 of 4" in text
+    assert "rounds of a run 2" in text
+    assert "Not begun: 1 of 4 runs (FedAvg/all/seed-1)." in text
+    (study / "study.yaml").write_text("name: a")
+    with pytest.raises(ConfigError, match="methods: field required"):
+        write_report(study)
+
+
+def test_the_difference_from_the_papers_numbers_by_domain(study: Path) -> None:
+    change(study / "study.yaml", paper={"FedAvg/all": {"noisy": 40.0, "average": 45.0}})
+    for path in study.glob("FedAvg/all/*/summary.json"):
+        final = json.loads(path.read_text())["final"]
+        change(path, final={**final, "domains": {"test-accuracy": {"noisy": 0.4125, "clean": 0.5}}})
+    text = Html(write_report(study)).text
+    assert "FedAvg, the paper 40.00 - 45.00 FedAvg, difference +1.25 - +0.62" in text
 
 
 def without_tests(run: Path) -> None:

@@ -85,7 +85,8 @@ def _best(files: StudyFiles) -> Iterator[str]:
 def _facts(files: StudyFiles) -> Iterator[tuple[str, str]]:
     status = Counter(files.status(cell) for cell in files.cells)
     yield "runs finished", f"{status['finished'] + status['diverged']} of {len(files.cells)}"
-    yield "rounds of a run", " to ".join(map(str, _bounds([cell.config.num_server_rounds for cell in files.cells])))
+    if rounds := [run.config.num_server_rounds for _, run in files.runs]:
+        yield "rounds of a run", " to ".join(map(str, _bounds(rounds)))
     lines = [line for _, run in files.runs for line in run.lines]
     moved = sum(line.get("bytes-down", 0) + line.get("bytes-up", 0) for line in lines)
     yield "floats sent and received", size(moved)

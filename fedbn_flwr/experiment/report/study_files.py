@@ -35,12 +35,12 @@ class StudyFiles:
 
     @classmethod
     def read(cls, folder: Path) -> StudyFiles:
-        """Read a folder.
+        """Read a folder; the data of its runs need not be here.
 
         Raises:
             ConfigError: this version cannot read the study, or one of its runs.
         """
-        study = Study.load(folder / STUDY_FILE)
+        study = Study.read(folder / STUDY_FILE)
         cells = [cell for cell in study.cells() if (cell.folder(folder) / "config.yaml").is_file()]
         return cls(folder, study, [(cell, RunFiles.read(cell.folder(folder))) for cell in cells])
 
