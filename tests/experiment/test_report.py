@@ -499,6 +499,23 @@ def test_the_difference_from_the_papers_numbers_by_domain(study: Path) -> None:
     assert "FedAvg, the paper 40.00 - 45.00 FedAvg, difference +1.25 - +0.62" in text
 
 
+def test_the_batchnorm_picture_of_a_study(study: Path) -> None:
+    """The first seed of each method that has statistics; FedBN's server sees none."""
+    assert "batchnorm" not in [attributes.get("id") for _, attributes in Html(write_report(study)).tags]
+    for seed, rounds in ((0, (1, 2, 3)), (1, (1, 2))):
+        lines = "".join(json.dumps(recorded(at)) + "\n" for at in rounds)
+        (study / f"FedAvg/all/seed-{seed}/statistics.jsonl").write_text(lines)
+    page = Html(write_report(study))
+    assert "batchnorm" in [attributes.get("id") for tag, attributes in page.tags if tag == "section"]
+    local, change = page.figures[3:5]
+    assert [trace["name"] for trace in local["data"]] == [trace["name"] for trace in change["data"]] == ["FedAvg"]
+    assert (local["data"][0]["y"], change["data"][0]["y"]) == ([4.0, 4.0, None], [1.0, 1.0, None])
+    assert local["units"]["bytes"]["x"][0] == [1, 2, 3], "recorded by round only"
+    assert "of seed 0" in page.text
+    assert "Without statistics: FedBN <b>, all." in page.text
+    check_figures(json.loads(re.sub(r'"--[^"]*"', '"#123456"', json.dumps([local, change]))))
+
+
 def without_tests(run: Path) -> None:
     """Take the main metric out of the lines of a run."""
     lines = [{**line, "test-accuracy": None} for line in read_metrics(run / "metrics.jsonl")]

@@ -13,7 +13,20 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-__all__ = ["BYTES", "EXCHANGES", "ROUNDS", "UNITS", "Dots", "Mark", "Series", "bars", "curves", "dots", "heatmap"]
+__all__ = [
+    "BYTES",
+    "EXCHANGES",
+    "ROUNDS",
+    "UNITS",
+    "Dots",
+    "Drawing",
+    "Mark",
+    "Series",
+    "bars",
+    "curves",
+    "dots",
+    "heatmap",
+]
 
 ROUNDS, EXCHANGES, BYTES = "rounds", "exchanges", "bytes"
 UNITS = {ROUNDS: "server round", EXCHANGES: "exchanges", BYTES: "traffic, MiB of floats"}

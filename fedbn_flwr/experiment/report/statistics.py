@@ -12,12 +12,12 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.output import STATISTICS_FILE, read_metrics
 from fedbn_flwr.experiment.report.curve_figures import marks
-from fedbn_flwr.experiment.report.figures import ROUNDS, UNITS, Series, curves, heatmap
+from fedbn_flwr.experiment.report.figures import ROUNDS, UNITS, Drawing, Mark, Series, curves, heatmap
 from fedbn_flwr.experiment.report.page import Block, Figure, Heading, Listing, Section, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import thinned
 
-__all__ = ["batchnorm_section"]
+__all__ = ["batchnorm_section", "curves_by_round", "l1_means", "shown"]
 
 _DIAGNOSES = ("doctor.json", "doctor/doctor.json")
 
@@ -102,7 +102,7 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
         found = [_of_clients(last["layers"].get(path), "mean") for path in layers]
         title = f"Distance of the means by layer and client, round {last['round']} (standard deviations)"
         drawing = heatmap(found, last["clients"], names, titles=("client", "layer", "distance"), text=".2f")
-        rows = [[name, *map(_shown, row)] for name, row in zip(names, found, strict=True)]
+        rows = [[name, *map(shown, row)] for name, row in zip(names, found, strict=True)]
         label = f"{title}: {_largest(found, names)}"
         yield Figure(drawing, label, title, Table(["layer", *last["clients"]], rows))
 
@@ -110,8 +110,7 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
 def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float | None]]) -> Figure:
     """Return FixBN's Fig. 3 (a): L1 distances, summed over the layers."""
     known = [[value for value in row if value is not None] for row in local]
-    middle = [_middle(line, row) for line, row in zip(lines, known, strict=True)]
-    change = [_sum(_change(layer, "l1") for layer in line["layers"].values()) for line in lines]
+    middle, change = l1_means(lines)
     rounds = [line["round"] for line in lines]
     over = dict.fromkeys(UNITS, rounds)
     band = any(len(row) > 1 for row in known)
@@ -126,15 +125,14 @@ def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float 
         ),
         Series("global, change in the round", over, [value or None for value in change], 1),  # 0 has no logarithm
     ]
-    drawing = curves(series, "L1 norm", marks(run), log=True)
-    drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])  # recorded by round only
+    drawing = curves_by_round(series, "L1 norm", marks(run), log=True)
     rows = [
         [
             str(line["round"]),
-            _shown(mean),
-            _shown(min(row, default=None)),
-            _shown(max(row, default=None)),
-            _shown(c),
+            shown(mean),
+            shown(min(row, default=None)),
+            shown(max(row, default=None)),
+            shown(c),
         ]
         for line, row, mean, c in thinned(list(zip(lines, known, middle, change, strict=True)))
     ]
@@ -153,25 +151,41 @@ def _window_variance(run: RunFiles, lines: Sequence[Line]) -> Figure | None:
     rounds, means = found["rounds"], [statistics.fmean(row) if row else None for row in known]
     low, high = ([bound(row, default=None) for row in known] for bound in (min, max))
     series = [Series("clients, mean", dict.fromkeys(UNITS, rounds), means, 0, low, high)]
-    drawing = curves(series, "variance", marks(run))
-    drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])  # recorded by round only
+    drawing = curves_by_round(series, "variance", marks(run))
     title = f"Variance of the clients' statistics over {found['window']} recorded rounds (FixBN, Fig. 3 b)"
-    label = f"{title}: the mean over the clients in the last line is {_shown(means[-1])}."
-    rows = thinned([[str(r), *map(_shown, row)] for r, *row in zip(rounds, means, low, high, strict=True)])
+    label = f"{title}: the mean over the clients in the last line is {shown(means[-1])}."
+    rows = thinned([[str(r), *map(shown, row)] for r, *row in zip(rounds, means, low, high, strict=True)])
     return Figure(drawing, label, title, Table(["round", "clients, mean", "lowest", "highest"], rows))
+
+
+def l1_means(lines: Sequence[Line]) -> tuple[list[float | None], list[float | None]]:
+    """Return FixBN's Fig. 3 (a) for each line, L1 norms summed over the layers.
+
+    These are the mean over the clients of the distance from the global statistics, with many clients the median, and
+    the change of the global ones. None is a line in which a layer has no value.
+    """
+    middle = [_middle(line, row) for line, row in zip(lines, _l1_of_clients(lines), strict=True)]
+    return middle, [_sum(_change(layer, "l1") for layer in line["layers"].values()) for line in lines]
+
+
+def curves_by_round(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, log: bool = False) -> Drawing:
+    """Return curves that are drawn over rounds, whatever the ``Switch`` says: exchanges are not recorded."""
+    drawing = curves(series, title, marks, log=log)
+    drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])
+    return drawing
 
 
 def _by_layer(
     values: Sequence[Sequence[float | None]], across: Sequence[str], names: Sequence[str], title: str, what: str
 ) -> Figure:
     drawing = heatmap(values, across, names, titles=("round", "layer", what), text=".2f")
-    rows = [[name, *map(_shown, row)] for name, row in zip(names, values, strict=True)]
+    rows = [[name, *map(shown, row)] for name, row in zip(names, values, strict=True)]
     return Figure(drawing, f"{title}: {_largest(values, names)}", title, Table(["layer", *across], rows))
 
 
 def _largest(values: Sequence[Sequence[float | None]], names: Sequence[str]) -> str:
     found = [(value, name) for name, row in zip(names, values, strict=True) for value in row if value is not None]
-    return "no values." if not found else f"the largest is {_shown(max(found)[0])}, in {max(found)[1]}."
+    return "no values." if not found else f"the largest is {shown(max(found)[0])}, in {max(found)[1]}."
 
 
 def _of_clients(layer: Layer | None, key: str) -> list[float | None]:
@@ -221,5 +235,6 @@ def _middle(line: Line, values: Sequence[float | None]) -> float | None:
     return middle(known) if known else None
 
 
-def _shown(value: float | None) -> str:
+def shown(value: float | None) -> str:
+    """Return a norm as text."""
     return "-" if value is None else f"{value:.3g}"

@@ -15,6 +15,7 @@ from fedbn_flwr.experiment.report.study_figures import (
     domains_section,
 )
 from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
+from fedbn_flwr.experiment.report.study_statistics import statistics_section
 from fedbn_flwr.experiment.report.study_tables import anchor_of, results_section
 from fedbn_flwr.experiment.study import Cell, failure_of
 
@@ -34,6 +35,7 @@ def study_page(files: StudyFiles, foot: str, live: int = 0) -> Page:
         comparison_section(files),
         curves_section(files),
         domains_section(files),
+        statistics_section(files),
         settings_section(files),
         split_section(files),
         runs_section(files),
