@@ -18,10 +18,12 @@ import typer
 import yaml
 from measure import facts, table, write_block
 
+from fedbn_flwr.experiment.comparisons import difference
 from fedbn_flwr.experiment.study import Cell, Study
 from fedbn_flwr.experiment.study_results import StudyResults
 
 Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent
+BASELINE = "FedAvg+BN"
 STYLES = ["-", "--", "-.", ":"]
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
 
@@ -40,7 +42,8 @@ def main(
                 continue
             rates = {cell.method: _rate(cell.folder(folder)) for cell in study.cells() if cell.method in curves}
             rows = _rows(curves, rates)
-            head = ["method", "rate", "n", "MB a round", "equal rounds, %", "equal bytes, %", "rounds there"]
+            head = ["method", "rate", "n", "MB a round", "equal rounds, %", f"minus {BASELINE} (95 %)"]
+            head += ["equal bytes, %", "rounds there"]
             name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
             grid = _grid(folder, split)
             text = f"{table(head, rows)}\n\n![accuracy against bytes]({name}.svg)\n\n{grid}\n\n{facts()}"
@@ -50,12 +53,12 @@ def main(
                 _draw(curves, write.parent / f"{name}.svg")
 
 
-def _curves(study: Study, results: StudyResults, split: str) -> dict[str, list[Curve]]:
-    """Return the curve of each finished run, by method."""
-    found: dict[str, list[Curve]] = {}
+def _curves(study: Study, results: StudyResults, split: str) -> dict[str, dict[int, Curve]]:
+    """Return the curve of each finished run, by method and seed."""
+    found: dict[str, dict[int, Curve]] = {}
     for cell in study.cells():
         if cell.split == split and results.summary(cell) is not None:
-            found.setdefault(cell.method, []).append(_curve(results, cell))
+            found.setdefault(cell.method, {})[cell.seed] = _curve(results, cell)
     return found
 
 
@@ -83,17 +86,27 @@ def _curve(results: StudyResults, cell: Cell) -> Curve:
     return curve
 
 
-def _rows(curves: dict[str, list[Curve]], rates: dict[str, str]) -> list[list[str]]:
-    budget = 1.01 * min(curve[-1][1] for runs in curves.values() for curve in runs)
+def _rows(curves: dict[str, dict[int, Curve]], rates: dict[str, str]) -> list[list[str]]:
+    budget = 1.01 * min(curve[-1][1] for runs in curves.values() for curve in runs.values())
     rows = []
-    for method, runs in curves.items():
+    for method, by_seed in curves.items():
+        runs = list(by_seed.values())
         within = [[point for point in curve if point[1] <= budget][-1:] for curve in runs]
         stops = [points[0] for points in within if points]
         cells = [method, rates[method], str(len(runs)), f"{runs[0][-1][1] / runs[0][-1][0]:.3g}"]
-        cells.append(_mean([curve[-1][2] for curve in runs]))
+        cells += [_mean([curve[-1][2] for curve in runs]), _against(curves.get(BASELINE, {}), by_seed)]
         cells += [_mean([point[2] for point in stops]), "/".join(map(str, sorted({point[0] for point in stops})))]
         rows.append(cells)
     return rows
+
+
+def _against(baseline: dict[int, Curve], runs: dict[int, Curve]) -> str:
+    """Return the mean difference over the seeds that both have, with its interval (Student's t)."""
+    seeds = [seed for seed in runs if seed in baseline]
+    if len(seeds) < 2 or runs is baseline:
+        return "-"
+    found = difference([runs[seed][-1][2] - baseline[seed][-1][2] for seed in seeds])
+    return f"{found['difference']:+.1f} ({found['low']:+.1f} to {found['high']:+.1f})"
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -103,7 +116,7 @@ def _mean(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.1f}{spread}"
 
 
-def _draw(curves: dict[str, list[Curve]], path: Path) -> None:
+def _draw(curves: dict[str, dict[int, Curve]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -112,7 +125,7 @@ def _draw(curves: dict[str, list[Curve]], path: Path) -> None:
     plt.rcParams.update({"svg.hashsalt": "fedbn-flwr", "font.size": 11})
     figure, ax = plt.subplots(figsize=(8, 5))
     for number, (method, runs) in enumerate(curves.items()):
-        points: list[Any] = list(zip(*runs, strict=True))
+        points: list[Any] = list(zip(*runs.values(), strict=True))
         moved = [statistics.mean(point[1] for point in at) for at in points]
         scores = [statistics.mean(point[2] for point in at) for at in points]
         colour, dash = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
