@@ -104,7 +104,7 @@ def _rows(name: str, data_dir: str, num_shadows: int) -> list[list[str]]:
         ways[seen] = noisy(known, z), noisy(_clipped(of_clients), z)
         # The noises of the rounds are independent: their mean has the deviation of one over sqrt(ROUNDS).
         fewer = z / math.sqrt(ROUNDS)
-        ways[f"z = {z:g}, the same, mean of {ROUNDS} rounds"] = noisy(known, fewer), noisy(averaged, fewer)
+        ways[f"the same with z = {z:g}, mean of {ROUNDS} rounds"] = noisy(known, fewer), noisy(averaged, fewer)
     chosen = (parts.statistics, (*parts.affine, *parts.rest), tuple(of_clients[0]))
 
     def share(names: Sequence[str], known: Updates, seen: Updates) -> str:

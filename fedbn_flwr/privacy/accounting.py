@@ -50,15 +50,27 @@ Neighbours = Literal["zero-out", "replace-one"]
 
 
 class Release(NamedTuple):
-    """One noisy sum: z, the number m of sampled clients, and the number n that they were drawn from."""
+    """One noisy sum: z, the number m of sampled clients, and the number n that they were drawn from.
+
+    ``noise_multiplier`` is 0 for noise that can be repeated. ``secret`` says whether nobody knows who was drawn.
+    """
 
     noise_multiplier: float
     sampled: int
     population: int
+    secret: bool = False
+
+    @property
+    def amplified(self) -> bool:
+        """Whether it costs less than without sampling."""
+        return self.secret and self.sampled < self.population
 
 
 class Steps(NamedTuple):
-    """Steps of DP-SGD: z, the probability q with which an example is drawn, and the number of steps."""
+    """Steps of DP-SGD: z, the probability q with which an example is drawn, and the number of steps.
+
+    ``noise_multiplier`` is 0 for noise that can be repeated.
+    """
 
     noise_multiplier: float
     rate: float
@@ -99,7 +111,6 @@ class Ledger:
     Attributes:
         delta: the probability delta of the guarantee.
         neighbours: which federations the guarantee cannot tell apart.
-        secret_sampling: whether nobody knows which clients were drawn.
         file: where each release is noted before its result exists, so that a run which is killed and repeats rounds
             counts them twice, as it must; None = in memory only.
         releases: the releases so far.
@@ -107,7 +118,6 @@ class Ledger:
 
     delta: float
     neighbours: Neighbours
-    secret_sampling: bool = False
     file: Path | None = None
     releases: list[Release] = field(default_factory=list)
 
@@ -126,11 +136,13 @@ class Ledger:
         if any(release.noise_multiplier == 0 for release in releases):
             return math.inf
         plain = self._composed(releases)
-        if not self.secret_sampling or all(release.sampled == release.population for release in releases):
+        if self.neighbours == "zero-out" or not any(release.amplified for release in releases):
             return plain
         return min(plain, _amplified(tuple(sorted(Counter(releases).items())), self.delta))
 
-    def noise_for(self, epsilon: float, sampled: int, population: int, num_releases: int) -> float:
+    def noise_for(
+        self, epsilon: float, sampled: int, population: int, num_releases: int, secret: bool = False
+    ) -> float:
         """Return the smallest noise multiplier with which so many releases cost at most ``epsilon``, to 1e-3.
 
         Raises:
@@ -138,7 +150,7 @@ class Ledger:
         """
 
         def cost(noise: float) -> float:
-            return self.epsilon([Release(noise, sampled, population)] * num_releases)
+            return self.epsilon([Release(noise, sampled, population, secret)] * num_releases)
 
         return _smallest_noise(cost, epsilon, f"dp-target-epsilon={epsilon} over {num_releases} rounds")
 
@@ -153,11 +165,12 @@ class Ledger:
 
 @functools.lru_cache(maxsize=64)
 def _amplified(counted: tuple[tuple[Release, int], ...], delta: float) -> float:
-    """Return epsilon of so many releases of each kind, for clients that were drawn secretly."""
+    """Return epsilon of so many releases of each kind; one whose clients are known counts as if all were drawn."""
     library = require_dp_accounting()
     accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
-    for (noise, sampled, population), count in counted:
-        event = library.SampledWithoutReplacementDpEvent(population, sampled, library.GaussianDpEvent(noise / 2))
+    for (noise, sampled, population, secret), count in counted:
+        drawn = sampled if secret else population
+        event = library.SampledWithoutReplacementDpEvent(population, drawn, library.GaussianDpEvent(noise / 2))
         accountant.compose(event, count)
     return float(accountant.get_epsilon(delta))
 

@@ -185,7 +185,7 @@ class ClientLevelDP(Protection):
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
-        self.ledger = Ledger(settings.dp_delta, settings.dp_neighbours, self.secret_sampling, file)
+        self.ledger = Ledger(settings.dp_delta, settings.dp_neighbours, file)
         self.ledger.restore(())
         self._local: frozenset[Part] = frozenset()
         self._begin()
@@ -243,7 +243,7 @@ class ClientLevelDP(Protection):
     def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return one reply: the state of the average of the clipped updates, with noise."""
         own, asked = self.settings, run.report.asked
-        release = self._release(run)
+        self._release(run)
         coordinates = self._coordinates(run, before)
         total: dict[str, Array] = {name: 0 * array for name, array in coordinates.update(before).items()}
         surplus = 0.0  # sum of b_i - 1/2
@@ -253,7 +253,7 @@ class ClientLevelDP(Protection):
             surplus += fits - 0.5
             for name, array in update.items() if factor else ():
                 total[name] += factor * array
-        of_bits, of_updates = self._split(release.noise_multiplier, asked)
+        of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
         deviation = of_updates * self.clipping_norm / asked
         for array in total.values():
             array /= asked
@@ -287,14 +287,16 @@ class ClientLevelDP(Protection):
         limit = own.dp_max_epsilon or own.dp_target_epsilon
         if self.noise_multiplier is None and ledger.epsilon() < own.dp_target_epsilon:
             left = run.total_rounds - len(run.reports) + 1 - run.after
-            self.noise_multiplier = ledger.noise_for(own.dp_target_epsilon, asked, run.num_able, left)
+            self.noise_multiplier = ledger.noise_for(
+                own.dp_target_epsilon, asked, run.num_able, left, self.secret_sampling
+            )
             logger.info("dp-target-epsilon=%g: noise multiplier %.4g", own.dp_target_epsilon, self.noise_multiplier)
         if not ledger.releases:
             self._warn(asked)
         if not limit:
             return True
         z = self.noise_multiplier
-        cost = math.inf if z is None else ledger.epsilon([Release(z, asked, run.num_able)])
+        cost = math.inf if z is None else ledger.epsilon([Release(z, asked, run.num_able, self.secret_sampling)])
         self._spent = cost > limit * (1 + 1e-9)
         if not self._spent:
             return True
@@ -324,17 +326,17 @@ class ClientLevelDP(Protection):
                 size,
             )
 
-    def _release(self, run: RunState) -> Release:
+    def _release(self, run: RunState) -> None:
         """Note the release of this round, before its result exists; report what it costs."""
         if self.noise_multiplier is None:
             raise ConfigError("no noise was chosen for this round: admits() was not called")
-        release = Release(self.noise_multiplier, run.report.asked, run.num_able)
+        z = self.noise_multiplier if self.noise.secret else 0.0
+        release = Release(z, run.report.asked, run.num_able, self.secret_sampling)
         self.ledger.add(release)
         run.report.privacy = {"clipping-norm": self.clipping_norm, "noise-multiplier": self.noise_multiplier}
         if self.tells and self.guarantees:
             run.report.privacy |= {"epsilon": self.ledger.epsilon(), "delta": self.settings.dp_delta}
             logger.info("%s", self.guarantee())
-        return release
 
     @property
     def guarantees(self) -> bool:
@@ -348,12 +350,14 @@ class ClientLevelDP(Protection):
             return "No privacy is guaranteed: the noise can be repeated."
         if not own.dp_noise_multiplier and not own.dp_target_epsilon:
             return "No privacy is guaranteed: updates are clipped, without noise."
+        if not math.isfinite(epsilon := ledger.epsilon()):
+            return "No privacy is guaranteed: there were releases without noise, or with noise that can be repeated."
         what = (
             "whether a client's update is in the sums" if own.dp_neighbours == "zero-out" else "which data a client has"
         )
         against = ", from all but clients" if self.secret_sampling else ""
         return (
-            f"epsilon = {ledger.epsilon():.4g} at delta = {own.dp_delta:g} after {len(ledger.releases)} releases: the "
+            f"epsilon = {epsilon:.4g} at delta = {own.dp_delta:g} after {len(ledger.releases)} releases: the "
             f"models hide {what}{against}."
         )
 

@@ -211,7 +211,8 @@ class RecordLevelDP(Protection):
             raise ConfigError(f"record-dp: no client says how many training examples it has; of each: {_LACKS_COUNT}")
         if counts:
             rate = sampling_rate(min(counts), self._batch_size)
-            release = Steps(self.noise_multiplier or 0.0, rate, self._steps)
+            noise = self.noise_multiplier if self.settings.noise.secret else None
+            release = Steps(noise or 0.0, rate, self._steps)
             note(self._file, release)
             self.releases.append(release)
         run.report.privacy = {"noise-multiplier": self.noise_multiplier or 0.0}
@@ -232,9 +233,8 @@ class RecordLevelDP(Protection):
                 "another client adds DPSGD.reply(steps) to its metrics."
             )
         counted, weaker = self.releases[-1], []
-        noise = counted.noise_multiplier if self.settings.noise.secret else 0.0
-        if not done.noise_multiplier >= noise:
-            weaker.append(f"noise multiplier {done.noise_multiplier:.4g}, below {noise:.4g}")
+        if not done.noise_multiplier >= counted.noise_multiplier:
+            weaker.append(f"noise multiplier {done.noise_multiplier:.4g}, below {counted.noise_multiplier:.4g}")
         if not done.rate <= counted.rate * (1 + 1e-9):
             weaker.append(f"q = {done.rate:.4g}, above {counted.rate:.4g}")
         if not done.steps <= counted.steps:
@@ -280,7 +280,7 @@ class RecordLevelDP(Protection):
         if not self._secret:
             return "No privacy is guaranteed: the noise can be repeated."
         if not math.isfinite(epsilon := self.epsilon()):
-            return "No privacy is guaranteed: there is clipping without noise."
+            return "No privacy is guaranteed: there were rounds without noise, or with noise that can be repeated."
         before = len(self._until_frozen.ledger.releases) if self._until_frozen else 0
         what = "the models hide" if before else "what a client sends hides"
         trusted = "; the server is trusted while BN is not frozen" if before else ""

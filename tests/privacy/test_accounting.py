@@ -39,9 +39,10 @@ def test_another_client_s_data_costs_twice_the_change() -> None:
 
 def test_secret_samples_cost_less_and_never_less_than_samples_of_the_removed_client_alone() -> None:
     """The bound for m of n lies between that of Poisson sampling at half the change and that without sampling."""
-    releases = [Release(4.0, 10, 1000)] * 50
-    secret = Ledger(1e-5, "replace-one", secret_sampling=True, releases=releases).epsilon()
-    known = Ledger(1e-5, "replace-one", releases=releases).epsilon()
+    known, secret = (
+        Ledger(1e-5, "replace-one", releases=[Release(4.0, 10, 1000, hidden)] * 50).epsilon()
+        for hidden in (False, True)
+    )
     poisson = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     poisson.compose(dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(4.0)), 50)
     assert poisson.get_epsilon(1e-5) < secret < known / 5

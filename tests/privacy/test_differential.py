@@ -369,7 +369,7 @@ def test_a_budget_ends_the_run_before_clients_train_if_fewer_are_left_to_hide_am
     settings = {"dp_sampling": "secret", "dp_neighbours": "replace-one", "dp_max_epsilon": 1.0}
     privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=4.0, **settings))
     assert privacy.admits(of_round(1, 100), 2)
-    privacy.ledger.releases = [Release(4.0, 2, 100)] * 6
+    privacy.ledger.releases = [Release(4.0, 2, 100, secret=True)] * 6
     assert privacy.admits(of_round(7, 100), 2)
     assert not privacy.stops_after(6)
     assert not privacy.admits(of_round(7, 2), 2)  # who is left takes part for sure
@@ -573,6 +573,36 @@ def test_without_noise_or_with_seeded_noise_no_epsilon_is_stated(mlp: Any) -> No
     assert privacy.guarantee() == "No privacy is guaranteed: the noise can be repeated."
     assert not privacy.guarantees
     assert np.array_equal(SeededNoise(1).normal((3,)), SeededNoise(1).normal((3,)))
+
+
+def test_a_ledger_keeps_what_its_releases_were(mlp: Any, tmp_path: Path) -> None:
+    """Sampling that was known stays known, and noise that can be repeated is none, whatever the next object has."""
+    keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 4.0, "dp_neighbours": "replace-one"}
+    file = tmp_path / "privacy.jsonl"
+    before, states = federation(mlp, 0)
+
+    def known_and_next(noise: Any = None) -> tuple[ClientLevelDP, ClientLevelDP]:
+        file.unlink(missing_ok=True)
+        first = ClientLevelDP(DPSettings(**keys), noise, file)
+        pooled(first, before, states, asked=10)
+        first.ledger.releases = first.ledger.releases * 50
+        first.ledger.releases = [one._replace(population=1000) for one in first.ledger.releases]
+        first.ledger.restore([])  # which writes them into the file
+        return first, ClientLevelDP(DPSettings(**keys, dp_sampling="secret"), file=file)
+
+    first, other = known_and_next()
+    assert len(other.ledger.releases) == 50
+    assert other.ledger.epsilon() == first.ledger.epsilon()
+    pooled(other, before, states, asked=4)
+    assert first.ledger.epsilon() < other.ledger.epsilon()
+    first, other = known_and_next(SeededNoise(0))
+    assert not other.guarantees
+    assert other.guarantee() == (
+        "No privacy is guaranteed: there were releases without noise, or with noise that can be repeated."
+    )
+    kept = ClientLevelDP(DPSettings(**keys, dp_sampling="secret"))
+    kept.load_state_dict(first.state_dict())
+    assert not kept.guarantees
 
 
 def test_sums_of_the_clients_inputs_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import numpy as np
 import pytest
@@ -657,6 +657,16 @@ def test_a_target_chooses_the_noise_for_the_smallest_client_and_all_rounds(tmp_p
     assert summary["privacy"]["noise-multiplier"] == z
     assert 1.98 < summary["privacy"]["epsilon"] == lines_of(tmp_path / "run")[-1]["epsilon"] <= 2
     assert len(lines_of(tmp_path / "run")) == 2
+
+
+def test_rounds_with_noise_that_can_be_repeated_stay_without_a_guarantee(tmp_path: Path) -> None:
+    file, grid = tmp_path / "privacy.jsonl", Mock()
+    for settings in (RecordLevel(2.0, noise=SeededNoise(0)), RecordLevel(2.0)):
+        counts = RecordLevelDP(settings, 2, 4, file=file)
+        counts.begin(FedAvg())
+        counts.open_round(state_in(1), [(Node(1, num_examples=9), Message(RecordDict(), 1, "train"))], grid, 1.0)
+        assert counts.epsilon() == math.inf
+    assert counts.guarantee().startswith("No privacy is guaranteed: there were rounds without noise, or with noise")
 
 
 def state_in(server_round: int, after: int = 0, phase: str = "train") -> RunState:
