@@ -4,7 +4,7 @@ One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm 
 clients that were asked. The numbers n of clients with data and m of those asked are public, and so is who takes part.
 Two federations are neighbours if
 
-- ``zero-out``: one client's update is zero in one of them. The sum changes by at most C: the noise multiplier is z.
+- ``zero-out``: one client sends nothing in one of them. The sum changes by at most C: the noise multiplier is z.
 - ``replace-one``: one client has other data. The sum changes by up to 2 C, so the noise multiplier is z / 2.
 
 With known sampling every release counts in full, as if the client took part in it. Gaussian noises compose to one with

@@ -11,7 +11,7 @@ so that little of the update is left after clipping, and noise makes running var
 ## Algorithm
 
 $u_i$ is the update of client $i$ in the coordinates of ``privacy.coordinates``, without counters and without what stays
-with the client; $m$ is the number of clients that were asked, also of those that did not answer: their update is zero.
+with the client; $m$ is the number of clients that were asked, also of those that did not answer, which add nothing.
 
 $$\bar u = \frac{1}{m} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
 \mathcal{N}\left(0, \left(\frac{z C}{m}\right)^2 I\right)$$
@@ -61,13 +61,24 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 
-__all__ = ["CLIP", "SCALE", "ClientLevelDP", "DPSettings", "clipped", "clipping_factor", "conflicts", "own_hooks"]
+__all__ = [
+    "CLIP",
+    "NO_ROUND",
+    "SCALE",
+    "ClientLevelDP",
+    "DPSettings",
+    "clipped",
+    "clipping_factor",
+    "conflicts",
+    "own_hooks",
+]
 
 logger = logging.getLogger("flwr")
 
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
 SCALE = Key("fedbn-flwr.dp-statistics-scale", "float: s", "server", "client")
 
+NO_ROUND = "No round has been released."
 _NOISY = 0.3  # noise in running variances, relative to them, from which on a warning says so
 
 
@@ -93,10 +104,16 @@ class DPSettings(Settings):
         "weight s of BN's running statistics in the norm; a larger one has less noise in them, more elsewhere",
         gt=0,
     )
-    dp_delta: float = setting(1e-5, "delta for which epsilon is stated; well below 1 / number of clients", gt=0, lt=1)
+    dp_delta: float = setting(
+        1e-5,
+        "delta for which epsilon is stated; well below 1 / number of clients, with record-dp well below 1 / number of "
+        "examples of the largest client",
+        gt=0,
+        lt=1,
+    )
     dp_neighbours: Neighbours = setting(
         "zero-out",
-        "what epsilon hides: whether a client's update is in the sum or zero, or (replace-one) which data it has",
+        "what epsilon hides: whether a client sends its update or nothing, or (replace-one) which data it has",
     )
     dp_sampling: Literal["known", "secret"] = setting(
         "known",
@@ -292,7 +309,7 @@ class ClientLevelDP(Protection):
             )
             logger.info("dp-target-epsilon=%g: noise multiplier %.4g", own.dp_target_epsilon, self.noise_multiplier)
         if not ledger.releases:
-            self._warn(asked)
+            self._warn(run, asked)
         if not limit:
             return True
         z = self.noise_multiplier
@@ -314,8 +331,15 @@ class ClientLevelDP(Protection):
         )
         return False
 
-    def _warn(self, asked: int) -> None:
+    def _warn(self, run: RunState, asked: int) -> None:
         own = self.settings
+        if self.tells and self.noise_multiplier and own.dp_delta * run.num_able >= 1:
+            logger.warning(
+                "dp-delta=%g is not below 1 / %d, the number of clients: a mechanism that publishes one client at "
+                "random would have such a delta. Use a smaller one.",
+                own.dp_delta,
+                run.num_able,
+            )
         size = (self.noise_multiplier or 0.0) * self.clipping_norm / (asked * own.dp_statistics_scale)
         if size > _NOISY and Part.STATISTICS not in self._local:
             logger.warning(
@@ -350,6 +374,8 @@ class ClientLevelDP(Protection):
             return "No privacy is guaranteed: the noise can be repeated."
         if not own.dp_noise_multiplier and not own.dp_target_epsilon:
             return "No privacy is guaranteed: updates are clipped, without noise."
+        if not ledger.releases:
+            return NO_ROUND
         if not math.isfinite(epsilon := ledger.epsilon()):
             return "No privacy is guaranteed: there were releases without noise, or with noise that can be repeated."
         what = (

@@ -33,7 +33,7 @@ from fedbn_flwr.privacy.accounting import (
     require_dp_accounting,
     restored,
 )
-from fedbn_flwr.privacy.differential import ClientLevelDP, own_hooks
+from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP, own_hooks
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
 from fedbn_flwr.privacy.settings import Settings, setting
 from fedbn_flwr.server.method import Method
@@ -112,7 +112,7 @@ class RecordLevelDP(Protection):
         self._steps, self._batch_size, self._file = steps, batch_size, file
         self.publishes_metrics = settings.publishes_metrics
         self._until_frozen, self._target, self._max = until_frozen, target_epsilon, max_epsilon
-        self.noise_multiplier, self._spent = settings.noise_multiplier, False
+        self.noise_multiplier, self._spent, self._warned = settings.noise_multiplier, False, False
         if until_frozen:
             until_frozen.tells = False
         if (settings.noise_multiplier is None) != bool(target_epsilon):
@@ -137,7 +137,7 @@ class RecordLevelDP(Protection):
         """
         if self._until_frozen:
             self._until_frozen.begin(method)
-        self.noise_multiplier, self._spent = self.settings.noise_multiplier, False
+        self.noise_multiplier, self._spent, self._warned = self.settings.noise_multiplier, False, False
         self._restore([])
         subject = f"strategy {method.name!r} with record-dp"
         problems = [f"{subject}: {what}" for what in uncovered(method)]
@@ -200,6 +200,7 @@ class RecordLevelDP(Protection):
         self.always_releases = self._until_frozen is not None and not any(
             merged_config(message).get(FROZEN) for _, message in messages
         )
+        self._check_delta(max((node.num_examples or 0 for node, _ in messages), default=0))
         if self._until_frozen and self.always_releases:
             sent = self._until_frozen.config()
             return [with_config(message, sent) for _, message in messages]
@@ -218,6 +219,16 @@ class RecordLevelDP(Protection):
         run.report.privacy = {"noise-multiplier": self.noise_multiplier or 0.0}
         self._tell(run)
         return [message for node, message in messages if node.num_examples]
+
+    def _check_delta(self, largest: int) -> None:
+        if self.noise_multiplier and self.delta * largest >= 1 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "dp-delta=%g is not below 1 / %d, the number of examples of the largest client: a mechanism that "
+                "publishes one example at random would have such a delta. Use a smaller one.",
+                self.delta,
+                largest,
+            )
 
     def check(self, run: RunState, reply: Reply, before: State) -> None:
         """Refuse a reply of a client that does not say that it did what is counted.
@@ -279,6 +290,8 @@ class RecordLevelDP(Protection):
         """Return what is guaranteed, in a sentence."""
         if not self._secret:
             return "No privacy is guaranteed: the noise can be repeated."
+        if not self._counted:
+            return NO_ROUND
         if not math.isfinite(epsilon := self.epsilon()):
             return "No privacy is guaranteed: there were rounds without noise, or with noise that can be repeated."
         before = len(self._until_frozen.ledger.releases) if self._until_frozen else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def test_ten_rounds_of_heavy_noise_refuse_no_reply_and_keep_variances_positive(
     got = federate(strategy, mlp, datasets, rounds=10)
     assert [report.rejected for report in strategy.reports] == [{}] * 10
     assert all((state["1.running_var"] > 0).all() for state in got.history)
+    assert DPWrapper(FedAvg(), 10.0).guarantee() == "No round has been released."
     assert wrapper.guarantee().startswith("epsilon = ")
     assert "after 10 releases: the models hide whether a client's update is in the sums." in wrapper.guarantee()
 
@@ -421,6 +423,14 @@ def test_noise_that_ruins_the_statistics_is_told_before_the_first_round(caplog: 
         assert ("in each round the noise in BN's running variances has 1 times their own size" in caplog.text) == warns
 
 
+def test_a_delta_that_protects_nobody_is_told_before_the_first_round(caplog: pytest.LogCaptureFixture) -> None:
+    for delta, warns in ((0.1, True), (0.09, False)):
+        caplog.clear()
+        settings = DPSettings(dp="server", dp_noise_multiplier=1.0, dp_delta=delta, dp_clipping_norm=0.1)
+        ClientLevelDP(settings).admits(of_round(1, 10), 5)
+        assert ("dp-delta=0.1 is not below 1 / 10, the number of clients" in caplog.text) == warns
+
+
 def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
     before, states = federation(mlp, 3, clients=20)
     settings = DPSettings(dp="server", dp_clipping_norm=1e-3, dp_clipping_quantile=0.5, dp_clipping_rate=0.5)
@@ -437,6 +447,43 @@ def test_the_noise_of_the_quantile_is_paid_for(z: float, asked: int) -> None:
     of_bits, of_updates = privacy._split(z, asked)
     assert 1 / of_updates**2 + 1 / (2 * of_bits) ** 2 == pytest.approx(1 / z**2, rel=1e-12)
     assert of_updates < 1.16 * z
+
+
+class Silent:
+    """Noise of size zero, to see what it is added to."""
+
+    secret = True
+
+    def normal(self, shape: Any) -> Any:
+        return np.zeros(shape)
+
+    def uniform(self, size: int) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("z", "clients"), [(1.0, 4), (0.2, 8)])
+def test_average_and_quantile_together_hide_a_client_that_sends_nothing(mlp: Any, z: float, clients: int) -> None:
+    """Brute force: both changes, each in units of its noise, are at most 1 / z; an update of zero would change more."""
+
+    def cost(before: Any, states: list[Any], neighbour: list[Any]) -> float:
+        found, shares = [], []
+        for replies in (states, neighbour):
+            settings = DPSettings(dp="server", dp_noise_multiplier=z, dp_clipping_norm=0.7, dp_clipping_quantile=0.5)
+            privacy = ClientLevelDP(settings, Silent())
+            found.append(pooled(privacy, before, replies, asked=clients))
+            shares.append(-math.log(privacy.clipping_norm / 0.7) / settings.dp_clipping_rate)
+        of_bits, of_updates = privacy._split(z, clients)
+        moved = distance(before, *found) * clients / (of_updates * 0.7)
+        return math.hypot(moved, (shares[1] - shares[0]) * clients / of_bits)
+
+    most = with_zero = 0.0
+    for seed in range(20):
+        before, states = federation(mlp, seed, clients)
+        states = [own | {"1.running_var": before["1.running_var"]} for own in states]  # else noise would bound it
+        most = max(most, cost(before, states, states[1:]))
+        with_zero = max(with_zero, cost(before, states, [dict(before), *states[1:]]))
+    assert 0.99 / z < most <= (1 + 1e-6) / z
+    assert with_zero > 1.1 / z or z < 1
 
 
 def test_clients_metrics_and_secret_participants_are_withheld(federate: Any, mlp: Any, datasets: Any) -> None:

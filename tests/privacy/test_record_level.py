@@ -669,6 +669,18 @@ def test_rounds_with_noise_that_can_be_repeated_stay_without_a_guarantee(tmp_pat
     assert counts.guarantee().startswith("No privacy is guaranteed: there were rounds without noise, or with noise")
 
 
+def test_a_delta_that_protects_no_example_is_told_once_before_a_client_trains(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counts, grid = RecordLevelDP(RecordLevel(2.0), 2, 4, delta=0.1), Mock()
+    counts.begin(FedAvg())
+    assert counts.guarantee() == "No round has been released."
+    for examples, warns in ((9, False), (10, True), (12, True)):
+        node = Node(1, num_examples=examples)
+        counts.open_round(state_in(1), [(node, Message(RecordDict(), 1, "train"))], grid, 1.0)
+        assert caplog.text.count("dp-delta=0.1 is not below 1 / 10, the number of examples of the largest") == warns
+
+
 def state_in(server_round: int, after: int = 0, phase: str = "train") -> RunState:
     made = RunState("fedavg", num_rounds=4, after=after, num_able=3, smallest=9)
     made.reports = [RoundReport(number, phase) for number in range(after + 1, server_round + 1)]
