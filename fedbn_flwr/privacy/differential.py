@@ -96,7 +96,7 @@ class DPSettings(Settings):
         1.0, "C: largest norm of a client's update; if C adapts, its value in round 1", gt=0
     )
     dp_clipping_quantile: float = setting(
-        0.0, "gamma: C adapts until this share of the updates is not clipped; 0 = C is fixed", ge=0, lt=1
+        0.0, "gamma: with dp=server C adapts until this share of the updates is not clipped; 0 = C is fixed", ge=0, lt=1
     )
     dp_clipping_rate: float = setting(0.2, "eta: how fast C adapts", gt=0)
     dp_statistics_scale: float = setting(
@@ -144,6 +144,11 @@ def conflicts(settings: DPSettings) -> list[str]:
     if settings.dp_max_epsilon and settings.dp_max_epsilon < settings.dp_target_epsilon:
         found.append(
             f"dp-max-epsilon={settings.dp_max_epsilon} is below dp-target-epsilon={settings.dp_target_epsilon}"
+        )
+    if settings.dp == "client" and settings.dp_clipping_quantile:
+        found.append(
+            f"dp-clipping-quantile={settings.dp_clipping_quantile} needs dp=server: a client that clips sends an "
+            "update of norm C, up to rounding, and the server cannot count those that were longer"
         )
     if settings.dp_sampling == "secret" and settings.dp_neighbours != "replace-one":
         found.append("dp-sampling=secret needs dp-neighbours=replace-one, for which its benefit is known")

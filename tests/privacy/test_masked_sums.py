@@ -651,7 +651,6 @@ def test_what_is_no_sum_is_refused_by_name(case: str, federate, datasets, mlp) -
         ),
         ({"validation-share": 0.2}, r"validation-share reports results on the clients' data"),
         ({"dp": "server"}, r"masked=true hides the updates that dp=server clips; with dp=client the clients clip"),
-        ({"dp": "client", "dp-clipping-quantile": 0.5}, r"masked=true hides whose update was clipped"),
         ({"strategy": "centralized"}, r"strategy=centralized has no clients"),
         ({"num-clients": 1}, r"masked=true needs at least 2 clients, and num-clients=1"),
         ({"watch-statistics": 1}, r"masked=true leaves only an average of the clients' statistics"),
