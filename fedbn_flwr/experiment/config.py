@@ -822,6 +822,11 @@ class Config(_MethodSettings):
         """The names of the methods, joined by "+"."""
         return self.strategy if self.strategy == CENTRALIZED else self.method().name
 
+    @property
+    def protected(self) -> bool:
+        """Whether single clients or examples are to stay hidden: then their counts are in no page to give away."""
+        return self.dp != "none" or self.record_dp or self.masked
+
     def late_decays(self) -> list[str]:
         """Return a warning for each decay of the learning rate that the run is too short for."""
         rounds, (after, _) = self.num_server_rounds, self.decays()

@@ -149,6 +149,8 @@ def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
             yield "settings of the method", ", ".join(settings)
     summary = _summary(saved.run)
     rounds = summary.get("rounds", f"{config.num_server_rounds} (from the settings)")
+    if privacy := summary.get("privacy"):
+        yield "privacy", privacy["guarantee"]
     best = summary.get("best-validation", {}).get("round")
     yield "rounds", f"{rounds}, the model is that of round {best}" if best else rounds
     yield "clients", config.num_clients or "as many as the federation had"
@@ -161,6 +163,9 @@ def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
 def _data(saved: SavedModel, data: PartitionedData | None) -> Iterator[str]:
     config = saved.config
     yield _list({"data set": dataset_name(config), "split over the clients": config.partition})
+    if config.protected:
+        yield "The counts of the clients are left out, because the run protects their data."
+        return
     if data is None:
         yield "The data of the run are not where this card was written, so there are no counts here."
         return

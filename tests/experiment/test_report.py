@@ -37,6 +37,9 @@ from fedbn_flwr.experiment.report.page import (
     Table,
     Text,
 )
+from fedbn_flwr.experiment.report.run import run_warnings
+from fedbn_flwr.experiment.report.run_files import RunFiles
+from fedbn_flwr.experiment.report.split_figures import split_figures
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.study import Study
@@ -649,3 +652,22 @@ def test_in_a_browser(
             assert messages == []
             assert requests == [path.as_uri()]
         browser.close()
+
+
+PROTECTED: list[dict[str, Any]] = [
+    {"dp": "server", "dp-noise-multiplier": 1.0},
+    {"record-dp": True, "record-dp-noise-multiplier": 1.0, "norm": "group", "local-steps": 2},
+    {"masked": True},
+]
+
+
+@pytest.mark.parametrize("keys", [{}, *PROTECTED])
+def test_a_protected_run_shows_no_counts_of_clients_and_is_not_repeatable(keys: dict[str, Any], tmp_path: Path) -> None:
+    config = Config.make({"dataset": "digits", "num-clients": 4, "eval-on": "global", **keys})
+    (tmp_path / "data.json").write_text(json.dumps({"warnings": ["no training examples of class 3: client 2"]}))
+    run = RunFiles(tmp_path, config, [], {"resumed-after": [2]})
+    assert (len(split_figures(run)) == 1 and isinstance(split_figures(run)[0], Text)) == bool(keys)
+    warnings = " ".join(run_warnings(run))
+    assert "was interrupted and resumed after round 2" in warnings
+    for words in ("its bits are those of one run", "class 3: client 2"):
+        assert (words in warnings) == (not keys), words

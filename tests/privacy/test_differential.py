@@ -18,7 +18,10 @@ from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.export import export
+from fedbn_flwr.experiment.model_card import CARD
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.report import write_report
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
@@ -690,3 +693,10 @@ def test_no_file_to_give_away_holds_what_a_client_reported(
     found = {trace for p in files for trace in traces if trace in p.read_bytes()}
     assert {p.name for p in files} >= {"model.safetensors", "metrics.jsonl", "summary.json"}
     assert found == (set() if dp == "server" else {traces[0], traces[1]})
+    report = write_report(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "home/model.safetensors", "torch")
+    for page in (report, tmp_path / "home" / CARD):
+        text = page.read_text()
+        assert ("raining examples by class" in text) == (dp == "none"), page
+        assert ("epsilon = " in text) == (dp == "server"), page
+        assert "whether a client&#x27;s update" in text.replace("'", "&#x27;") or dp == "none"

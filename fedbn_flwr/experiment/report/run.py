@@ -125,10 +125,12 @@ def run_warnings(run: RunFiles) -> list[str]:
         found.append(f"{dropped} batches of one example were left out: BatchNorm cannot take them.")
     if resumed := run.summary.get("resumed-after"):
         rounds = ", ".join(map(str, resumed))
-        found.append(f"The run was interrupted and resumed after round {rounds}; its bits are those of one run.")
+        same = "" if run.config.protected else "; its bits are those of one run"
+        found.append(f"The run was interrupted and resumed after round {rounds}{same}.")
     with suppress(FedBNError):  # its own data are not here
         found += run.config.warnings()
-    return found + list(run.json("data.json").get("warnings", ()))
+    of_data = () if run.config.protected else run.json("data.json").get("warnings", ())  # they name clients
+    return [*found, *of_data]
 
 
 def _written(run: RunFiles) -> str:

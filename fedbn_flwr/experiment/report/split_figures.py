@@ -21,10 +21,14 @@ def split_section(run: RunFiles) -> Section:
 def split_figures(run: RunFiles, ending: str = "") -> list[Block]:
     """Return the pictures from ``split.json``, or from the data in a folder of an older version.
 
+    The counts of a protected run are left out: epsilon and masks do not cover them.
+
     Args:
         run: the run.
         ending: ends the titles.
     """
+    if run.config.protected:
+        return [Text("The counts of the clients are left out, because the run protects their data.", "note")]
     try:
         saved = run.json("split.json")
         clients, tables = read_split(saved) if saved else ([], count_split(run.config))

@@ -147,8 +147,9 @@ def split_section(files: StudyFiles) -> Section | None:
     """Return the class-by-client picture of each split, of the first seed."""
     blocks: list[Block] = []
     for split in files.study.splits:
-        run = next((run for cell, run in files.runs if cell.split == split), None)
-        if run:
+        runs = [run for cell, run in files.runs if cell.split == split]
+        if runs:
+            run = next((run for run in runs if run.config.protected), runs[0])
             several = len(files.study.splits) > 1
             blocks += split_figures(
                 run, f", {split}, seed {run.config.seed}" if several else f", seed {run.config.seed}"
