@@ -26,6 +26,7 @@ from fedbn_flwr.data import (
     DatasetInfo,
     OwnData,
     Standardise,
+    decided_by_records,
     is_own,
     own_info,
 )
@@ -507,6 +508,10 @@ class Config(_MethodSettings):
         if self.early_stopping:
             found.append(f"early-stopping={self.early_stopping} chooses a round by the clients' validation examples")
         found += self._uncovered("dp-metrics", "epsilon does")
+        decided = decided_by_records(self.own_data(), self.data_info()) if is_own(self.dataset) else {}
+        found += [
+            f"{asked}: the records decide {what}, which epsilon does not cover: {way}" for what, way in decided.items()
+        ]
         return found + (self._record_problems() if self.record_dp else [])
 
     def mask_settings(self) -> MaskSettings:

@@ -97,6 +97,8 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     if info.feature_names and isinstance(inputs, Samples):
         figures["features"] = _features(inputs, split, info.feature_names)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
+    if config.record_dp and data.train.units is not None:
+        warnings += _of_units(data.train.units)
     warnings += _of_values(values, data.train.as_bytes, config.standardise_as() != "none")
     return DataReport(figures, info.notes, tuple(warnings))
 
@@ -165,6 +167,14 @@ def _of_values(values: dict[str, Any], as_bytes: bool, scaled: bool) -> Iterator
         yield f"all inputs are {low:g}"
     if not as_bytes and not scaled and max(abs(low), abs(high)) > _LARGE:
         yield f"inputs reach {max(abs(low), abs(high)):g} and are taken as they are: use standardise=federated"
+
+
+def _of_units(units: Tensor) -> Iterator[str]:
+    if (most := int(torch.unique(units, return_counts=True)[1].max())) > 1:
+        yield (
+            f"record-dp: epsilon is that of one example, and up to {most} belong together (group-column). Of all "
+            f"of them it is up to {most} times as large, with a larger delta"
+        )
 
 
 def _listed(names: list[str]) -> str:

@@ -666,7 +666,33 @@ def test_sums_of_the_clients_inputs_are_refused(tmp_path: Path) -> None:
     keys = {"dp": "server", "dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "label", "client-column": "site"}
     with pytest.raises(ConfigError, match="standardise=federated collects sums of the clients' inputs"):
         Config.make(keys)
-    assert Config.make({**keys, "standardise": "local"}).dp == "server"
+    assert Config.make({**keys, "standardise": "local", "class-names": "0,1,2"}).dp == "server"
+
+
+@pytest.mark.parametrize(
+    "protection",
+    [
+        {"dp": "server", **NOISY, "standardise": "local"},
+        {"record-dp": True, "norm": "layer", "local-steps": 2, "standardise": "none"},
+    ],
+)
+def test_no_record_decides_how_many_outputs_and_inputs_a_model_has(tmp_path: Path, protection: dict[str, Any]) -> None:
+    """With one more record the model would have a third class, or a feature "ward=icu": the names are in its file."""
+    table = tmp_path / "t.csv"
+    table.write_text("a,ward,who,site\n" + "1,in,flu,0\n2,out,well,0\n1,in,flu,1\n2,out,well,1\n" * 8)
+    keys = {"dataset": f"csv:{table}", "label-column": "who", "client-column": "site", **protection}
+    with pytest.raises(ConfigError) as error:
+        Config.make(keys)
+    asked = "dp=server" if "dp" in protection else "record-dp=true"
+    assert f"{asked}: the records decide the names of the classes, which epsilon does not cover: set class-names" in (
+        str(error.value)
+    )
+    assert f"{asked}: the records decide the features of ward, which epsilon does not cover: state the categories" in (
+        str(error.value)
+    )
+    keys |= {"feature-columns": "a,ward:in|out|icu"}
+    assert Config.make({**keys, "class-names": "flu,well,kuru"}).num_outputs() == 3
+    assert Config.make({**keys, "positive-values": "flu"}).num_outputs() == 1
 
 
 @pytest.mark.parametrize("dp", ["server", "none"])

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.recorder import Recorder
 from fedbn_flwr.experiment.run import run
@@ -679,6 +680,21 @@ def test_a_delta_that_protects_no_example_is_told_once_before_a_client_trains(
         node = Node(1, num_examples=examples)
         counts.open_round(state_in(1), [(node, Message(RecordDict(), 1, "train"))], grid, 1.0)
         assert caplog.text.count("dp-delta=0.1 is not below 1 / 10, the number of examples of the largest") == warns
+
+
+def test_that_a_person_has_several_examples_is_told_with_how_many(tmp_path: Path) -> None:
+    rows = [(patient, site) for site in (0, 1) for patient in range(12) for _ in range(1 + (patient == 5))]
+    text = "".join(f"{number % 3},{number % 2},{patient},{site}\n" for number, (patient, site) in enumerate(rows))
+    (tmp_path / "t.csv").write_text("a,label,patient,site\n" + text)
+    keys = {"dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "label", "client-column": "site", "test-share": 0.2}
+    keys |= {"group-column": "patient", "standardise": "none", "norm": "layer", "class-names": "0,1"}
+    for record_dp in (True, False):
+        config = Config.make(keys | ({"record-dp": True, "local-steps": 2} if record_dp else {}))
+        split = partitioned_data(config, 2)
+        most = np.unique(split.dataset.train.units.numpy(), return_counts=True)[1].max()
+        told = f"record-dp: epsilon is that of one example, and up to {most} belong together (group-column)"
+        assert any(told in warning for warning in data_report(split, config).warnings) == record_dp
+        assert most > 1
 
 
 def state_in(server_round: int, after: int = 0, phase: str = "train") -> RunState:

@@ -25,7 +25,7 @@ from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.data.validation import split_off
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["KINDS", "OwnData", "OwnRows", "is_own", "own_info", "own_rows", "table_columns"]
+__all__ = ["KINDS", "OwnData", "OwnRows", "decided_by_records", "is_own", "own_info", "own_rows", "table_columns"]
 
 _READERS: dict[str, Callable[[OwnData], Found]] = {
     "folder": read_folder,
@@ -112,6 +112,32 @@ def own_rows(request: OwnData) -> OwnRows:
             for at, (c, start) in enumerate(zip(found.clients, starts, strict=True))
         ]
     return OwnRows(column, names, *_split(request, found), found.tests is not None)
+
+
+def decided_by_records(request: OwnData, info: DatasetInfo) -> dict[str, str]:
+    """Return what of a model's outputs and inputs the records decide, since the config does not state it.
+
+    Args:
+        request: what the config says of the data.
+        info: their description.
+
+    Returns:
+        What the records decide, each with what the config must do.
+    """
+    if not request.path:
+        return {}
+    found, stated = dict[str, str](), dict[str, set[str]]()
+    if info.task.by_pixel and not request.num_classes:
+        found["the number of classes"] = "set num-classes"
+    if info.task.name in ("classification", "binary") and not (request.class_names or request.positive_values):
+        found["the names of the classes"] = "set class-names"
+    for name, kinds in stated_features(request.feature_columns):
+        stated[name] = {f"{name}={kind}" for kind in kinds} or {name}
+    known = set[str]().union(*stated.values())
+    columns = {name.partition("=")[0] for name in info.feature_names if "=" in name and name not in known}
+    if columns:
+        found[f"the features of {', '.join(sorted(columns))}"] = "state the categories in feature-columns, NAME:A|B"
+    return found
 
 
 @functools.lru_cache(maxsize=8)
