@@ -102,9 +102,7 @@ def _rows(name: str, data_dir: str, num_shadows: int) -> list[list[str]]:
     for z in Z:  # of the sum with noise the attacker subtracts the others
         seen, known = f"the sum of clipped replies with noise, z = {z:g}, and all others", _clipped(of_shadows)
         ways[seen] = noisy(known, z), noisy(_clipped(of_clients), z)
-        # The noises of the rounds are independent: their mean has the deviation of one over sqrt(ROUNDS).
-        fewer = z / math.sqrt(ROUNDS)
-        ways[f"the same with z = {z:g}, mean of {ROUNDS} rounds"] = noisy(known, fewer), noisy(averaged, fewer)
+        ways[f"the same with z = {z:g}, mean of {ROUNDS} rounds"] = noisy_mean(known, z), noisy_mean(averaged, z)
     chosen = (parts.statistics, (*parts.affine, *parts.rest), tuple(of_clients[0]))
 
     def share(names: Sequence[str], known: Updates, seen: Updates) -> str:
@@ -141,6 +139,11 @@ def noisy(updates: Updates, z: float) -> Updates:
         return {key: array + z * C * noise.normal(array.shape) for key, array in update.items()}
 
     return [noised(update) for update in updates]
+
+
+def noisy_mean(updates: Updates, z: float) -> Updates:
+    """Return means of the updates of ROUNDS rounds with the mean of their noises, which are independent."""
+    return noisy(updates, z / math.sqrt(ROUNDS))
 
 
 def _only(update: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ NORMS = (0.1, 0.3, 1.0, 3.0)
 SEEDS, TUNING_SEED = (0, 1, 2), 9
 STOCK = "BN, Flower's wrapper"
 METHODS: dict[str, dict[str, Any]] = {
-    STOCK: {},
+    STOCK: {},  # weights |D_i|: one client can move the average by more than C / m
     "BN, DPWrapper": {},
     "FixBN": {"strategy": "fixbn", "freeze-at": 5},
     "FedBN": {"strategy": "fedbn", "eval-on": "personal-own", "dp-metrics": "published"},
@@ -73,7 +73,7 @@ def main(
                 if method != STOCK:
                     epsilons[noise] = f"{found[0][1]:.3g}" if found[0][1] else "none"
             rows.append(cells)
-        rows.append(["epsilon at delta 1e-5", *(epsilons[noise] for noise in NOISES)])
+        rows.append([f"epsilon at delta 1e-5, not of {STOCK}", *(epsilons[noise] for noise in NOISES)])
         text = table(["accuracy, % (C)", *(f"z = {noise:g}" for noise in NOISES)], rows) + f"\n\n{facts()}"
         print(f"{name}\n\n{text}\n")
         if write:

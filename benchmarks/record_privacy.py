@@ -69,12 +69,17 @@ def main(
             shown = f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}"
             cells.append(shown + f" ({norm:g})" * private)
         rows.append(cells + ["refused"] * (len(EPSILONS) + 1 - len(cells)))
-    rows.append(["z", "0", *(f"{_noise(epsilon, SEEDS[0]):.2f}" for epsilon in EPSILONS[1:])])
+    rows.append(["z", "0", *(rounded_up(_noise(epsilon, SEEDS[0])) for epsilon in EPSILONS[1:])])
     head = ["accuracy, % (C)", "no privacy", *(f"epsilon = {epsilon:g}" for epsilon in EPSILONS[1:])]
     text = table(head, rows) + f"\n\n{facts()}"
     print(text)
     if write:
         write_block(write, "records", text)
+
+
+def rounded_up(noise: float) -> str:
+    """Return a noise multiplier with two digits, with which epsilon is not larger."""
+    return f"{math.ceil(100 * noise) / 100:.2f}"
 
 
 def _noise(epsilon: float, seed: int) -> float:

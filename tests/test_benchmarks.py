@@ -55,6 +55,18 @@ def test_what_is_slower_with_the_same_processes_is_listed() -> None:
     assert slower({"fedbn": figures}).count("\n") == 0
 
 
+def test_a_noise_multiplier_is_rounded_up_and_that_of_a_mean_of_rounds_is_smaller() -> None:
+    import numpy as np
+    from leakage import ROUNDS, C, mean_update, noisy, noisy_mean
+    from record_privacy import rounded_up
+
+    assert [rounded_up(z) for z in (1.5712890625, 3.30078125, 8.5)] == ["1.58", "3.31", "8.50"]
+    still = {"x": np.zeros(40_000)}
+    of_rounds = mean_update([noisy([still], 0.1)[0] for _ in range(ROUNDS)])["x"].std()
+    assert of_rounds == pytest.approx(0.1 * C / ROUNDS**0.5, rel=0.02)
+    assert noisy_mean([still], 0.1)[0]["x"].std() == pytest.approx(of_rounds, rel=0.03)
+
+
 @pytest.mark.parametrize("module", ["bare", "ours"])
 def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
     import importlib

@@ -14,13 +14,13 @@ __all__ = ["check_wrapper"]
 
 logger = logging.getLogger("flwr")
 
-_INSTEAD = "fedbn_flwr.privacy.DPWrapper knows the parts of the model"
+_INSTEAD = "fedbn_flwr.privacy.DPWrapper weighs all clients alike and knows the parts of the model"
 
 
 def check_wrapper(method: Method[Any], parts: Parts, warn: bool) -> None:
     """Check that Flower's wrapper, if it calls the strategy, does with this method what it says.
 
-    ``warn``: warn of counters, which the wrapper treats as weights.
+    ``warn``: warn of the weights of the clients, and of counters, which the wrapper treats as weights of the model.
 
     Raises:
         ConfigError: something of the clients goes round the wrapper, or the wrapper would fail or break the method.
@@ -35,7 +35,17 @@ def check_wrapper(method: Method[Any], parts: Parts, warn: bool) -> None:
         reasons.append("it would add noise to frozen statistics")
     if reasons:
         raise ConfigError(f"{wrapper} around strategy {method.name!r}: {'; '.join(reasons)}. {_INSTEAD}.")
-    if warn and parts.counters:
+    if not warn:
+        return
+    logger.warning(
+        "%s expects that all clients weigh the same, and strategy %r weighs the clients by |D_i|, so that one of them "
+        "can move the average by more than its noise is for: an epsilon from its noise multiplier alone would be too "
+        "small. %s.",
+        wrapper,
+        method.name,
+        _INSTEAD,
+    )
+    if parts.counters:
         logger.warning(
             "%s clips and adds noise to BN's int64 counters and running statistics as if they were weights: the "
             "counters alone can take up the clipping norm, and variances can become negative. %s.",

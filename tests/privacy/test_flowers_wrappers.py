@@ -64,13 +64,15 @@ def test_local_parts_are_refused_where_the_server_clips(mlp: Any, datasets: Any,
 
 
 @pytest.mark.parametrize("wrapper", [FIXED["server"], ADAPTIVE["server"]])
-def test_others_work_with_a_warning_of_the_counters(mlp: Any, datasets: Any, wrapper: Any, caplog: Any) -> None:
+def test_others_work_with_a_warning_of_counters_and_weights(mlp: Any, datasets: Any, wrapper: Any, caplog: Any) -> None:
     result = start(wrapper, FedAvgM(), mlp, datasets)
     assert len(result.arrays) == len(mlp().state_dict())
     assert caplog.text.count("int64 counters") == 1
+    assert caplog.text.count("weighs the clients by |D_i|, so that one of them can move the average by more than") == 1
     caplog.clear()
     start(wrapper, FedAvg(), lambda: mlp(norm=False), datasets)
     assert "int64 counters" not in caplog.text
+    assert caplog.text.count("weighs the clients by |D_i|") == 1
 
 
 def test_flowers_accountant_is_refused_by_flower_and_the_legacy_wrapper_by_us(
