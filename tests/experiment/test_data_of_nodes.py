@@ -197,6 +197,16 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
     assert {client for client, text in sent if "training" in text or "bmi" in text} == {1}
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_node_with_masks_sends_no_report_of_its_data(masked: bool, tables, caplog) -> None:
+    keys = {**TABLE, "dataset": "csv:", "standardise": "none", "missing": "refuse", "feature-columns": "age,sex:F|M"}
+    config = Config.make({**keys, "eval-on": "global", "test-share": 0.3, "masked": masked})
+    node = {**at(tables)[0], "report-data": True}
+    client = client_fn(Context(1, 1, node, RecordDict(), config.to_mapping()))
+    assert ("data-report" in client.get_properties({})) == (not masked)
+    assert ("report-data=true has no effect with masked=true: the counts would not be masked" in caplog.text) == masked
+
+
 # --- standardise=federated -------------------------------------------------------------------------------------------
 
 
