@@ -386,7 +386,7 @@ class ClientLevelDP(Protection):
         what = (
             "whether a client's update is in the sums" if own.dp_neighbours == "zero-out" else "which data a client has"
         )
-        against = ", from all but clients" if self.secret_sampling else ""
+        against = ", from all but clients" if any(release.secret for release in ledger.releases) else ""
         return (
             f"epsilon = {epsilon:.4g} at delta = {own.dp_delta:g} after {len(ledger.releases)} releases: the "
             f"models hide {what}{against}."

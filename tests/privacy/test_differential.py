@@ -487,7 +487,7 @@ def test_average_and_quantile_together_hide_a_client_that_sends_nothing(mlp: Any
         most = max(most, cost(before, states, states[1:]))
         with_zero = max(with_zero, cost(before, states, [dict(before), *states[1:]]))
     assert 0.99 / z < most <= (1 + 1e-6) / z
-    assert with_zero > 1.1 / z or z < 1
+    assert with_zero > 1.05 / z
 
 
 def test_clients_metrics_and_secret_participants_are_withheld(federate: Any, mlp: Any, datasets: Any) -> None:
@@ -658,6 +658,9 @@ def test_a_ledger_keeps_what_its_releases_were(mlp: Any, tmp_path: Path) -> None
     kept = ClientLevelDP(DPSettings(**keys, dp_sampling="secret"))
     kept.load_state_dict(first.state_dict())
     assert not kept.guarantees
+    hidden = ClientLevelDP(DPSettings(**keys))
+    hidden.ledger.releases = [Release(4.0, 10, 1000, secret=True)]
+    assert hidden.guarantee().endswith("which data a client has, from all but clients.")
 
 
 def test_sums_of_the_clients_inputs_are_refused(tmp_path: Path) -> None:
