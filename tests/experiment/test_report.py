@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from fedbn_flwr.experiment.report.page import (
 from fedbn_flwr.experiment.report.run import run_warnings
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.split_figures import split_figures
+from fedbn_flwr.experiment.report.study import split_section
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.study import Study
@@ -671,3 +673,18 @@ def test_a_protected_run_shows_no_counts_of_clients_and_is_not_repeatable(keys: 
     assert "was interrupted and resumed after round 2" in warnings
     for words in ("its bits are those of one run", "class 3: client 2"):
         assert (words in warnings) == (not keys), words
+
+
+def test_a_study_shows_no_counts_beside_a_protected_run(tmp_path: Path) -> None:
+    runs = []
+    for keys in ({}, PROTECTED[0]):
+        config = Config.make({"dataset": "digits", "num-clients": 4, "eval-on": "global", **keys})
+        runs.append((SimpleNamespace(split="iid"), RunFiles(tmp_path, config, [], {})))
+    files: Any = SimpleNamespace(study=SimpleNamespace(splits=["iid"]), runs=runs)
+    section = split_section(files)
+    assert section
+    assert [type(block) for block in section.blocks] == [Text]
+    files.runs = runs[:1]
+    section = split_section(files)
+    assert section
+    assert [type(block) for block in section.blocks] == [Figure]
