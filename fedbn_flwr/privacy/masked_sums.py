@@ -149,8 +149,6 @@ def conflicts(dp: DPSettings) -> list[str]:
     found = []
     if dp.dp == "server":
         found.append("masked=true hides the updates that dp=server clips; with dp=client the clients clip")
-    if dp.dp != "none" and dp.dp_clipping_quantile:
-        found.append("masked=true hides whose update was clipped, which dp-clipping-quantile follows; leave it out")
     return found
 
 
