@@ -94,13 +94,14 @@ def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: Comput
 def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) -> Callable[[], None]:
     """Call ``note(layer, x)`` before each forward pass of a layer; return the function that undoes it.
 
-    Not a hook of torch's: a compiled model does not look for hooks that come after its compilation.
+    Not a hook of torch's: a compiled model does not look for hooks that come after its compilation. It runs ``note``
+    between its compiled parts.
     """
     before = vars(layer).get("forward")
-    own = layer.forward
+    own, noted = layer.forward, not_compiled(note)
 
     def forward(input: Tensor) -> Tensor:
-        note(layer, input)
+        noted(layer, input)
         return own(input)
 
     layer.forward = forward  # type: ignore[method-assign]

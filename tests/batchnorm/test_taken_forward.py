@@ -19,6 +19,7 @@ from fedbn_flwr.batchnorm.taken_forward import (
     take_forward,
 )
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.strategies.fbn import GlobalStatistics
 from tests.support.many_layers import Many
 
 KINDS = {"1d": (nn.BatchNorm1d, (6, 5)), "2d": (nn.BatchNorm2d, (4, 5, 3, 2)), "3d": (nn.BatchNorm3d, (4, 5, 1, 2, 2))}
@@ -37,32 +38,60 @@ def gradients(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> 
     return [out.detach(), *torch.autograd.grad((out.float() * out.float().detach().sin()).sum(), wanted)]
 
 
-def test_a_compiled_model_is_not_compiled_anew_in_each_round() -> None:
-    compiled = []
+class Net(nn.Module):
+    """One BatchNorm layer between compiled parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.first(x).relu()).tanh()
+        return out
+
+
+@pytest.fixture
+def compiled() -> tuple[Net, Any, list[Any]]:
+    """A model, the compiled one, and the graphs that were compiled so far."""
+    graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        compiled.append(graph)
+        graphs.append(graph)
         return graph.forward
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.first(x).relu()).tanh()
-
     torch._dynamo.reset()
-    model, counts = Net(), []
-    fast = torch.compile(model, backend=backend)
+    model = Net()
+    return model, torch.compile(model, backend=backend), graphs
+
+
+def test_a_compiled_model_is_not_compiled_anew_in_each_round(compiled: Any) -> None:
+    model, fast, graphs = compiled
+    counts = []
     for _ in range(4):
         share = nn.Parameter(torch.ones(4))  # a round's own, as HBN's alpha
         undo = take_forward(model, lambda layer, x, share=share: normalise(layer, x, *batch_statistics(x)) * share)
         torch.testing.assert_close(fast(x := torch.randn(8, 4)), model(x))
         undo()
-        counts.append(len(compiled))
+        counts.append(len(graphs))
     assert counts[0] > 0
     assert counts == counts[:1] * 4
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_a_compiled_model_whose_inputs_are_measured_is_compiled_once(compiled: Any, warm_up: bool) -> None:
+    """In each of more steps than torch's compiler bears new graphs; the measured sums change with every step."""
+    model, fast, graphs = compiled
+    counts = []
+    for _ in range(2):
+        hook = GlobalStatistics(warm_up)
+        hook.begin(model)
+        for _ in range(10):
+            fast(torch.randn(8, 4))
+            counts.append(len(graphs))
+        hook.end(model)
+        assert hook.reply()["bn-moments"]["norm.count"] == 80
+    assert counts[0] > 0
+    assert counts == counts[:1] * 20
 
 
 @pytest.mark.parametrize("affine", [True, False])
