@@ -49,13 +49,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
+from fedbn_flwr.batchnorm.taken_forward import watch_inputs
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.evaluation import EvalResult, evaluate, without_running_statistics
 from fedbn_flwr.training.loop import Batches, kept_modes
@@ -116,8 +117,8 @@ def adapted(model: nn.Module, data: Batches, by: TestBN | None) -> Iterator[None
     Layers without running statistics use each batch's own anyway.
 
     Args:
-        model: it has its running statistics again after the block, bit for bit. Of a compiled model the module inside,
-            because torch's compiler does not see hooks that are set later.
+        model: it has its running statistics again after the block, bit for bit. A compiled model is compiled anew in
+            the block; use the module inside.
         data: the test data; ``full`` reads all inputs first.
         by: which statistics; None = the running ones.
 
@@ -161,7 +162,7 @@ def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: T
     """Return the metrics of the model on the data, as ``evaluate``, with the statistics of their inputs.
 
     Args:
-        model: as in ``adapted``.
+        model: as in ``adapted``; of a compiled one the module inside is tested.
         data: the test data; batches follow their order.
         by: which statistics, in which batches; None = the running ones.
         task: the loss, which targets count, and the score.
@@ -173,6 +174,7 @@ def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: T
     if by is None:
         return evaluate(model, data, task=task)
     by = replace(by, batch_size=by.batch_size or task.test_batch)
+    model = getattr(model, "_orig_mod", model)  # not ``unwrap``: a user's wrapper named "module" may do more
     with adapted(model, data, by):
         return evaluate(model, data, task=task, batch_size=by.batch_size)
 
@@ -222,13 +224,9 @@ def _moving(tau: float, path: str) -> Rule:
     return rule
 
 
-def _watch(layer: nn.Module, note: Callable[[Tensor], None]) -> Callable[[], None]:
+def _watch(layer: _BatchNorm, note: Callable[[Tensor], None]) -> Callable[[], None]:
     """Call ``note`` with each input of the layer; return what ends that."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        note(args[0] if args else kwargs["input"])
-
-    return layer.register_forward_pre_hook(hook, with_kwargs=True).remove
+    return watch_inputs(layer, lambda _, x: note(x))
 
 
 def _put(mean: Tensor, var: Tensor, rule: Rule, x: Tensor) -> None:

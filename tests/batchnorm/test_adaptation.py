@@ -153,7 +153,7 @@ def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, by:
         fails()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == places
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
 
 
 def test_a_test_in_the_block_uses_them(trained: Any) -> None:
@@ -167,6 +167,20 @@ def test_a_test_in_the_block_uses_them(trained: Any) -> None:
     full = evaluate_adapted(model, data, TestBN("full"))
     with adapted(model, data, TestBN("full")):
         assert full.loss == evaluate(model, data).loss
+
+
+def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(mlp: Any, points: Any) -> None:
+    torch._dynamo.reset()
+    model, data = mlp(), points(10, 1)
+    compiled = torch.compile(model, backend="eager")
+    plain = evaluate(compiled, data, batch_size=5)  # batches of the size that follows
+    for mode in ("batch", "mix", "momentum", "full"):
+        by = TestBN(mode, batch_size=5)
+        found = evaluate_adapted(compiled, data, by)
+        assert found.loss == pytest.approx(evaluate_adapted(model, data, by).loss, rel=1e-12)
+        assert found.loss != pytest.approx(plain.loss, rel=1e-3)
+        with adapted(compiled, data, by):
+            assert evaluate(compiled, data, batch_size=5).loss == pytest.approx(found.loss, rel=1e-12)
 
 
 def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(points: Any) -> None:
