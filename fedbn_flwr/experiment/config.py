@@ -652,6 +652,11 @@ class Config(_MethodSettings):
                 f"dataset={self.dataset} is for {task.name}, model={self.model} gives {gives}. Use another data set, "
                 f"or one of the models {allowed}"
             )
+        if self.feature_norm and task.by_pixel:
+            raise ConfigError(
+                f"feature-norm=true is for a vector of features before a linear classifier, and the task {task.name} "
+                "has a prediction for each pixel. Leave it out."
+            )
 
     @staticmethod
     def _known(key: str, value: str, allowed: Any) -> None:

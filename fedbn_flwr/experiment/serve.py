@@ -56,6 +56,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.models import InitReport
+from fedbn_flwr.norms.feature import NormalisedLinear
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
 from fedbn_flwr.privacy.record_server import RecordLevelDP
@@ -116,6 +117,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
     data = _server_data(config)
     model = make_model(config)
+    _log_feature_norm(model)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
@@ -251,6 +253,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: E
     data = partitioned_data(config, count_clients(config))
     model = training_model(config)
     plain = unwrap(model)
+    _log_feature_norm(plain)
     _log_initial(initialise(plain, config))
     settings = local_training(config)
     folder = closing.enter_context(RunFolder(out, config))
@@ -307,6 +310,13 @@ def _report_data(folder: RunFolder, config: Config, data: PartitionedData | None
     for warning in report.warnings:
         logger.warning("%s", warning)
     folder.save_data(report.figures, report.notes, report.warnings)
+
+
+def _log_feature_norm(model: nn.Module) -> None:
+    """Log which layer gets features of a fixed length: the user knows whether it is the classifier."""
+    for path, module in model.named_modules():
+        if isinstance(module, NormalisedLinear):
+            logger.info("feature-norm: '%s' is the classifier; the features before it get a fixed length", path)
 
 
 def _log_initial(report: InitReport | None) -> None:

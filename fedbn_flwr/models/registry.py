@@ -160,7 +160,7 @@ def build_model(
 
     Raises:
         ConfigError: a name is unknown, a number is below 1, or the model does not take such inputs.
-        NormLayerError: the norm does not fit the model's layers.
+        NormLayerError: the norm does not fit the model's layers, or the model has no linear classifier to normalise.
     """
     _at_least_one(num_classes=num_classes)
     if norm not in NORMS:
@@ -177,7 +177,7 @@ def build_model(
             raise unknown_name("option of a norm", option, known)
     taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
     model = replace_norm(model, norm, **taken)[0]
-    return use_feature_norm(model, feature_norm)[0] if feature_norm else model
+    return use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
 
 
 def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[int, ...]) -> Callable[[], nn.Module]:

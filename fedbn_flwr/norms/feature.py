@@ -42,18 +42,22 @@ class NormalisedLinear(nn.Linear):
         return super().forward((wide * (scale / length)).to(input.dtype))
 
 
-def use_feature_norm(model: nn.Module, scale: FeatureScale = "sqrt-d") -> tuple[nn.Module, NormReport]:
+def use_feature_norm(
+    model: nn.Module, scale: FeatureScale = "sqrt-d", num_classes: int = 0
+) -> tuple[nn.Module, NormReport]:
     """Normalise the features before the classifier, the last linear layer of the model, in place.
 
     Args:
         model: changed in place.
         scale: "sqrt-d" for features of length sqrt(d), "1" for length 1.
+        num_classes: number of the model's logits, and so of the classifier's outputs; 0 = not known.
 
     Returns:
         The model, and a report with the path of that layer.
 
     Raises:
-        NormLayerError: the model has no linear classifier, or one that is changed already.
+        NormLayerError: the model has no linear classifier, or one that is changed already, or its last linear layer
+            has another number of outputs.
     """
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     name = type(model).__name__
@@ -63,6 +67,12 @@ def use_feature_norm(model: nn.Module, scale: FeatureScale = "sqrt-d") -> tuple[
             "model with one, or feature-norm=false."
         )
     path, head = found[-1]
+    if num_classes and head.out_features != num_classes:
+        raise NormLayerError(
+            f"feature-norm: '{path}', the last linear layer of {name}, has {head.out_features} outputs, and the model "
+            f"has {num_classes}: it is not the classifier. Register the classifier last, use a model with a linear "
+            "classifier, or feature-norm=false."
+        )
     if type(head) is not nn.Linear:
         raise NormLayerError(
             f"feature-norm: the last linear layer of {name}, '{path}', is a {type(head).__name__}, which has a rule "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch.nn import functional
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.models import build_model
 from fedbn_flwr.norms import use_feature_norm
@@ -133,6 +137,41 @@ def test_a_model_without_a_plain_classifier_is_refused_by_name() -> None:
         use_feature_norm(torchvision.models.squeezenet1_1(weights=None))
     with pytest.raises(NormLayerError, match=r"the last linear layer of .*, 'fc', is a BiasedLinear"):
         build_model("resnet20", num_classes=10, channels=3, size=32, norm="fixup", feature_norm="sqrt-d")
+
+
+class HeadFirst(nn.Module):
+    """Registers its classifier before its body."""
+
+    def __init__(self, num_classes: int, channels: int, size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, num_classes)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, 6), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def test_a_layer_that_is_not_the_classifier_is_refused_by_name(write_cityscapes, tmp_path, monkeypatch) -> None:
+    sizes = {"num_classes": 5, "channels": 3, "size": 32, "feature_norm": "sqrt-d"}
+    with pytest.raises(
+        NormLayerError, match=r"'encoder\.block4\.1\.mlp\.fc2', the last .* has 256 outputs, and .* has 5:"
+    ):
+        build_model("smp:Unet/mit_b0", **sizes)
+    monkeypatch.setitem(sys.modules, "users", types.SimpleNamespace(net=HeadFirst))
+    with pytest.raises(NormLayerError, match=r"'body\.1', the last .* 6 outputs, .*Register the classifier last"):
+        build_model("users:net", **sizes)
+    folder = write_cityscapes(tmp_path, {"aachen": 2}, {"lindau": 1}, (32, 64))
+    data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
+    with pytest.raises(ConfigError, match=r"feature-norm=true is for a vector of features .* segmentation"):
+        Config.make({**data, "model": "smp:Unet/mit_b0", "feature-norm": True})
+
+
+def test_a_run_says_which_layer_is_normalised(tmp_path, caplog) -> None:
+    keys = {"num-clients": 2, "num-server-rounds": 1, "local-steps": 1, "feature-norm": True}
+    with caplog.at_level(logging.INFO, "flwr"):
+        run(Config.make(keys), tmp_path / "out")
+    assert "feature-norm: 'fc' is the classifier" in caplog.text
 
 
 def test_it_is_a_key_beside_every_norm() -> None:
