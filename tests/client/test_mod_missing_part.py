@@ -14,6 +14,7 @@ from fedbn_flwr.strategies import (
     FBN,
     HBN,
     MTFL,
+    BNScaffold,
     FedAvg,
     FedBN,
     FedDNA,
@@ -52,6 +53,7 @@ MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
     "staticbn": (StaticBN, 1, "under staticbn. Run the client's training inside `with bn_rules(model, msg, context):`"),
     "fbn": (FBN, 1, f"client hook 'global-statistics' of strategy 'fbn'. {RUN_INSIDE}"),
     "hbn": (HBN, 1, f"client hook 'hybrid-statistics' of strategy 'hbn'. {RUN_INSIDE}"),
+    "bn-scaffold": (BNScaffold, 1, f"client hook 'bn-variates-of-steps' of strategy 'bn-scaffold'. {RUN_INSIDE}"),
     "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RUN_INSIDE}"),
     "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RUN_INSIDE}"),
     "fedtan2": (
