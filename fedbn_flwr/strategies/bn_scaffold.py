@@ -69,6 +69,7 @@ as FedDNA does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,6 +98,8 @@ from fedbn_flwr.strategies.scaffold import ControlVariates, Scaffold, ScaffoldPa
 from fedbn_flwr.training.loop import Batches, Entries, Extras
 
 __all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldParams", "SurveyedBNVariates", "pooled_variates"]
+
+logger = logging.getLogger("flwr")
 
 BN_VARIATES = Key(
     "bn-variates", "ArrayRecord: u and s down; count, mean, m2 of client i up", "server, client", "client, server"
@@ -358,6 +361,15 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
         """Do as SCAFFOLD; keep the clients' moments."""
         for reply in replies:
             self._latest.take(reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples)
+        if without := sum(not reply.extras.get(BN_VARIATES) for reply in replies):
+            logger.warning(
+                "round %d: %d of %d replies have no moments of BatchNorm's inputs (record '%s'); what these clients "
+                "sent last, if anything, stays in the variates",
+                server_round,
+                without,
+                len(replies),
+                BN_VARIATES,
+            )
         return super().combine(server_round, replies, before)
 
     def _pooled(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.messages.records import from_record, tensors, to_record
@@ -281,7 +282,7 @@ def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_
     _, outputs = frozen_rounds(model, [x.inputs for x in data], rounds)
     for at, (path, want) in enumerate(whole.items()):
         for number in range(at + 1, rounds):  # rounds count from 0 here
-            assert apart(outputs[number][path], want) < 1e-10, (path, number)
+            assert apart(outputs[number][path], want) < 1e-12, (path, number)
         assert apart(outputs[0][path], want) > 1e-2
     last = list(whole)[-1]
     assert apart(outputs[1][last], whole[last]) > 1e-2, "one exchange is not enough"
@@ -326,10 +327,29 @@ def test_variates_by_a_pass_are_the_moments_of_the_data_under_the_received_weigh
         assert kept[f"{name}.count"] == len(data)
 
 
-def test_under_bfloat16_autocast_the_variates_are_float32(federate, points) -> None:
+def test_under_bfloat16_autocast_the_variates_are_those_of_float32(federate, points) -> None:
+    """Of inputs that are rounded to bfloat16, and of nothing else."""
     datasets = [points(8, i, SHAPES["2d"]) for i in range(2)]
     datasets = [type(data)(data.inputs.float(), data.targets) for data in datasets]
-    run = federate(BNScaffold(), lambda: network("2d").float(), datasets, rounds=3, amp=True)
+    seen: dict[int, dict[str, list[Tensor]]] = {}
+
+    class Watched(TorchClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            mine = seen[self.partition_id] = {"1": [], "4": []}
+            for path, values in mine.items():
+                layer: Any = self.model[int(path)]
+                layer.register_forward_pre_hook(lambda _, args, values=values: values.append(args[0].detach()))
+            return super().fit(parameters, config)
+
+    run = federate(BNScaffold(), lambda: network("2d").float(), datasets, rounds=3, amp=True, client=Watched)
+    for i, layers in seen.items():
+        kept = from_record(run.context(i).state.array_records["fedbn-flwr.rules"])
+        for path, batches in layers.items():
+            assert {batch.dtype for batch in batches} == {torch.bfloat16}
+            want = moments_of(torch.cat(batches))
+            for leaf in ("mean", "m2"):
+                found = kept[f"BNControlVariates/bn-variates/{path}.{leaf}"]
+                np.testing.assert_allclose(found, getattr(want, leaf).numpy(), rtol=1e-5, atol=1e-6)
     assert all(report.rejected == {} for report in run.strategy.reports)
     records = [m.content.array_records["bn-variates"] for m in run.grid.sent if "bn-variates" in m.content]
     assert {entry.dtype for record in records for entry in from_record(record).values()} == {np.dtype(np.float32)}
@@ -346,6 +366,20 @@ def test_a_reply_without_variates_names_the_hook_that_sends_them(
     data, app = [points(8, i) for i in range(2)], functools.partial(spoiling, spoil)
     run = federate(BNScaffold(bn_variates=measure), mlp, data, rounds=1, wrap=app)
     assert run.reason(1).endswith(f"the client's training must apply the client hook '{hook}'")
+
+
+def test_a_reply_without_moments_leaves_the_clients_old_variates_and_says_so(federate, points, mlp, caplog) -> None:
+    def spoil(content: Any) -> None:
+        content["bn-variates"] = to_record({})
+
+    data = [points(8, i) for i in range(3)]
+    run = federate(BNScaffold(), mlp, data, rounds=2, wrap=functools.partial(spoiling, spoil, rounds=(2,)))
+    assert not any(report.rejected for report in run.strategy.reports)
+    said = [message for message in caplog.messages if "bn-variates" in message]
+    assert said == [
+        "round 2: 1 of 3 replies have no moments of BatchNorm's inputs (record 'bn-variates'); what these clients sent "
+        "last, if anything, stays in the variates"
+    ]
 
 
 @pytest.mark.parametrize(
