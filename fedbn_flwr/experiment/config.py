@@ -60,7 +60,7 @@ EVALUATIONS = (
 )
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
 GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
-RENAMED = {"fedtan-exchange": "fedtan-transport"}
+RENAMED = {"fedtan-exchange": "fedtan-transport", "trim": "statistics-trim"}
 """Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
 
 # The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.

@@ -63,3 +63,5 @@ def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:
     assert config.to_mapping()["fedtan-transport"] == "channel"
     assert "config key 'fedtan-exchange' is now 'fedtan-transport'" in caplog.text
     assert Config.load(None, ["strategy=fedtan", "fedtan-exchange=channel"]) == config
+    trimmed = ["strategy=fbn", "statistics-aggregation=trimmed"]
+    assert Config.load(None, [*trimmed, "trim=0.3"]).statistics_trim == 0.3
