@@ -88,6 +88,28 @@ def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_stra
 
 
 @pytest.mark.parametrize(
+    ("strategy", "own"),
+    [
+        ("fbn", {"fbn-measure": "pass"}),
+        ("fbn", {"statistics-aggregation": "trimmed"}),
+        ("hbn", {"share-alpha": True}),
+        ("bn-scaffold", {"bn-variates": "pass"}),
+        ("fedavg", {"feature-norm": True}),
+    ],
+    ids=str,
+)
+def test_predicted_traffic_equals_measured_traffic_with_a_methods_own_settings(
+    run_strategy, strategy: str, own: dict
+) -> None:
+    plain = settings(strategy, "mlp", "batch", rounds=3)
+    config = Config.make({**plain.to_mapping(), "local-epochs": 0, **own})
+    found = predicted(inspect_model(make_model(config), strategy, 2, config))
+    assert measured(run_strategy, config, 2) == found
+    same = predicted(inspect_model(make_model(plain), strategy, 2, plain)) == found
+    assert same is ("share-alpha" not in own), "no other of them costs anything"
+
+
+@pytest.mark.parametrize(
     "combination",
     [
         {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 2},

@@ -34,6 +34,7 @@ NEEDS = {
     "fedavg": {"variance": "pooled"},
     "fedbs": {"fedbs-rounds": 2, "fedbs-eps": 9.0},
     "fedwon": {"norm": "wsconv", "model": "lenet"},
+    "hbn": {"share-alpha": True, "fraction-train": 0.4, "num-clients": 5},  # the server has alpha for new clients
 }
 AUTO = {"freeze-window": 4, "freeze-tau": 1e9}  # frozen after round 4
 MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "local"}

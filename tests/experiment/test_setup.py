@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_a_node_without_a_partition_is_refused_with_advice(quick_config) -> None
     )
 
 
+CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/every_key.py"))["KEYS"],
+    "min-replies": (3, {}),
+    "on-divergence": ("continue", {}),
+    "fedtan-transport": ("channel", {}),
+    "fedtan-timeout": (7.0, {}),
+    "fedtan-bind": ("127.0.0.2:7", {"fedtan-transport": "channel"}),
+    "fedtan-address": ("server:7", {"fedtan-transport": "channel"}),
+    "fedtan-tls-dir": ("/certs", {"fedtan-transport": "channel"}),
+}
+"""Each key of a method: another value than below, and what it needs."""
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     """A key that is not handed on would be a setting without effect."""
@@ -103,10 +117,19 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     strategy = make_strategy(config, make_model(config), 3)
     assert type(strategy) is STRATEGIES[name]
     assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 2)
-    for field in strategy.Params.model_fields:
-        assert getattr(strategy.params, field) == getattr(config, field), field
     assert strategy.parts is not None
     assert list(strategy.parts.names) == list(make_model(config).state_dict())
+    refused = set()
+    for field, info in strategy.Params.model_fields.items():
+        value, needs = CHANGED[key := field.replace("_", "-")]
+        given = {other.replace("-", "_"): setting for other, setting in {**needs, field: value}.items()}
+        try:
+            params = make_strategy(config.model_copy(update=given), make_model(config), 3).params
+        except ConfigError:
+            refused.add(key)
+        else:
+            assert getattr(params, field) == value != info.default, field
+    assert refused <= {"variance", "recalibrate", "momentum-scope", "agc"}
 
 
 @pytest.mark.parametrize(
