@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError
-from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.strategies import FBN, FedAvg, FixBN
+from fedbn_flwr.messages.records import tensors, to_record
+from fedbn_flwr.strategies import FBN, HBN, FedAvg, FixBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, trimmed
-from tests.support.bad_replies import spoiling
+from tests.support.bad_replies import spoil_state, spoiling
 
 SIZES = (6, 13, 9)
 RATE = 0.01
@@ -119,8 +119,8 @@ def test_without_batchnorm_it_is_fedavg(federate, datasets, mlp, same_bits, monk
 def test_batches_of_one_example_are_used(federate, datasets, mlp, measure: str) -> None:
     strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
     run = federate(strategy, mlp, datasets, rounds=1, batch_size=1, local_steps=3)
-    for client in strategy.reports[0].clients.values():
-        assert (client["steps"], client["dropped-batches"]) == (3, 0)
+    found = [(client["steps"], client["dropped-batches"]) for client in strategy.reports[0].clients.values()]
+    assert found == [(3, 0)] * len(SIZES)
     assert (run.state["1.running_mean"] != 0).all()
 
 
@@ -159,12 +159,23 @@ class Layers(nn.Sequential):
         self.double()
 
 
-@pytest.mark.parametrize("kind", ["1d", "2d", "3d"])
-def test_kinds_of_batchnorm_in_amp_with_half_of_the_clients(federate, points, kind: str) -> None:
-    """By steps, with several of them: the pooled moments of every call, with the shares of the round's clients."""
+METHODS = {"steps": FBN, "pass": functools.partial(FBN, fbn_measure="pass"), "hbn": HBN}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "amp"),
+    [*((method, kind, False) for method in METHODS for kind in ("1d", "2d", "3d")), ("steps", "2d", True)],
+)
+def test_kinds_of_batchnorm_with_half_of_the_clients(federate, points, method: str, kind: str, amp: bool) -> None:
+    """The pooled moments of every call of the round's clients: of the steps by shares, of a pass by counts.
+
+    Under amp of the inputs in bfloat16, computed in float32 or wider.
+    """
     torch.manual_seed(0)
-    net = Layers(kind)
+    by_steps = method == "steps"
+    net = Layers(kind).to(torch.float32 if amp else torch.float64)
     datasets = [points(n, i, (2, *[5] * int(kind[0]))) for i, n in enumerate(SIZES)]
+    datasets = [lower(data) for data in datasets] if amp else datasets
     seen: dict[int, dict[str, list[Tensor]]] = {}
 
     class Watched(TorchClient):
@@ -172,28 +183,35 @@ def test_kinds_of_batchnorm_in_amp_with_half_of_the_clients(federate, points, ki
             mine = seen[self.partition_id] = {path: [] for path in ("1", "4")}
             for path, values in mine.items():
                 layer: Any = self.model[int(path)]
-                layer.register_forward_pre_hook(lambda _, args, values=values: values.append(args[0].detach()))
+                layer.register_forward_pre_hook(functools.partial(self.note, values))
             return super().fit(parameters, config)
 
-    strategy = FBN(statistics_momentum=0.25, statistics_warm_up=0, fraction_train=0.6, min_train_nodes=2)
-    run = federate(strategy, lambda: copy.deepcopy(net), datasets, rounds=1, local_steps=3, client=Watched)
+        def note(self, values: list[Tensor], layer: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled() if by_steps else layer.training and not torch.is_grad_enabled():
+                values.append(args[0].detach())
+
+    settings = {"statistics_momentum": 0.25, "statistics_warm_up": 0, "fraction_train": 0.6, "min_train_nodes": 2}
+    strategy = METHODS[method](**settings)
+    options = {"rounds": 1, "local_steps": 3, "client": Watched, "amp": amp}
+    run = federate(strategy, lambda: copy.deepcopy(net), datasets, **options)
     chosen = strategy.reports[0].participants
     assert len(chosen) == 2
-    shares = np.array([SIZES[i] for i in chosen]) / sum(SIZES[i] for i in chosen)
-    for path, calls in (("1", 3), ("4", 6)):
-        each = [torch.cat([x.movedim(1, -1).flatten(0, -2) for x in seen[i][path]]).numpy() for i in chosen]
-        assert all(len(seen[i][path]) == calls for i in chosen)
+    exact = {"rtol": 1e-5, "atol": 1e-6} if amp else {"rtol": 1e-12}
+    for path, calls in (("1", 1), ("4", 2)):
+        assert not amp or seen[chosen[0]][path][0].dtype == torch.bfloat16
+        each = [torch.cat([x.movedim(1, -1).flatten(0, -2) for x in seen[i][path]]).double().numpy() for i in chosen]
+        passes = [3 if by_steps else -(-SIZES[i] // 4) for i in chosen]
+        assert [len(seen[i][path]) for i in chosen] == [calls * number for number in passes]
+        sizes = np.array([SIZES[i] if by_steps else len(values) for i, values in zip(chosen, each, strict=True)])
+        shares = sizes / sizes.sum()
         mean = sum(p * values.mean(0) for p, values in zip(shares, each, strict=True))
         var = sum(p * (values.var(0) + (values.mean(0) - mean) ** 2) for p, values in zip(shares, each, strict=True))
         n = sum(map(len, each))
-        np.testing.assert_allclose(run.state[f"{path}.running_mean"], 0.25 * mean, rtol=1e-12)
-        np.testing.assert_allclose(run.state[f"{path}.running_var"], 0.75 + 0.25 * var * n / (n - 1), rtol=1e-12)
+        np.testing.assert_allclose(run.state[f"{path}.running_mean"], 0.25 * mean, **exact)
+        np.testing.assert_allclose(run.state[f"{path}.running_var"], 0.75 + 0.25 * var * n / (n - 1), **exact)
         assert run.state[f"{path}.num_batches_tracked"] == 0
     same = run.state["6.running_mean"], run.state["4.running_mean"]
     assert np.array_equal(*same), "two paths of one layer"
-    amp = federate(FBN(), lambda: copy.deepcopy(net).float(), [lower(data) for data in datasets], amp=True, rounds=2)
-    assert amp.strategy.reports[-1].rejected == {}
-    assert all(np.isfinite(value).all() for value in amp.state.values())
 
 
 def lower(data: Any) -> Any:
@@ -201,17 +219,41 @@ def lower(data: Any) -> Any:
 
 
 @pytest.mark.parametrize("measure", ["steps", "pass"])
-def test_a_client_that_changed_statistics_is_refused_by_name(federate, datasets, mlp, measure: str) -> None:
-    def spoil(content: Any) -> None:
-        state = tensors({name: np.array(value.numpy()) for name, value in content["arrays"].items()})
-        state["1.running_var"][2] += 1e-9
-        content["arrays"] = type(content["arrays"])(state)
+@pytest.mark.parametrize(("leaf", "change"), [("running_var", 1e-9), ("num_batches_tracked", 1)])
+def test_a_client_that_changed_statistics_or_counters_is_refused_by_name(
+    federate, datasets, mlp, measure: str, leaf: str, change: float
+) -> None:
+    def spoil(state: dict[str, Any]) -> None:
+        state[f"1.{leaf}"] = state[f"1.{leaf}"] + np.asarray(change, state[f"1.{leaf}"].dtype)
 
-    run = federate(FBN(fbn_measure=measure), mlp, datasets, rounds=2, wrap=functools.partial(spoiling, spoil))
+    app = functools.partial(spoiling, spoil_state(spoil))
+    run = federate(FBN(fbn_measure=measure), mlp, datasets, rounds=2, wrap=app)
     for server_round in (1, 2):
-        assert "entry '1.running_var' changed in training, which leaves the statistics to" in run.reason(
-            1, server_round
-        )
+        assert f"entry '1.{leaf}' changed in training, which leaves the statistics to" in run.reason(1, server_round)
+
+
+def test_in_each_round_of_a_longer_warm_up_the_pooled_statistics_replace_the_global_ones(
+    federate, datasets, mlp
+) -> None:
+    strategy = FBN(statistics_warm_up=2, statistics_momentum=0.3)
+    run = federate(strategy, mlp, datasets, local_steps=1, batch_size=0)
+    assert [report.phase for report in strategy.reports] == ["warm-up", "warm-up", "train"]
+    for server_round, share in ((1, 1.0), (2, 1.0), (3, 0.3)):
+        before, after = run.history[server_round - 1], run.history[server_round]
+        hidden = loaded(mlp, before)[0](union(datasets)[0]).detach()
+        for leaf, new in (("running_mean", hidden.mean(0)), ("running_var", hidden.var(0))):
+            want = (1 - share) * before[f"1.{leaf}"] + share * new.numpy()
+            np.testing.assert_allclose(after[f"1.{leaf}"], want, rtol=1e-12)
+
+
+def test_replies_without_moments_are_named(federate, datasets, mlp, caplog) -> None:
+    def spoil(content: Any) -> None:
+        content["bn-moments"] = to_record({})
+
+    run = federate(FBN(), mlp, datasets, rounds=2, wrap=functools.partial(spoiling, spoil, rounds=(2,)))
+    assert not run.strategy.reports[1].rejected
+    text = "round 2: 1 of 3 replies have no moments of BatchNorm's inputs; the statistics are of the others"
+    assert [message for message in caplog.messages if "no moments" in message] == [text]
 
 
 def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_warm_up(
