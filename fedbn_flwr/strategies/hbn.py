@@ -18,9 +18,9 @@ $a = \mathrm{sigmoid}(-\alpha)$ per channel:
 $$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
 y = \gamma \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
 
-$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the parameters, with their learning rate,
-without weight decay and without `gradient-clip-norm`, and it stays with the client. Gradients flow through $\mu_B$,
-$v_B$ and $\alpha$. In tests $\mu_g$ and $v_g$ normalise.
+$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the parameters, with the learning rate (the
+largest one of its groups), without weight decay and without `gradient-clip-norm`, and it stays with the client.
+Gradients flow through $\mu_B$, $v_B$ and $\alpha$. In tests $\mu_g$ and $v_g$ normalise.
 
 A client first passes its data through the received weights, each batch normalised with its own statistics, and then
 trains; it sends the moments of the pass. The server merges them by their counts, as StaticBN, to $(m, v)$, and moves
@@ -79,7 +79,7 @@ from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
 from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, replaceable_layers, take_forward
 from fedbn_flwr.batchnorm.taken_forward import normalise as normalised
-from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import setting
 from fedbn_flwr.server.replies import Reply
@@ -101,7 +101,8 @@ class HBNParams(PooledParams):
 class HybridStatistics(SurveyedStatistics):
     """Client half: BN normalises with a sigmoid(-alpha) share of the batch's statistics; alpha learns and stays here.
 
-    In a round of the warm-up BN normalises with the batches' statistics, and alpha does not change.
+    In a round of the warm-up BN normalises with the batches' statistics, and alpha does not change: a client that took
+    part in the warm-up alone has none of its own.
     """
 
     initial = 0.0
@@ -110,13 +111,14 @@ class HybridStatistics(SurveyedStatistics):
         super().__init__(warm_up)
         self._share = share
         self._given: Entries = {}
+        self._before: Entries = {}
         self._model: nn.Module
         self._alpha: dict[nn.Module, nn.Parameter] = {}
         self._finished: list[Callable[[], None]] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the kept alpha; without one, the server's."""
-        self._given = {**sent.get(ALPHA, {}), **kept}
+        self._given, self._before = {**sent.get(ALPHA, {}), **kept}, kept
 
     def begin(self, model: nn.Module) -> None:
         """Take over the forward pass of the layers, each with its alpha."""
@@ -125,11 +127,21 @@ class HybridStatistics(SurveyedStatistics):
         super().begin(model)
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer train alpha until the end, with the rate of its first group and without weight decay."""
+        """Let the optimizer train alpha until the end, with the largest rate of its groups and without weight decay.
+
+        Raises:
+            ConfigError: the optimizer takes one group of parameters only.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "hbn: LBFGS takes one group of parameters, and alpha is one more, which has no weight decay. Use "
+                "another optimizer, e.g. SGD or Adam."
+            )
         if not self._alpha or self._warm_up:
             return
         groups = optimizer.param_groups
-        optimizer.add_param_group({"params": list(self._alpha.values()), "lr": groups[0]["lr"], "weight_decay": 0.0})
+        rate = max(group["lr"] for group in groups)  # the first group may be frozen by a rate of 0
+        optimizer.add_param_group({"params": list(self._alpha.values()), "lr": rate, "weight_decay": 0.0})
         own = groups[-1]
         handle = optimizer.register_step_post_hook(self._forget_gradients)
 
@@ -153,10 +165,13 @@ class HybridStatistics(SurveyedStatistics):
 
     def reply(self) -> Extras:
         """Return the moments, and alpha if clients share it."""
-        return {**super().reply(), **({ALPHA: self.keep()} if self._share else {})}
+        return {**super().reply(), **({ALPHA: self._by_path()} if self._share else {})}
 
     def keep(self) -> Entries:
-        """Return alpha by layer path."""
+        """Return alpha by layer path; after a round of the warm-up what was kept before."""
+        return self._before if self._warm_up else self._by_path()
+
+    def _by_path(self) -> Entries:
         paths = self._model.named_modules(remove_duplicate=False)
         return {_name(path): self._alpha[m].detach() for path, m in paths if m in self._alpha}
 
