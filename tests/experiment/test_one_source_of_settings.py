@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config import RENAMED, Config
 from fedbn_flwr.experiment.method_settings import method_fields, methods_with, own_default
 from fedbn_flwr.server.method import Params, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg
@@ -63,5 +63,6 @@ def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:
     assert config.to_mapping()["fedtan-transport"] == "channel"
     assert "config key 'fedtan-exchange' is now 'fedtan-transport'" in caplog.text
     assert Config.load(None, ["strategy=fedtan", "fedtan-exchange=channel"]) == config
+    assert not RENAMED.keys() & Config.make({}).to_mapping().keys(), "a name has one meaning"
     trimmed = ["strategy=fbn", "statistics-aggregation=trimmed"]
     assert Config.load(None, [*trimmed, "trim=0.3"]).statistics_trim == 0.3
