@@ -49,7 +49,7 @@ NOT_RUN = {
     ("studies/README.md", "needs CIFAR-10, and takes an hour"),
     ("docs/report.md", "follows a run until it is finished"),
     ("docs/doctor.md", "needs a model trained elsewhere"),
-    *((f"docs/methods/{name}.md", "tests/apps/test_recipes.py runs every recipe") for name in STRATEGIES),
+    *((f"docs/methods/{name}.md", "tests/apps/test_recipes.py runs every recipe") for name in [*STRATEGIES, "options"]),
     *((f"docs/methods/{name}.md", "needs the grid and the arrays of a ServerApp") for name in STRATEGIES),
 }
 

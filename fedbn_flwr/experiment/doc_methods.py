@@ -15,6 +15,7 @@ from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.doc_config import field_cells
+from fedbn_flwr.norms import feature
 from fedbn_flwr.server import momentum, recalibration, shared_bn
 from fedbn_flwr.server.method import Params
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
@@ -22,6 +23,7 @@ from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 __all__ = ["method_pages"]
 
 _OPTIONS = {
+    feature: "feature-norm",
     momentum: "momentum-scope",
     recalibration: "recalibrate",
     shared_bn: "eval-on=averaged-bn",
@@ -76,7 +78,7 @@ def method_pages(root: Path) -> dict[Path, str]:
     results = yaml.safe_load((root / "docs/results/methods.yaml").read_text(encoding="utf-8"))
     folder = Path("docs/methods")
     pages = {folder / f"{name}.md": _page(method, root, results) for name, method in STRATEGIES.items()}
-    return pages | {folder / "options.md": _options_page(), folder / "combinations.md": _combinations_page()}
+    return pages | {folder / "options.md": _options_page(root), folder / "combinations.md": _combinations_page()}
 
 
 def _page(method: Method, root: Path, results: Mapping[str, Any]) -> str:
@@ -136,14 +138,22 @@ def _settings(method: Method) -> Iterator[str]:
     yield f"Every method has {shared}, too: [config keys](../config.md) explains them."
 
 
-def _how_to_run(method: Method) -> Iterator[str]:
-    recipe = f"apps/main/recipes/{method.name}.yaml"
+def _recipe(name: str) -> str:
+    return f"apps/main/recipes/{name}.yaml"
+
+
+def _run_recipe(name: str) -> Iterator[str]:
+    recipe = _recipe(name)
     yield f"The recipe [{recipe}]({_UP}{recipe}) runs on embedded data, in seconds:"
     yield ""
     yield "```sh no-run: tests/apps/test_recipes.py runs every recipe"
-    yield f"fedbn-flwr run {recipe} --out runs/{method.name}"
+    yield f"fedbn-flwr run {recipe} --out runs/{name}"
     yield "```"
     yield ""
+
+
+def _how_to_run(method: Method) -> Iterator[str]:
+    yield from _run_recipe(method.name)
     yield "In a Flower `ServerApp` it takes Flower's arguments and the settings above; `arrays` is the initial model:"
     yield ""
     yield "```python no-run: needs the grid and the arrays of a ServerApp"
@@ -157,13 +167,12 @@ def _how_to_run(method: Method) -> Iterator[str]:
 
 
 def _reached(method: Method, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
-    recipe = f"apps/main/recipes/{method.name}.yaml"
     yield "Test accuracy in per cent. [Results](../results/README.md) has the tables, the curves and what differs from"
     yield "the papers."
     yield ""
     yield "| setting | here | paper | how |"
     yield "|---|---|---|---|"
-    found = _REACHED.search((root / recipe).read_text(encoding="utf-8"))
+    found = _REACHED.search((root / _recipe(method.name)).read_text(encoding="utf-8"))
     if found:
         yield f"| {found[1]}, on {found[3]} | {found[2]} | - | its recipe, {found[4]} |"
     for row in results["methods"].get(method.name, ()):
@@ -194,11 +203,13 @@ def _combinations_page() -> str:
     return "\n".join([*lines, ""])
 
 
-def _options_page() -> str:
+def _options_page(root: Path) -> str:
     lines = [f"<!-- Made by `make generate` from the modules. Do not edit. -->\n\n{_OPTIONS_HEAD}"]
     for module, key in _OPTIONS.items():
         first, body = _docstring(module)
         title, _, lead = first.partition(": ")
         lines += [f"## {title}", "", f"{lead[0].upper()}{lead[1:]} Config: `{key}`.", ""]
         lines += [re.sub(r"^## ", "### ", body, flags=re.MULTILINE), ""]
+        if (root / _recipe(key)).is_file():
+            lines += ["### How to run it", "", *_run_recipe(key)]
     return "\n".join(lines)

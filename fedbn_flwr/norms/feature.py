@@ -1,14 +1,39 @@
-r"""``feature-norm``: the features before the classifier get a fixed length; beside any ``norm``.
+r"""Feature normalisation: the features before the classifier get a fixed length, beside any norm but fixup.
 
-The vector $x$ of $d$ numbers that enters the last linear layer becomes $\sqrt{d} \, x / \max(\lVert x \rVert,
-10^{-12})$ (scale "sqrt-d") or the same without the root (scale "1"), in training and in evaluation. There is no
-parameter and no state. Under label skew a client with one class lowers its loss without end by longer features; this
-closes that way. ``norm=layer`` does so only if no ReLU, sum or pooling stands between its last layer and the
-classifier, as in every residual network here: there use both.
+Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in Label-Skewed Federated Learning",
+TMLR, arXiv:2308.09565 (FN), read in the authors' code and in notes of a reader; Kim, Lee, Oh, Yun 2023, "FedFN:
+Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning", arXiv:2311.13267, abstract.
 
-Source: Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in Label-Skewed Federated
-Learning", TMLR, arXiv:2308.09565 (FN is ``norm=none`` with it, FedLN ``norm=layer`` with it), read in the authors' code
-and in notes of a reader; Kim, Lee, Oh, Yun 2023, "FedFN", arXiv:2311.13267.
+Under label skew a client with one class lowers its loss without end by longer features; this closes that way. FN of the
+paper is ``norm=none`` with it. Its FedLN is ``norm=layer`` with it: ``norm=layer`` alone bounds the features only if no
+ReLU, sum or pooling stands between its last layer and the classifier, as in every residual network here.
+
+## Algorithm
+
+The vector $x$ of $d$ numbers that enters the last linear layer becomes
+
+$$\sqrt{d} \, \frac{x}{\max(\lVert x \rVert, 10^{-12})}$$
+
+with ``feature-norm-scale=sqrt-d``, or the same without the root with ``1``, in training and in evaluation. There is no
+parameter and no state, and nothing more is sent. The classifier is the last linear layer of the model, and a run logs
+its path. Refused are models without a linear layer, models whose last linear layer has another number of outputs than
+the model (register the classifier last), and segmentation.
+
+## Differs from the papers
+
+The scale is $\sqrt{d}$ in the authors' two codes; 1 is another option of one of them. The features are normalised
+where they enter the classifier. HybridBN's public code normalises, under the name FedFN, the output of the convolutions
+before two linear layers, and removes BN. In the authors' ResNet-18 the first GroupNorm has the argument ``affine`` in
+the place of ``eps``: its results with GN, LN and BN are not those of these norms.
+
+## Laws
+
+1. The features have length $\sqrt{d}$, unless they are all zero: they are ``rms_norm`` of $x$ without eps.
+2. Features that are longer by a factor give the same logits.
+3. In a ReLU network whose biases are zero from the second layer on, normalising after every layer is normalising after
+   the last one alone (Proposition 1).
+4. LN after every layer is subtracting the mean after every layer, and LN after the last one (Proposition 2).
+5. Features that are all zero behind a ReLU stay zero and get no gradient.
 """
 
 from __future__ import annotations

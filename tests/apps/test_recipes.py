@@ -1,4 +1,4 @@
-"""The recipes: one for each strategy; each says how to run it and which accuracy it reaches."""
+"""The recipes: one for each strategy and for two options; each says how to run it and which accuracy it reaches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fedbn_flwr.strategies import STRATEGIES
 
 FOLDER = Path(__file__).parents[2] / "apps/main/recipes"
 STUDIES = ("demo",)
+OPTIONS = {"feature-norm": True, "test-bn": "mix"}
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in STUDIES)
 HEADER = re.compile(
     r"# .+\.\n#   fedbn-flwr run apps/main/recipes/(?P<file>[\w-]+)\.yaml --out runs/[\w-]+\n"
@@ -22,9 +23,10 @@ HEADER = re.compile(
 )
 
 
-def test_every_strategy_has_one_recipe() -> None:
-    assert sorted(STRATEGIES) == RECIPES
-    assert [Config.load(FOLDER / f"{name}.yaml").strategy for name in RECIPES] == RECIPES
+def test_every_strategy_has_one_recipe_and_so_have_two_options() -> None:
+    assert sorted([*STRATEGIES, *OPTIONS]) == RECIPES
+    assert [Config.load(FOLDER / f"{name}.yaml").strategy for name in STRATEGIES] == list(STRATEGIES)
+    assert {name: Config.load(FOLDER / f"{name}.yaml").to_mapping()[name] for name in OPTIONS} == OPTIONS
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -35,7 +37,7 @@ def test_a_recipe_loads_and_says_how_to_run_it(name: str) -> None:
     header = HEADER.match(path.read_text())
     assert header is not None
     assert header["file"] == name
-    local = bool(STRATEGIES[name].local)
+    local = bool(config.method().local)
     assert (header["on"] == "the clients' own two classes") == local
 
 
