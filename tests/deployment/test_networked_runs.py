@@ -18,10 +18,20 @@ from fedbn_flwr.engines.processes import Process, running
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
 
-@pytest.mark.parametrize("strategy", ["fedbn", "fixbn", "fedtan"])
-def test_the_bits_are_those_of_the_run_in_process(strategy, networked, in_process, same_run) -> None:
-    """Here FedTAN uses messages."""
-    ours, theirs = networked(strategy=strategy, fedtan_transport="messages"), in_process(strategy=strategy)
+@pytest.mark.parametrize(
+    ("strategy", "own"),
+    [
+        ("fedbn", {}),
+        ("fixbn", {}),
+        ("fedtan", {"fedtan_transport": "messages"}),
+        ("fbn", {}),
+        ("hbn", {"share_alpha": True}),
+        ("bn-scaffold", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_bits_are_those_of_the_run_in_process(strategy, own, networked, in_process, same_run) -> None:
+    ours, theirs = networked(strategy=strategy, **own), in_process(strategy=strategy, **own)
     same_run(ours, theirs)
     assert ours["rejected"] == 0
 

@@ -23,7 +23,7 @@ from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.engines.link import Broadcasts, Link, Packed
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedTAN, FixBN, Scaffold
 from fedbn_flwr.training.randomness import turn
 
 SIZES = (6, 13, 9, 21, 8)
@@ -98,20 +98,31 @@ def test_a_broadcast_is_written_once(monkeypatch) -> None:
     assert written == [2], "twenty clients, one write"
 
 
-@pytest.mark.parametrize("method", [FedAvg, FedTAN, lambda: FixBN(freeze_at=1, momentum_scope="local"), Scaffold])
-def test_workers_give_the_bits_of_one_process(federate, points, mlp, same_bits, method) -> None:
+WORKED = {
+    "fedavg": (FedAvg, 0.0),
+    "fedtan": (FedTAN, 0.0),
+    "fixbn": (lambda: FixBN(freeze_at=1, momentum_scope="local"), 0.9),
+    "scaffold": (Scaffold, 0.0),
+    "fbn": (FBN, 0.9),
+    "hbn": (lambda: HBN(share_alpha=True, statistics_warm_up=0), 0.9),
+    "bn-scaffold": (lambda: BNScaffold(bn_variates="pass"), 0.0),
+}
+
+
+@pytest.mark.parametrize("method", WORKED)
+def test_workers_give_the_bits_of_one_process(federate, points, mlp, same_bits, method: str) -> None:
     """Uneven clients, dropout; what clients keep, synchronised steps and variates go through shared memory."""
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
-    momentum = {"sgd_momentum": 0.9} if method is not Scaffold and method not in (FedAvg, FedTAN) else {}
+    make, momentum = WORKED[method]
     runs = [
         federate(
-            method(),
+            make(),
             lambda: mlp(dropout=0.4),
             datasets,
             rounds=2,
             barrier=True,
             grid_options={"workers": n},
-            **momentum,
+            sgd_momentum=momentum,
         )
         for n in (0, 1, 3)
     ]

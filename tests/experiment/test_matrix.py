@@ -1,6 +1,6 @@
 """Every strategy of the registry learns: in process on an even and an uneven split, and in Ray on the uneven one.
 
-Both matrices are the registry itself, so that a new strategy is in them. In Ray there is also an app of Flower's older
+Both matrices have the whole registry, so that a new strategy is in them. In Ray there is also an app of Flower's older
 kind, in Flower's own loop.
 """
 
@@ -55,6 +55,14 @@ def test_every_strategy_learns_mnist(strategy: str, partition: str, needs: Needs
     settings = {**needs(strategy), **longer, "dataset": "mnist", "data-dir": str(SHARED)}
     check_learns(strategy, partition, settings, tmp_path / "out")
 
+
+RAY: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"strategy": name} for name in STRATEGIES},
+    "fedtan": {"strategy": "fedtan", "fedtan-transport": "channel"},  # the others of its family by messages
+    "hbn": {"strategy": "hbn", "share-alpha": True},
+    "fbn-by-a-pass": {"strategy": "fbn", "fbn-measure": "pass"},
+    "bn-scaffold-by-a-pass": {"strategy": "bn-scaffold", "bn-variates": "pass"},
+}
 
 # --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time --------------
 
@@ -134,15 +142,14 @@ folder = ""
 
 @pytest.fixture(scope="module")
 def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every strategy; ``log`` is Flower's."""
+    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every case; ``log`` is Flower's."""
     app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
     (app / "matrix_app.py").write_text(APP)
     (app / "pyproject.toml").write_text(PYPROJECT)
     short = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "fedtan-rounds": 1}
-    for name in STRATEGIES:
-        transport = {"fedtan-transport": "channel"} if name == "fedtan" else {}  # the others of its family by messages
+    for name, own in RAY.items():
         shared = {**short, "freeze-at": 1}
-        given, _ = Config.make_of_shared(shared, {**needs(name), "strategy": name, **transport})
+        given, _ = Config.make_of_shared(shared, {**needs(name), **own})
         config, _ = preflight(given, folder / name)
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
     (folder / "numpyclient.json").write_text(json.dumps(legacy_loop.settings("fedbn")))
@@ -159,15 +166,15 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")  # one process, and so one run of Flower
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ray_gives_the_bits_of_the_run_in_process(strategy: str, ray_runs: Path, tmp_path: Path, same_run) -> None:
-    error = ray_runs / f"{strategy}.error"
+@pytest.mark.parametrize("case", RAY)
+def test_ray_gives_the_bits_of_the_run_in_process(case: str, ray_runs: Path, tmp_path: Path, same_run) -> None:
+    error = ray_runs / f"{case}.error"
     assert not error.exists(), error.read_text()
-    summary = json.loads((ray_runs / strategy / "summary.json").read_text())
-    config = Config.make(json.loads((ray_runs / f"{strategy}.json").read_text()), complete=True)
+    summary = json.loads((ray_runs / case / "summary.json").read_text())
+    config = Config.make(json.loads((ray_runs / f"{case}.json").read_text()), complete=True)
     here = run(config, tmp_path / "out")
     same_run(summary, here)
-    lines = read_metrics(ray_runs / strategy / "metrics.jsonl")
+    lines = read_metrics(ray_runs / case / "metrics.jsonl")
     assert [(line["round"], line["participants"]) for line in lines] == [(1, [0, 1, 2]), (2, [0, 1, 2])]
 
 
