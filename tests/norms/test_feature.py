@@ -60,8 +60,13 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(name:
     )
     assert list(changed.state_dict()) == before
     inputs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    seen: list[Tensor] = []
     with torch.no_grad():
+        handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         plain = changed(inputs)
+        handle.remove()
+        fixed = functional.rms_norm(seen[0], seen[0].shape[1:], eps=0)
+        torch.testing.assert_close(plain, functional.linear(fixed, head.weight, head.bias), rtol=1e-13, atol=1e-14)
         handle = head.register_forward_pre_hook(lambda _, args: (args[0] * 37.5,))
         torch.testing.assert_close(changed(inputs), plain, rtol=1e-12, atol=1e-14)
         handle.remove()

@@ -156,17 +156,24 @@ def test_round_one_is_scaffold_bit_for_bit_and_no_longer_afterwards(
     assert ours.reports[0].metrics[SHARE] == 0
 
 
+@pytest.mark.parametrize(("clients", "net"), [(1, "mlp"), (2, "mlp"), (2, "torchvision_net")])
 def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_the_floor(
-    federate, points, mlp, same_bits
+    federate, points, same_bits, request, monkeypatch, clients: int, net: str
 ) -> None:
-    """One client: its variates are the server's."""
-    data, alone = [points(10)], dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), 1)
-    both = BNScaffold(**alone, variance_floor=1e-3), Scaffold(**alone)
-    ours, plain = (federate(strategy, mlp, data, rounds=4) for strategy in both)
+    """One client, or two with the same data in the same order: their variates are the server's."""
+    monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
+    make, shape = request.getfixturevalue(net), (5,) if net == "mlp" else (3, 20, 20)
+    data = [points(10, 0, shape)] * clients
+    settings = {"rounds": 4} if net == "mlp" else {"rounds": 2, "rate": 1e-2, "batch_size": 0, "local_steps": 2}
+    alone = dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), 1)
+    both = BNScaffold(**alone, variance_floor=1e-6), Scaffold(**alone)
+    ours, plain = (federate(strategy, make, data, **settings) for strategy in both)
+    assert both[0].reports[-1].metrics[SHARE] == 0
     same_bits(ours.state, plain.state)
     strategy = BNScaffold(**alone, variance_floor=1.0)
-    floored = federate(strategy, mlp, data, rounds=4)
-    assert (floored.state["0.weight"] != plain.state["0.weight"]).any()
+    floored = federate(strategy, make, data, **settings)
+    first = next(name for name, _ in make().named_parameters())
+    assert (floored.state[first] != plain.state[first]).any()
     assert 0 < strategy.reports[-1].metrics[SHARE] < 1
 
 
@@ -184,11 +191,12 @@ def test_identical_clients_with_full_batches_are_scaffold(federate, points, mlp,
     assert corrected == [0] * 3 + [1] * 9, "from round 2 on every client corrects its layer"
 
 
-def test_without_bn_the_hook_is_scaffolds(mlp, points) -> None:
+@pytest.mark.parametrize("net", ["mlp", "torchvision_net"])
+def test_without_bn_the_hook_is_scaffolds(request, points, net: str) -> None:
     """A run refuses such a model; the hook alone is SCAFFOLD's, bit for bit."""
     found = []
     for hook in (ControlVariates(), BNControlVariates(), SurveyedBNVariates()):
-        model, data = mlp(norm=False), points(8)
+        model, data = request.getfixturevalue(net)(norm=False), points(8, 0, (5,) if net == "mlp" else (3, 20, 20))
         variates = {name: torch.full_like(p, 0.1) for name, p in model.named_parameters()}
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         hook.receive({"variates": variates}, {name: 2 * v for name, v in variates.items()})

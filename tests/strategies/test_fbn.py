@@ -87,23 +87,25 @@ def test_a_round_of_one_step_is_a_centralized_step_with_frozen_bn(
         assert measure == "steps" or min(wrong[2:4]) > 1e-4, "form (a): not at the second layer"
 
 
+@pytest.mark.parametrize("measure", ["steps", "pass"])
 def test_the_warm_up_is_fedavg_and_without_momentum_it_is_fixbn_from_then_on(
-    federate, datasets, mlp, same_bits
+    federate, datasets, mlp, same_bits, measure: str
 ) -> None:
-    run = federate(FBN(statistics_momentum=0.0), mlp, datasets, local_steps=1, batch_size=0)
-    plain = federate(FedAvg(), mlp, datasets, rounds=1, local_steps=1, batch_size=0)
-    weights = [name for name in run.state if name.split(".")[0] != "1" or name in ("1.weight", "1.bias")]
+    settings = {"rate": RATE, "local_steps": 1, "batch_size": 0}
+    run = federate(FBN(fbn_measure=measure, statistics_momentum=0.0), mlp, datasets, **settings)
+    plain = federate(FedAvg(), mlp, datasets, rounds=1, **settings)
+    weights = [name for name, _ in mlp().named_parameters()]
     same_bits({n: run.history[1][n] for n in weights}, {n: plain.state[n] for n in weights})
-    hidden = mlp()[0](union(datasets)[0]).detach()
-    np.testing.assert_allclose(run.history[1]["1.running_mean"], hidden.mean(0), rtol=1e-13)
-    np.testing.assert_allclose(run.history[1]["1.running_var"], hidden.var(0), rtol=1e-13)
+    path, hidden = next(iter(inputs_of_layers(mlp().train(), union(datasets)[0]).items()))
+    np.testing.assert_allclose(run.history[1][f"{path}.running_mean"], hidden.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(run.history[1][f"{path}.running_var"], hidden.var(0), rtol=1e-12)
 
     trained = functools.partial(loaded, mlp, run.history[1])
-    fixed = federate(FixBN(freeze_at=0), trained, datasets, rounds=2, local_steps=1, batch_size=0)
+    fixed = federate(FixBN(freeze_at=0), trained, datasets, rounds=2, **settings)
     for mine, theirs in zip(run.history[1:], fixed.history, strict=True):
         same_bits(mine, theirs)
-    at_once = federate(FBN(statistics_momentum=0.0, statistics_warm_up=0), trained, datasets)
-    same_bits(at_once.state, federate(FixBN(freeze_at=0), trained, datasets).state)
+    at_once = FBN(fbn_measure=measure, statistics_momentum=0.0, statistics_warm_up=0)
+    same_bits(*(federate(one, trained, datasets, rounds=2).state for one in (at_once, FixBN(freeze_at=0))))
 
 
 def test_without_batchnorm_it_is_fedavg(federate, datasets, mlp, same_bits, monkeypatch) -> None:
@@ -115,13 +117,16 @@ def test_without_batchnorm_it_is_fedavg(federate, datasets, mlp, same_bits, monk
     same_bits(federate(FBN(), model, datasets).state, federate(FedAvg(), model, datasets).state)
 
 
-@pytest.mark.parametrize("measure", ["steps", "pass"])
-def test_batches_of_one_example_are_used(federate, datasets, mlp, measure: str) -> None:
+@pytest.mark.parametrize(("measure", "net"), [("steps", "mlp"), ("pass", "mlp"), ("steps", "torchvision_net")])
+def test_batches_of_one_example_are_used(federate, points, request, measure: str, net: str) -> None:
+    make, shape = request.getfixturevalue(net), (5,) if net == "mlp" else (3, 20, 20)
+    datasets = [points(n, i, shape) for i, n in enumerate(SIZES)]
     strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
-    run = federate(strategy, mlp, datasets, rounds=1, batch_size=1, local_steps=3)
+    run = federate(strategy, make, datasets, rounds=1, rate=RATE, batch_size=1, local_steps=3)
     found = [(client["steps"], client["dropped-batches"]) for client in strategy.reports[0].clients.values()]
     assert found == [(3, 0)] * len(SIZES)
-    assert (run.state["1.running_mean"] != 0).all()
+    moved = [(value != 0).any() for name, value in run.state.items() if name.endswith("running_mean")]
+    assert moved == [True] * len(inputs_of_layers(make(), datasets[0].inputs))
 
 
 def test_far_statistics_are_named_when_the_run_diverges(federate, datasets, mlp) -> None:

@@ -76,20 +76,33 @@ def test_at_its_ends_the_layer_is_batchnorm_in_train_and_in_eval_mode(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["1d", "2d"])
-def test_where_batch_and_global_statistics_are_equal_alpha_has_no_effect(kind: str) -> None:
-    layer = getattr(nn, f"BatchNorm{kind}")(3).double()
-    x = torch.randn(6, 3, *[4] * (kind == "2d"), *[4] * (kind == "2d")).double()
-    layer.running_mean, layer.running_var = batch_statistics(x)
+@pytest.mark.parametrize(("kind", "off"), [("1d", 1e-14), ("2d", 1e-14), ("torchvision", 1e-12)])
+def test_where_batch_and_global_statistics_are_equal_alpha_has_no_effect(
+    kind: str, off: float, torchvision_net
+) -> None:
+    shape = {"1d": (6, 3), "2d": (6, 3, 4, 4), "torchvision": (6, 3, 20, 20)}[kind]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = torchvision_net() if kind == "torchvision" else getattr(nn, f"BatchNorm{kind}")(3).double()
+
+    def take_statistics(layer: Any, args: Any) -> None:
+        layer.running_mean, layer.running_var = batch_statistics(args[0])
+
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    handles = [layer.register_forward_pre_hook(take_statistics) for layer in layers]
+    with torch.no_grad():
+        model.eval()(x)  # layer after layer
+    for handle in handles:
+        handle.remove()
     found = []
     for alpha in (-2.0, 0.5):
-        own = copy.deepcopy(layer)
+        own = copy.deepcopy(model).train()
         hook = hybrid(own, alpha)
         out = own(x)
-        (gradient,) = torch.autograd.grad(out.square().sum(), [hook._alpha[own]])
-        assert gradient.abs().max() < 1e-14
+        gradients = torch.autograd.grad(out.square().sum(), list(hook._alpha.values()))
+        assert len(gradients) == len(layers)
+        assert max(float(gradient.abs().max()) for gradient in gradients) < off
         found.append(out.detach())
-    torch.testing.assert_close(*found, rtol=0, atol=1e-14)
+    torch.testing.assert_close(*found, rtol=0, atol=off)
 
 
 def test_gradients_of_input_and_alpha_are_those_of_differences() -> None:
@@ -104,6 +117,20 @@ def test_gradients_of_input_and_alpha_are_those_of_differences() -> None:
 
     x, alpha = torch.randn(3, 2, 2, 1).double().requires_grad_(), torch.tensor([0.4, -0.7]).double().requires_grad_()
     assert torch.autograd.gradcheck(out, (x, alpha))
+
+
+def test_gradients_of_all_alphas_of_a_torchvision_model_are_those_of_differences(torchvision_net) -> None:
+    x = torch.randn(5, 3, 20, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = trained(torchvision_net, x)
+    hook = hybrid(model.train(), 0.3)
+    names = list(hook._alpha)
+
+    def out(*alphas: Tensor) -> Tensor:
+        hook._alpha = dict(zip(names, alphas, strict=True))  # type: ignore[arg-type]
+        found: Tensor = model(x)
+        return found
+
+    assert torch.autograd.gradcheck(out, tuple(hook._alpha.values()), fast_mode=True)
 
 
 @pytest.mark.parametrize("alpha", [800.0, 0.0])
