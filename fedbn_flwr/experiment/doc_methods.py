@@ -177,7 +177,8 @@ def _reached(method: Method, root: Path, results: Mapping[str, Any]) -> Iterator
         yield f"| {found[1]}, on {found[3]} | {found[2]} | - | its recipe, {found[4]} |"
     for row in results["methods"].get(method.name, ()):
         study = results["studies"][row["study"]]
-        how = f"[{study['name']}](../results/README.md#{study['section']}), {study['how']}" if "how" in study else "-"
+        page = study.get("page", "README.md")
+        how = f"[{study['name']}](../results/{page}#{study['section']}), {study['how']}" if "how" in study else "-"
         title = f"{study['title']}, {row['case']}" if "case" in row else study["title"]
         yield f"| {title} | {row.get('here', 'not run')} | {row.get('paper', '-')} | {how} |"
 
