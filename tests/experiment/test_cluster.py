@@ -298,6 +298,7 @@ def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
         assert await_end(scratch) == [], "nothing is left running"
 
 
+@pytest.mark.slow
 @pytest.mark.simulation
 def test_a_run_of_this_machine_continues_on_a_cluster(nodes: tuple[str, Path], monkeypatch, same_run) -> None:
     """On the second node there are no data, no code and no files of clients but those that come from here."""
