@@ -45,7 +45,6 @@ The result equals the average without masks but for the rounding of ``FixedPoint
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -72,6 +71,7 @@ from fedbn_flwr.messages.protocol import (
     MASKED,
     NUM_EXAMPLES,
 )
+from fedbn_flwr.messages.records import state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, own_hooks
 from fedbn_flwr.privacy.masked_round import MaskedRound
@@ -184,7 +184,7 @@ class MaskedSums(Protection):
         self._round: MaskedRound | None = None
         self._point = FixedPoint(1.0, 1.0)
         self._fresh = 0
-        self._model = self._known = b""  # digests of the round's model, and of the last one of which sums are known
+        self._model = self._known = ""  # SHA-256 of the round's model, and of the last one of which sums are known
         self._resumed = False
 
     def begin(self, method: Method[Any]) -> None:
@@ -202,7 +202,7 @@ class MaskedSums(Protection):
         if problems:
             raise ConfigError("\n".join(problems))
         self._method, self._round, self._fresh = method, None, 0
-        self._model, self._known, self._resumed = b"", b"", False
+        self._model, self._known, self._resumed = "", "", False
         self._inner.begin(method)
 
     def admits(self, run: RunState, asked: int) -> bool:
@@ -222,7 +222,7 @@ class MaskedSums(Protection):
             ClientPartError: no client has the mod.
             ConfigError: all clients would repeat what they sent before.
         """
-        self._model = _digest(run.before)
+        self._model = state_sha256(run.before)
         if self._resumed:  # the run may have gone on from this model before
             self._known, self._resumed = self._model, False
         return self._agreed(run, messages, grid, timeout, self._model == self._known)
@@ -391,13 +391,6 @@ class MaskedSums(Protection):
 def _has_one_batch(node: Node) -> bool:
     """Return whether the node has no more examples than a batch, as far as it has said."""
     return node.batch_size is not None and node.batch_size >= (node.num_examples or 0)
-
-
-def _digest(state: State) -> bytes:
-    found = hashlib.sha256()
-    for name, array in state.items():
-        found.update(name.encode() + np.ascontiguousarray(array).tobytes())
-    return found.digest()
 
 
 def _size(values: Mapping[str, Array]) -> int:
