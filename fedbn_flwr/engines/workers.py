@@ -320,7 +320,8 @@ def _reply(link: Link, number: int, app: ClientApp, message: Message, *rest: Any
         done = [Packed.of(value) for value in work(app, message, *rest)]
     except Exception as error:  # what the app has put into its reply cannot be pickled
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
-    link.send((DONE, number), *done)  # apart, so that a kept part does not hold the memory of the whole reply
+    with suppress(ConnectionError):  # a command that was killed; this process ends, too
+        link.send((DONE, number), *done)  # apart, so that a kept part does not hold the memory of the whole reply
 
 
 class _Members:

@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.engines.link import Broadcasts, Link, Packed
-from fedbn_flwr.engines.workers import WorkerProcesses
+from fedbn_flwr.engines.workers import WorkerProcesses, _reply
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedTAN, FixBN, Scaffold
 from fedbn_flwr.training.randomness import turn
@@ -268,6 +268,19 @@ def test_no_process_outlives_the_command(tmp_path, at_once: dict[str, str], end:
     while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in workers)
+
+
+def test_a_worker_says_nothing_when_the_command_was_killed() -> None:
+    """Its reply has nobody to go to: the pipe is broken, and a traceback would be noise."""
+    import multiprocessing
+
+    ours, theirs = multiprocessing.Pipe()
+    message = Message(RecordDict(), 1, MessageType.TRAIN)
+    context = Context(1, 1, {}, RecordDict(), {})
+    theirs.close()
+    app = app_of(lambda message, context: Message(RecordDict(), reply_to=message))
+    _reply(Link(ours), 0, app, message, context, {})
+    ours.close()
 
 
 def test_what_cannot_be_pickled_fails_its_client_only() -> None:
