@@ -7,12 +7,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.usefixtures("benchmarks")
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
 def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from every_key import KEYS
 from flwr.app import Context, RecordDict
 from torch import nn
 
@@ -94,7 +94,7 @@ def test_a_node_without_a_partition_is_refused_with_advice(quick_config) -> None
 
 
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
-    **runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/every_key.py"))["KEYS"],
+    **KEYS,
     "min-replies": (3, {}),
     "on-divergence": ("continue", {}),
     "fedtan-transport": ("channel", {}),
