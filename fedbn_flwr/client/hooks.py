@@ -13,21 +13,22 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from torch import Tensor, nn
+from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import replay
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, OUTBOX, TrainConfig, merged_config
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.optimizer_hooks import before_steps
 from fedbn_flwr.training.wrappers import view_with_names
 
-__all__ = ["Hooks", "LoadedBatches", "bn_rules", "take_box"]
+__all__ = ["Hooks", "bn_rules", "take_box"]
 
 
 class Hooks:
@@ -202,45 +203,6 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
         store.save_hook_state(
             {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}, read.server_round
         )
-
-
-class LoadedBatches:
-    """The data set of a ``DataLoader`` as ``Batches``.
-
-    Attributes:
-        batch_size: that of the loader or of its batch sampler; if neither has one, the number of examples.
-
-    Raises:
-        DataError: the data set has no length.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._data, self._collate = loader.dataset, loader.collate_fn
-        if not hasattr(self._data, "__len__"):
-            raise DataError(
-                f"the loader's data set, {type(self._data).__name__}, has no length: a pass in a fixed order needs one "
-                "with indices and a length (a torch Dataset, not an IterableDataset)"
-            )
-        self.batch_size: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or len(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """See ``training.loop.Batches``; the data set may augment by itself.
-
-        Raises:
-            DataError: the loader makes something else of the examples than a pair.
-        """
-        batch = self._collate([self._data[int(i)] for i in positions])
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-            raise DataError(
-                f"the loader's batches are {type(batch).__name__}{keys}; a pass over the data needs (inputs, targets). "
-                "Give the loader a collate_fn that returns them."
-            )
-        inputs, targets = batch
-        return inputs, targets
 
 
 def _overrides(hook: ClientHook, *names: str) -> bool:

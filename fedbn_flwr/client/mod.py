@@ -19,7 +19,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.client.hooks import LoadedBatches, take_box
+from fedbn_flwr.client.hooks import take_box
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.repeatable import repeatable
@@ -44,6 +44,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.server.recalibration import to_entries
+from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
 from fedbn_flwr.transport import Pending, RetryStep, StepDone
 

@@ -17,6 +17,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
+from torch.utils.data import Dataset
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import Parts
@@ -68,6 +69,7 @@ from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import Batches, ClientHook, Passes, train
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.settings import LocalTraining
@@ -88,7 +90,8 @@ class TorchClient(NumPyClient):
             have the names of the inner module, or the received names. Or a function that builds it: then no message
             waits for that, because a process builds it once and lends it to one client at a time. Pass the same
             function object for every message.
-        train_data: the client's training data; may be empty for a client that only evaluates.
+        train_data: the client's training data, a torch ``Dataset`` of (input, target) with a length, or ``Batches``;
+            may be empty for a client that only evaluates. Batches and their order are those of the settings.
         test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
         settings: steps, batch size, optimizer.
         context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
@@ -115,8 +118,8 @@ class TorchClient(NumPyClient):
     def __init__(
         self,
         model: nn.Module | BuildModel,
-        train_data: Batches,
-        test_data: Batches | Mapping[str, Batches],
+        train_data: Batches | Dataset[Any],
+        test_data: Batches | Dataset[Any] | Mapping[str, Batches | Dataset[Any]],
         settings: LocalTraining,
         *,
         context: Context | None = None,
@@ -124,15 +127,16 @@ class TorchClient(NumPyClient):
         seed: int = 0,
         task: Task = CLASSIFICATION,
         state_dir: Path | OpenFolder | None = None,
-        validation_data: Batches | None = None,
+        validation_data: Batches | Dataset[Any] | None = None,
         data_report: Callable[[], str] | None = None,
         record_level: RecordLevel | None = None,
     ) -> None:
         self.model = model
-        self.train_data = train_data
-        self.test_data = dict(test_data) if isinstance(test_data, Mapping) else {"": test_data}
+        self.train_data = as_batches(train_data)
+        named = test_data if isinstance(test_data, Mapping) else {"": test_data}
         if validation_data is not None:
-            self.test_data[VALIDATION] = validation_data
+            named = {**named, VALIDATION: validation_data}
+        self.test_data = {name: as_batches(data) for name, data in named.items()}
         self.settings = settings
         self._lend = lender(model, settings.memory_format)
         self.context = context

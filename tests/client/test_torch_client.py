@@ -10,6 +10,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, StateError
@@ -46,6 +47,49 @@ def test_get_properties_returns_partition_size_and_batch_size(client, points, ml
     assert TorchClient(mlp(), points(4), points(1), SETTINGS).get_properties({}) == {"num-examples": 4, "batch-size": 4}
     named = TorchClient(mlp(), points(4), points(1), SETTINGS, context=context(), partition_id=1)
     assert named.get_properties({}) == {"partition-id": 1, "num-examples": 4, "batch-size": 4}
+
+
+def pairs(data) -> TensorDataset:
+    return TensorDataset(data.inputs, data.targets)
+
+
+def test_torch_data_sets_give_the_bits_of_batches(client, points, mlp) -> None:
+    train_data, test_data, kept = points(10, 1), points(6, 2), points(5, 3)
+    named = {"own": pairs(test_data), "batches": test_data}
+    other = TorchClient(
+        mlp(dropout=0.2), pairs(train_data), named, SETTINGS, context=context(), seed=5, validation_data=pairs(kept)
+    )
+    start = arrays(mlp(seed=9))
+    (got, *told), (expected, *expected_told) = (each.fit(start, {"server-round": 2}) for each in (other, client))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(got, expected, strict=True))
+    assert told == expected_told
+    metrics, single = other.evaluate(got, {})[2], client.evaluate(got, {})[2]
+    assert metrics["own-loss"] == metrics["batches-loss"] == single["loss"]
+    assert "validation-loss" in metrics
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            DataLoader(TensorDataset(torch.ones(2, 5)), batch_size=7),
+            r"a DataLoader with batch_size=7: .* loader\.dataset",
+        ),
+        (iter(()), "tuple_iterator is no data set: give a torch Dataset with a length"),
+    ],
+    ids=["a loader", "an iterator"],
+)
+def test_what_is_no_data_set_is_refused(data, words: str, points, mlp) -> None:
+    with pytest.raises(DataError, match=words):
+        TorchClient(mlp(), data, points(2), SETTINGS)
+    with pytest.raises(DataError, match=words):
+        TorchClient(mlp(), points(2), {"a": points(2), "b": data}, SETTINGS)
+
+
+def test_examples_that_are_no_pairs_are_refused(points, mlp) -> None:
+    examples = [{"image": torch.ones(5, dtype=torch.float64), "label": 1}] * 4
+    with pytest.raises(DataError, match=r"batches are dict of image, label; \(inputs, targets\) are needed"):
+        TorchClient(mlp(), examples, points(2), SETTINGS).fit(arrays(mlp()), {})
 
 
 @pytest.mark.parametrize("server_round", [1, 2])
