@@ -76,7 +76,7 @@ def measure(method: str, num_clients: int, masked: bool, neighbours: int) -> tup
     data: Any = Images()
     strategy: Any = {"fedavg": FedAvg, "fedtan": FedTAN}[method](fraction_evaluate=0.0)
     if masked:
-        strategy.protect(MaskedSums(MaskSettings(masked=True, masked_neighbours=neighbours)))
+        strategy.protect(MaskedSums(MaskSettings(masked_sums=True, masked_neighbours=neighbours)))
     grid = CountingGrid(client_app(client_fn), num_clients)
     with grid:
         began = time.perf_counter()

@@ -9,9 +9,11 @@ from fedbn_flwr.compat.legacy_strategy import to_legacy
 from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = [
+    "DPWrapper",
     "InProcessGrid",
     "TorchClient",
     "client_app",

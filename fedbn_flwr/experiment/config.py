@@ -60,9 +60,10 @@ EVALUATIONS = (
 )
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
 GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
-RENAMED = {"fedtan-exchange": "fedtan-transport", "trim": "statistics-trim"}
+RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
 
+_OF_RECORDS = ("dp-noise-multiplier", "dp-target-epsilon", "dp-clipping-norm")
 # The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
 _OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
 _OF_A_FEDERATION = (
@@ -382,6 +383,23 @@ class Config(_MethodSettings):
             raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _records(cls, values: Any) -> Any:
+        """Read ``dp=record`` as ``record-dp=true``, and the noise and the norm beside it as those of records."""
+        if not isinstance(values, Mapping) or values.get("dp") != "record":
+            return values
+        defaults = {field.alias: field.default for field in cls.model_fields.values()}
+        own = {key: values[key] for key in _OF_RECORDS if key in values and values[key] != defaults[key]}
+        others = {key: value for key, value in values.items() if key not in own}
+        return {**others, "dp": "off", "record-dp": True, **{f"record-{key}": value for key, value in own.items()}}
+
+    @field_validator("dp", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Read YAML's ``off``, which is false, and the name of an older version."""
+        return "off" if value is False or value == "none" else value
+
     @field_validator("lr_decay_factor", "lr_decay_at", "held_out_clients", "mlp_hidden", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
@@ -434,9 +452,9 @@ class Config(_MethodSettings):
             problems.append(f"num-classes={self.num_classes} is fewer than the {classes} of dataset={self.dataset}")
         if not problems and self.strategy != CENTRALIZED:
             _try(problems, lambda: problems.extend(self.method().conflicts(self.params(), self.run_settings())))
-        if not problems and (self.dp != "none" or self.record_dp):
+        if not problems and (self.dp != "off" or self.record_dp):
             _try(problems, lambda: problems.extend(self._dp_problems()))
-        if not problems and self.masked:
+        if not problems and self.masked_sums:
             _try(problems, lambda: problems.extend(self._mask_problems()))
         if self.early_stopping and not self.validation_share:
             problems.append(
@@ -490,18 +508,18 @@ class Config(_MethodSettings):
             None if self.record_dp_target_epsilon else self.record_dp_noise_multiplier,
             self.record_dp_clipping_norm,
             publishes_metrics=self.dp_metrics == "published",
-            frozen_only=self.dp != "none",
+            frozen_only=self.dp != "off",
         )
 
     def _dp_problems(self) -> list[str]:
         """Return what of this run goes round the noise, or does not fit it."""
-        asked = f"dp={self.dp}" if self.dp != "none" else "record-dp=true"
+        asked = f"dp={self.dp}" if self.dp != "off" else "record-dp=true"
         if self.strategy == CENTRALIZED:
             return [f"{asked}: strategy=centralized has no clients"]
         found = differential.conflicts(self.dp_settings())
         beside = self._made().beside_updates().values()
         found += [f"strategy {self.title!r} with {asked}: {what}" for what in beside]
-        if self.dp != "none" and self.min_replies > 1:
+        if self.dp != "off" and self.min_replies > 1:
             found.append(
                 f"min-replies={self.min_replies}: a round with noise has a result whoever answers; leave it out"
             )
@@ -522,10 +540,12 @@ class Config(_MethodSettings):
     def _mask_problems(self) -> list[str]:
         """Return what of this run is no sum over the clients."""
         if self.strategy == CENTRALIZED:
-            return ["masked=true: strategy=centralized has no clients"]
+            return ["masked-sums=true: strategy=centralized has no clients"]
         found = masked_sums.refusals(self._made()) + masked_sums.conflicts(self.dp_settings())
         if self.num_clients == 1:
-            found.append("masked=true needs at least 2 clients, and num-clients=1: a sum over one client is its update")
+            found.append(
+                "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"
+            )
         return found + self._uncovered("masked-metrics", "masks do")
 
     def _made(self) -> FedAvg[Any]:
@@ -534,7 +554,7 @@ class Config(_MethodSettings):
     def _uncovered(self, metrics: str, protects: str) -> list[str]:
         """Return what tells of the clients' data beside their updates; the setting ``metrics`` may publish some."""
         found = []
-        if self.norm == "batch-renorm" and (self.dp != "none" or self.masked):
+        if self.norm == "batch-renorm" and (self.dp != "off" or self.masked_sums):
             found.append("norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds")
         if self.standardise_as() == "federated" and not self.record_dp:
             found.append(
@@ -556,8 +576,8 @@ class Config(_MethodSettings):
     def _record_problems(self) -> list[str]:
         """Return what does not fit DP-SGD in the clients."""
         found = []
-        if self.masked:
-            found.append("record-dp=true with masked=true: the two are not counted together; choose one of them")
+        if self.masked_sums:
+            found.append("record-dp=true with masked-sums=true: the two are not counted together; choose one of them")
         if not self.local_steps:
             found.append("record-dp=true counts steps: set local-steps, not local-epochs")
         target, limit, noise = self.record_dp_target_epsilon, self.dp_max_epsilon, self.record_dp_noise_multiplier
@@ -581,7 +601,7 @@ class Config(_MethodSettings):
                 f"record-dp=true with series={self.series}: what clients kept in earlier runs may have had no noise. "
                 "Leave series out"
             )
-        return found + (self._freezing_problems() if self.dp == "none" else self._both_problems())
+        return found + (self._freezing_problems() if self.dp == "off" else self._both_problems())
 
     def _freeze_round(self) -> tuple[str, int | None]:
         """Return T* and the setting that says so; "" without FixBN, None if BN's statistics have no fixed T*."""
@@ -835,7 +855,7 @@ class Config(_MethodSettings):
     @property
     def protected(self) -> bool:
         """Whether single clients or examples are to stay hidden: then their counts are in no page to give away."""
-        return self.dp != "none" or self.record_dp or self.masked
+        return self.dp != "off" or self.record_dp or self.masked_sums
 
     def late_decays(self) -> list[str]:
         """Return a warning for each decay of the learning rate that the run is too short for."""
@@ -866,7 +886,7 @@ class Config(_MethodSettings):
         tables = own and self.dataset.startswith(("csv:", "hf:"))
         mixes, adapts = self.test_bn == "mix", any(name.endswith(TEST_BN) for name in self.evaluations())
         tracks, steps = self.norm.startswith("batch"), self.learning_rate_schedule in ("", "step")
-        hides = f"dp={self.dp}" if self.dp != "none" else "masked=true" if self.masked else ""
+        hides = f"dp={self.dp}" if self.dp != "off" else "masked-sums=true" if self.masked_sums else ""
         conditions: dict[str, tuple[bool, str]] = {
             "variance": (tracks, "it is for norm=batch and batch-renorm"),
             "norm_groups": ("groups" in NORMS[self.norm].options, "it is for norm=group and group+ws"),

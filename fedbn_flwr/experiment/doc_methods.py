@@ -20,7 +20,7 @@ from fedbn_flwr.server import momentum, recalibration, shared_bn
 from fedbn_flwr.server.method import Params
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 
-__all__ = ["method_pages"]
+__all__ = ["method_pages", "method_title"]
 
 _OPTIONS = {
     feature: "feature-norm",
@@ -81,6 +81,12 @@ def method_pages(root: Path) -> dict[Path, str]:
     return pages | {folder / "options.md": _options_page(root), folder / "combinations.md": _combinations_page()}
 
 
+def method_title(method: Method) -> str:
+    """Return the paper's name of a method: how its module's docstring begins, or the class, if a module has several."""
+    several = sum(other.__module__ == method.__module__ for other in STRATEGIES.values()) > 1
+    return method.__name__ if several else _docstring(sys.modules[method.__module__])[0].partition(":")[0]
+
+
 def _page(method: Method, root: Path, results: Mapping[str, Any]) -> str:
     file = method.__module__.replace(".", "/") + ".py"
     first, body = _docstring(sys.modules[method.__module__])
@@ -90,11 +96,11 @@ def _page(method: Method, root: Path, results: Mapping[str, Any]) -> str:
         [
             f"<!-- Made by `make generate` from {file}. Do not edit. -->",
             "",
-            f"# {method.__name__}",
+            f"# {method_title(method)}",
             "",
             f"{lead[0].upper()}{lead[1:]}",
             "",
-            "| name | class | stays with the client | file |",
+            "| name | class | model entries that stay with the client | file |",
             "|---|---|---|---|",
             f"| `{method.name}` | `{method.__name__}` | {kept} | [{file}]({_UP}{file}) |",
             "",
@@ -135,7 +141,8 @@ def _settings(method: Method) -> Iterator[str]:
     shared = ", ".join(f"`{name.replace('_', '-')}`" for name in common if name not in own)
     yield ""
     yield "These are the method's own." if own else "The method has no settings of its own."
-    yield f"Every method has {shared}, too: [config keys](../config.md) explains them."
+    yield f"Every method reads {shared}, and refuses one that has no meaning for it: [config keys](../config.md)"
+    yield "explains them."
 
 
 def _recipe(name: str) -> str:

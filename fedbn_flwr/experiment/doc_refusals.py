@@ -14,7 +14,7 @@ __all__ = ["refusals_table"]
 
 _NOISE = {"dp": "server", "dp-noise-multiplier": 1.0}
 _SECRET = {"dp-sampling": "secret", "dp-neighbours": "replace-one"}
-_MASKS = {"masked": True, "eval-on": "global"}
+_MASKS = {"masked-sums": True, "eval-on": "global"}
 _RECORDS = {"record-dp": True, "record-dp-noise-multiplier": 1.0, "local-steps": 2}
 _FEATURES = {"dataset": "digits", "num-clients": 4}
 _REPORTS: list[Mapping[str, Any]] = [{"eval-on": "personal-own"}, {"validation-share": 0.2}, {"held-out-clients": "1"}]
@@ -35,7 +35,7 @@ _OF_UPDATES: list[Mapping[str, Any]] = [
 ]
 TRIED: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = [
     (_NOISE, [*_OF_METHODS, *_OF_UPDATES, *_REPORTS, {"min-replies": 2}, {"norm": "batch-renorm"}]),
-    (_NOISE, [{"watch-statistics": 1}, {"dp-target-epsilon": 1.0}, {"dp": "client", "dp-clipping-quantile": 0.5}]),
+    (_NOISE, [{"watch-statistics": 1}, {"dp-target-epsilon": 1.0}, {"dp": "client", "dp-clipping": "adaptive"}]),
     (_NOISE, [{"dp-sampling": "secret"}, {**_SECRET, "dp-metrics": "published"}]),
     (_MASKS, [*_OF_METHODS, *_REPORTS, {"strategy": "fedtan", "fedtan-exchanges": "2L+1"}, {"norm": "batch-renorm"}]),
     (_MASKS, [{"strategy": "silobn", "recalibrate": True}, {"watch-statistics": 1}, {"dp": "server"}]),
@@ -48,7 +48,7 @@ TRIED: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = [
             {"strategy": "fedbs"},
             {"standardise": "local"},
             {"compile": True},
-            {"masked": True},
+            {"masked-sums": True},
             {"validation-share": 0.2},
             {"record-dp-target-epsilon": 3.0},
         ],

@@ -16,7 +16,7 @@ from pathlib import Path
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.experiment.config import GROUPS, Config
 from fedbn_flwr.experiment.doc_config import config_page
-from fedbn_flwr.experiment.doc_methods import method_pages
+from fedbn_flwr.experiment.doc_methods import method_pages, method_title
 from fedbn_flwr.experiment.doc_privacy import privacy_table
 from fedbn_flwr.experiment.doc_refusals import refusals_table
 from fedbn_flwr.messages import protocol
@@ -47,7 +47,7 @@ def derived(root: Path) -> dict[Path, str]:
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)
-    pages = "\n".join(f"      - {strategy.__name__}: methods/{name}.md" for name, strategy in STRATEGIES.items())
+    pages = "\n".join(f"      - {method_title(method)}: methods/{name}.md" for name, method in STRATEGIES.items())
     texts[Path("mkdocs.yml")] = _filled(root / "mkdocs.yml", {"methods": pages}, "      # {}")
     return texts
 
@@ -65,12 +65,12 @@ def changed(root: Path) -> dict[Path, str]:
 
 
 def strategy_table(folder: str) -> str:
-    """Return a table of the strategies: name, what it does, what stays with the client, source.
+    """Return a table of the strategies: name, what it does, which entries stay with the client, source.
 
     Args:
         folder: where the names lead to, the source files of this folder; "" for the methods' pages.
     """
-    lines = ["| name | what it does | stays with the client | source |", "|---|---|---|---|"]
+    lines = ["| name | what it does | model entries that stay with the client | source |", "|---|---|---|---|"]
     for name, strategy in STRATEGIES.items():
         file = f"{folder}/{strategy.__module__.rpartition('.')[2]}.py" if folder else f"{name}.md"
         kept = ", ".join(part.value for part in Part if part in strategy.local) or "nothing"

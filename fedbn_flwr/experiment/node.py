@@ -146,8 +146,8 @@ def _report(config: Config, context: Context) -> Callable[[], str] | None:
             logger.warning("data-path=%s: %s", path, warning)
     if str(context.node_config.get(REPORT_DATA, "")).lower() != "true":
         return None
-    if config.masked:
-        logger.warning("report-data=true has no effect with masked=true: the counts would not be masked")
+    if config.masked_sums:
+        logger.warning("report-data=true has no effect with masked-sums=true: the counts would not be masked")
         return None
 
     def text() -> str:

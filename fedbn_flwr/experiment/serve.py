@@ -187,11 +187,11 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     records = config.record_level()
     file = UNTIL_FROZEN if records else PRIVACY
     clients = None
-    if config.dp != "none":
+    if config.dp != "off":
         clients = ClientLevelDP(
             config.dp_settings(), file=out / file, fixed=fixed_entries(model), tied=tied_entries(model)
         )
-    if config.masked:
+    if config.masked_sums:
         return MaskedSums(config.mask_settings(), clients)
     if not records:
         return clients

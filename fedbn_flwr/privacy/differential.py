@@ -1,7 +1,7 @@
 r"""Client-level differential privacy: the average of clipped updates, with Gaussian noise, for models with BatchNorm.
 
 McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models", arXiv:1710.06963 (fixed clipping);
-Andrew et al. 2021, "Differentially Private Learning with Adaptive Clipping", arXiv:1905.03871 (clipping-quantile).
+Andrew et al. 2021, "Differentially Private Learning with Adaptive Clipping", arXiv:1905.03871 (dp-clipping=adaptive).
 
 ## Problem
 
@@ -85,18 +85,22 @@ _NOISY = 0.3  # noise in running variances, relative to them, from which on a wa
 class DPSettings(Settings):
     """The settings of client-level differential privacy."""
 
-    dp: Literal["none", "server", "client"] = setting(
-        "none",
-        "client-level differential privacy of the global models: who clips the updates (the server adds the noise)",
+    dp: Literal["off", "server", "client"] = setting(
+        "off",
+        "client-level differential privacy of the global models: who clips the updates (the server adds the noise); "
+        "record is read as record-dp=true, dp-noise-multiplier, dp-target-epsilon and dp-clipping-norm then as its own",
     )
     dp_noise_multiplier: float = setting(
         0.0, "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing", ge=0
+    )
+    dp_clipping: Literal["fixed", "adaptive"] = setting(
+        "fixed", "adaptive = with dp=server C follows a quantile of the updates' norms"
     )
     dp_clipping_norm: float = setting(
         1.0, "C: largest norm of a client's update; if C adapts, its value in round 1", gt=0
     )
     dp_clipping_quantile: float = setting(
-        0.0, "gamma: with dp=server C adapts until this share of the updates is not clipped; 0 = C is fixed", ge=0, lt=1
+        0.5, "gamma: C adapts until this share of the updates is not clipped", gt=0, lt=1
     )
     dp_clipping_rate: float = setting(0.2, "eta: how fast C adapts", gt=0)
     dp_statistics_scale: float = setting(
@@ -145,9 +149,9 @@ def conflicts(settings: DPSettings) -> list[str]:
         found.append(
             f"dp-max-epsilon={settings.dp_max_epsilon} is below dp-target-epsilon={settings.dp_target_epsilon}"
         )
-    if settings.dp == "client" and settings.dp_clipping_quantile:
+    if settings.dp == "client" and settings.dp_clipping == "adaptive":
         found.append(
-            f"dp-clipping-quantile={settings.dp_clipping_quantile} needs dp=server: a client that clips sends an "
+            "dp-clipping=adaptive needs dp=server: a client that clips sends an "
             "update of norm C, up to rounding, and the server cannot count those that were longer"
         )
     if settings.dp_sampling == "secret" and settings.dp_neighbours != "replace-one":
@@ -159,9 +163,11 @@ def conflicts(settings: DPSettings) -> list[str]:
 
 def unused(settings: DPSettings) -> dict[str, str]:
     """Return the settings that have no effect under the others, by name, each with what it needs."""
-    if settings.dp == "none":
+    if settings.dp == "off":
         return dict.fromkeys(set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client")
-    found = {} if settings.dp_clipping_quantile else {"dp_clipping_rate": "it is for dp-clipping-quantile above 0"}
+    found: dict[str, str] = {}
+    if settings.dp_clipping == "fixed":
+        found |= dict.fromkeys(("dp_clipping_quantile", "dp_clipping_rate"), "it is for dp-clipping=adaptive")
     if not (settings.dp_noise_multiplier or settings.dp_target_epsilon):
         found |= dict.fromkeys(("dp_delta", "dp_neighbours"), "without noise there is no epsilon")
     return found
@@ -282,7 +288,7 @@ class ClientLevelDP(Protection):
             array += deviation * self.noise.normal(array.shape)
         state = coordinates.state(total, deviation)
         state |= {name: state[name] + 1 for name in run.parts.counters if name in state}
-        if own.dp_clipping_quantile:
+        if own.dp_clipping == "adaptive":
             share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
             self.clipping_norm *= math.exp(-own.dp_clipping_rate * (min(max(share, 0), 1) - own.dp_clipping_quantile))
         return [Reply(Node(0), 1.0, state, {})]
@@ -294,7 +300,7 @@ class ClientLevelDP(Protection):
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
         """Return the deviation of the noise in the sum of bits, and z_u; without adaptive clipping 0 and z."""
-        if not self.settings.dp_clipping_quantile:
+        if self.settings.dp_clipping == "fixed":
             return 0.0, noise_multiplier
         of_bits = max(asked / 20, noise_multiplier)
         return of_bits, noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * of_bits)) ** 2)

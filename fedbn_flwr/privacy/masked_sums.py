@@ -91,7 +91,7 @@ from fedbn_flwr.transport.polling_grid import polling
 __all__ = ["MaskSettings", "MaskedSums", "conflicts", "refusals", "uncovered", "unused"]
 
 _LACKS_COUNT = (
-    "masked=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
+    "masked-sums=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
     "flower-projects.md)."
 )
 _REPEATS = (
@@ -99,7 +99,8 @@ _REPEATS = (
     "difference of the two sums could be those of a client that is lost in one of them"
 )
 _ANSWERS_ARE_PUBLIC = (
-    "With masked=true that is what a client sends, and not whether it answers: with too few answers the whole sum is 0."
+    "With masked-sums=true that is what a client sends, and not whether it answers: with too few answers the whole sum "
+    "is 0."
 )
 _SUMS = frozenset({"exchanges", "buffers", "statistics"})  # what a method may take beside updates: it is masked, too
 
@@ -107,7 +108,7 @@ _SUMS = frozenset({"exchanges", "buffers", "statistics"})  # what a method may t
 class MaskSettings(Settings):
     """The settings of masked sums."""
 
-    masked: bool = setting(
+    masked_sums: bool = setting(
         False, "secure aggregation: clients mask what they send, and the server sees sums over the clients alone"
     )
     masked_threshold: float = setting(
@@ -141,21 +142,21 @@ def uncovered(method: Method[Any]) -> list[str]:
 
 def refusals(method: Method[Any]) -> list[str]:
     """Return why the method does not work with masks, one line each."""
-    return [f"strategy {method.name!r} with masked=true: {what}" for what in uncovered(method)]
+    return [f"strategy {method.name!r} with masked-sums=true: {what}" for what in uncovered(method)]
 
 
 def conflicts(dp: DPSettings) -> list[str]:
     """Return why differential privacy with these settings needs single updates, one line each."""
     found = []
     if dp.dp == "server":
-        found.append("masked=true hides the updates that dp=server clips; with dp=client the clients clip")
+        found.append("masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip")
     return found
 
 
 def unused(settings: MaskSettings) -> dict[str, str]:
     """Return the settings that have no effect under the others, by name, each with what it needs."""
-    others = set(MaskSettings.model_fields) - {"masked"}
-    return {} if settings.masked else dict.fromkeys(others, "it is for masked=true")
+    others = set(MaskSettings.model_fields) - {"masked_sums"}
+    return {} if settings.masked_sums else dict.fromkeys(others, "it is for masked-sums=true")
 
 
 class MaskedSums(Protection):
@@ -248,7 +249,7 @@ class MaskedSums(Protection):
             masks.lose(number, why)
         if set(left_out.values()) == {_REPEATS} and len(left_out) == len(nodes):
             raise ConfigError(
-                f"masked=true and a round that was begun before: no client can take part. Of each of them "
+                f"masked-sums=true and a round that was begun before: no client can take part. Of each of them "
                 f"({len(nodes)}): {_REPEATS}. Begin a new run, or take a smaller batch-size."
             )
         asked, own = [number for number in range(len(nodes)) if number not in left_out], self.settings
@@ -269,7 +270,9 @@ class MaskedSums(Protection):
         """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
         masks = self._masks
         if missing := {masks.nodes[number].node_id for number in masks.present} - members.keys():
-            raise ConfigError(f"masked=true: node {min(missing)} has masks, and takes no part in the synchronised step")
+            raise ConfigError(
+                f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
+            )
 
         def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
             if len(tensors) < len(masks.present) or any(tensor.dtype != torch.int64 for tensor in tensors):

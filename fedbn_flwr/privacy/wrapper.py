@@ -37,7 +37,7 @@ class DPWrapper(Strategy):
         fixed: names of the entries that no client trains; they get no noise.
         tied: names of the entries that share a tensor with another one, and that one's (``tied_entries(model)``): they
             get one noise.
-        **settings: further fields of ``DPSettings`` without ``dp_``: ``clipping_quantile``, ``delta``, ...
+        **settings: further fields of ``DPSettings`` without ``dp_``: ``clipping="adaptive"``, ``delta``, ...
 
     Raises:
         ConfigError: a value is out of range, or settings exclude each other.
@@ -65,8 +65,8 @@ class DPWrapper(Strategy):
             )
         chosen = DPSettings(dp=where, **values)
         problems = [f"{name}: {use}" for name, use in unused(chosen).items() if name in values]
-        if chosen.dp == "none":
-            problems = ["where='none' protects nothing; use 'server' or 'client'"]
+        if chosen.dp == "off":
+            problems = ["where='off' protects nothing; use 'server' or 'client'"]
         if problems:
             raise ConfigError("\n".join(problems))
         self.privacy = ClientLevelDP(chosen, noise, file, fixed, tied)

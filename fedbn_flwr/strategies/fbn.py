@@ -16,15 +16,16 @@ through $S$. A client $i$ sends the moments (count, mean, sum of squared deviati
 `fbn-measure` says which inputs:
 
 - `steps`: those of all local steps, merged; no additional pass. With a fixed number of local steps the counts do not
-  say how much data a client has, so the server pools the means $m_i$ and biased variances $v_i$ with the weights $p_i$:
+  say how much data a client has, so the server pools the means $m_i$ and the biased variances $v_i = M_i / n_i$ (sum of
+  squared deviations by count) with the weights $p_i$; $n$ is the sum of the counts:
+
+$$m = \sum_i p_i m_i, \qquad v = \frac{n}{n - 1} \sum_i p_i \left( v_i + (m_i - m)^2 \right)$$
+
 - `pass`: those of one pass over the client's data before the first step, under the received weights, each batch
   normalised with its own statistics. The server merges them by their counts, exactly as StaticBN. BN-SCAFFOLD has the
   same choice in `bn-variates`.
 
-$$m = \sum_i p_i m_i, \qquad v = \frac{n}{n - 1} \sum_i p_i \left( v_i + (m_i - m)^2 \right)$$
-
-with $v_i = M_i / n_i$ of the count $n_i$ and the sum of squared deviations $M_i$, and $n$ the sum of the counts, by
-steps. Then, in float64 and with $\mu$ = `statistics-momentum`,
+Then, in float64 and with $\mu$ = `statistics-momentum`,
 
 $$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
 
@@ -35,8 +36,8 @@ statistics still weigh $0.9^k$ after $k$ more rounds, 35 % after ten. Where few 
 longer warm-up or a larger $\mu$.
 
 With `statistics-aggregation="trimmed"` the server takes, per channel, the mean over the clients of $m_i$, and then of
-$v_i + (m_i - m)^2$, each without the `statistics-trim` share of the smallest and of the largest values and with equal
-weights. Of $n$ clients of a round floor(`statistics-trim` $n$) are left out at either end: with the default 0.2 nobody
+$v_i + (m_i - m)^2$, each without the `trim` share of the smallest and of the largest values and with equal
+weights. Of $n$ clients of a round floor(`trim` $n$) are left out at either end: with the default 0.2 nobody
 below five clients, and the log says so. False statistics of at most so many clients have no effect. It protects nothing
 but the statistics.
 
@@ -132,9 +133,7 @@ class FBNParams(PooledParams):
     statistics_aggregation: Literal["mean", "trimmed"] = setting(
         "mean", "pooling of the clients' statistics; trimmed (ours) = a mean without the largest and smallest values"
     )
-    statistics_trim: float = setting(
-        0.2, "trimmed leaves out floor(share x clients of the round) at either end", ge=0, lt=0.5
-    )
+    trim: float = setting(0.2, "trimmed leaves out floor(share x clients of the round) at either end", ge=0, lt=0.5)
 
 
 class GlobalStatistics(ClientHook):
@@ -391,7 +390,7 @@ class FBN(PooledStatistics[FBNParams]):
         """Return the share of a trimmed mean that is not taken."""
         found = super().unused(params, run)
         if params.statistics_aggregation == "mean":
-            found["statistics_trim"] = "it is for statistics-aggregation=trimmed"
+            found["trim"] = "it is for statistics-aggregation=trimmed"
         return found
 
     def divergence_advice(self, server_round: int) -> str:
@@ -402,10 +401,10 @@ class FBN(PooledStatistics[FBNParams]):
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Pool; say when a trimmed mean leaves nobody out."""
-        share = self.params.statistics_trim if self.params.statistics_aggregation == "trimmed" else 0.0
+        share = self.params.trim if self.params.statistics_aggregation == "trimmed" else 0.0
         if share and not share_of(share, len(replies)):
             logger.warning(
-                "round %d: statistics-trim=%s of %d clients leaves nobody out; the statistics are a mean with equal "
+                "round %d: trim=%s of %d clients leaves nobody out; the statistics are a mean with equal "
                 "weights, and a false one counts in full",
                 server_round,
                 share,
@@ -420,5 +419,5 @@ class FBN(PooledStatistics[FBNParams]):
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Pool with p_i after steps, by counts after a pass; or take the trimmed mean."""
         if self.params.statistics_aggregation == "trimmed":
-            return trimmed(moments, self.params.statistics_trim)
+            return trimmed(moments, self.params.trim)
         return pool(moments, weights if self.params.fbn_measure == "steps" else None)

@@ -200,11 +200,12 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_node_with_masks_sends_no_report_of_its_data(masked: bool, tables, caplog) -> None:
     keys = {**TABLE, "dataset": "csv:", "standardise": "none", "missing": "refuse", "feature-columns": "age,sex:F|M"}
-    config = Config.make({**keys, "eval-on": "global", "test-share": 0.3, "masked": masked})
+    config = Config.make({**keys, "eval-on": "global", "test-share": 0.3, "masked-sums": masked})
     node = {**at(tables)[0], "report-data": True}
     client = client_fn(Context(1, 1, node, RecordDict(), config.to_mapping()))
     assert ("data-report" in client.get_properties({})) == (not masked)
-    assert ("report-data=true has no effect with masked=true: the counts would not be masked" in caplog.text) == masked
+    warned = "report-data=true has no effect with masked-sums=true: the counts would not be masked" in caplog.text
+    assert warned == masked
 
 
 # --- standardise=federated -------------------------------------------------------------------------------------------

@@ -45,15 +45,15 @@ def test_methods_must_agree_about_a_settings_limits() -> None:
 
 def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     class OtherParams(Params):
-        trim: float = setting(0.2, "share of the replies that is cut off at each end", ge=0, lt=0.5)
+        cut: float = setting(0.2, "share of the replies that is cut off at each end", ge=0, lt=0.5)
 
     class Other(FedAvg[OtherParams]):
         name = "other"
         Params = OtherParams
 
-    annotation, field = method_fields([*STRATEGIES.values(), Other])["trim"]
+    annotation, field = method_fields([*STRATEGIES.values(), Other])["cut"]
     assert (annotation, field.default, field.json_schema_extra) == (float, 0.2, {"group": "methods"})
-    assert methods_with([FedAvg, Other], "trim") == [Other]
+    assert methods_with([FedAvg, Other], "cut") == [Other]
     assert methods_with([FedAvg, Other], "seed") == [], "those of every method are listed with none"
 
 
@@ -64,5 +64,3 @@ def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:
     assert "config key 'fedtan-exchange' is now 'fedtan-transport'" in caplog.text
     assert Config.load(None, ["strategy=fedtan", "fedtan-exchange=channel"]) == config
     assert not RENAMED.keys() & Config.make({}).to_mapping().keys(), "a name has one meaning"
-    trimmed = ["strategy=fbn", "statistics-aggregation=trimmed"]
-    assert Config.load(None, [*trimmed, "trim=0.3"]).statistics_trim == 0.3

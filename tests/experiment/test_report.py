@@ -659,7 +659,7 @@ def test_in_a_browser(
 PROTECTED: list[dict[str, Any]] = [
     {"dp": "server", "dp-noise-multiplier": 1.0},
     {"record-dp": True, "record-dp-noise-multiplier": 1.0, "norm": "group", "local-steps": 2},
-    {"masked": True},
+    {"masked-sums": True},
 ]
 
 

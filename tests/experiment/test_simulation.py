@@ -75,7 +75,7 @@ def test_flwr_run_with_one_actor_gives_the_bits_of_the_run_in_process(
 @pytest.mark.slow
 def test_masked_sums_give_the_bits_of_the_run_in_process(tmp_path: Path, same_run) -> None:
     """Their sums are exact; FedTAN's exchanges go by messages here, and by a barrier in process."""
-    settings = {**SETTINGS, "strategy": "fedtan", "masked": True, "eval-on": "global", "num-clients": 3}
+    settings = {**SETTINGS, "strategy": "fedtan", "masked-sums": True, "eval-on": "global", "num-clients": 3}
     settings |= {"num-server-rounds": 1, "local-steps": 2}
     federation = {"num-supernodes": 3, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
     out = tmp_path / "out"

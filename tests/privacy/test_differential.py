@@ -337,10 +337,10 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp:
         ConfigError, match=r"DPWrapper is for the strategies of fedbn_flwr\.strategies, and FedAvg is none"
     ):
         DPWrapper(FlowersFedAvg(), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="where='none' protects nothing"):
-        DPWrapper(FedAvg(), 1.0, where="none")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"dp-clipping-quantile=0\.5 needs dp=server"):
-        DPWrapper(FedAvg(), 1.0, where="client", clipping_quantile=0.5)
+    with pytest.raises(ConfigError, match="where='off' protects nothing"):
+        DPWrapper(FedAvg(), 1.0, where="off")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dp-clipping=adaptive needs dp=server"):
+        DPWrapper(FedAvg(), 1.0, where="client", clipping="adaptive")
     with pytest.raises(ConfigError, match="dp_clipping_rate: it is for"):
         DPWrapper(FedAvg(), 1.0, clipping_rate=0.5)
     other = OfAnotherProject()
@@ -437,7 +437,7 @@ def test_a_delta_that_protects_nobody_is_told_before_the_first_round(caplog: pyt
 
 def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
     before, states = federation(mlp, 3, clients=20)
-    settings = DPSettings(dp="server", dp_clipping_norm=1e-3, dp_clipping_quantile=0.5, dp_clipping_rate=0.5)
+    settings = DPSettings(dp="server", dp_clipping_norm=1e-3, dp_clipping="adaptive", dp_clipping_rate=0.5)
     privacy = ClientLevelDP(settings, SeededNoise(0))
     for _ in range(80):
         pooled(privacy, before, states)
@@ -447,7 +447,7 @@ def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
 
 @pytest.mark.parametrize(("z", "asked"), [(0.3, 40), (1.0, 4), (2.5, 100)])
 def test_the_noise_of_the_quantile_is_paid_for(z: float, asked: int) -> None:
-    privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=z, dp_clipping_quantile=0.5))
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=z, dp_clipping="adaptive"))
     of_bits, of_updates = privacy._split(z, asked)
     assert 1 / of_updates**2 + 1 / (2 * of_bits) ** 2 == pytest.approx(1 / z**2, rel=1e-12)
     assert of_updates < 1.16 * z
@@ -472,7 +472,7 @@ def test_average_and_quantile_together_hide_a_client_that_sends_nothing(mlp: Any
     def cost(before: Any, states: list[Any], neighbour: list[Any]) -> float:
         found, shares = [], []
         for replies in (states, neighbour):
-            settings = DPSettings(dp="server", dp_noise_multiplier=z, dp_clipping_norm=0.7, dp_clipping_quantile=0.5)
+            settings = DPSettings(dp="server", dp_noise_multiplier=z, dp_clipping_norm=0.7, dp_clipping="adaptive")
             privacy = ClientLevelDP(settings, Silent())
             found.append(pooled(privacy, before, replies, asked=clients))
             shares.append(-math.log(privacy.clipping_norm / 0.7) / settings.dp_clipping_rate)
@@ -570,7 +570,8 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
             raise KeyboardInterrupt  # after the release of round 3, whose checkpoint is that of round 2
         return original(self, server_round, arrays)
 
-    keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 1.0, "dp_clipping_quantile": 0.3}
+    adaptive = {"dp_clipping": "adaptive", "dp_clipping_quantile": 0.3}
+    keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 1.0, **adaptive}
     monkeypatch.setattr(Recorder, "after_round", killed)
     with pytest.raises(KeyboardInterrupt):
         quick(tmp_path, "run", **keys)
@@ -603,11 +604,11 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
         ({"min-replies": 2}, "min-replies=2: a round with noise has a result"),
         ({"norm": "batch-renorm"}, "norm=batch-renorm warms up by counting batches"),
         (
-            {**NOISY, "dp": "client", "dp-clipping-quantile": 0.5},
-            "dp-clipping-quantile=0.5 needs dp=server: a client that clips sends an update of norm C",
+            {**NOISY, "dp": "client", "dp-clipping": "adaptive"},
+            "dp-clipping=adaptive needs dp=server: a client that clips sends an update of norm C",
         ),
-        ({"dp-clipping-rate": 0.3}, "dp-clipping-rate=0.3 has no effect: it is for dp-clipping-quantile"),
-        ({"dp": "none", "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: it is for dp=server"),
+        ({"dp-clipping-rate": 0.3}, "dp-clipping-rate=0.3 has no effect: it is for dp-clipping=adaptive"),
+        ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: it is for dp=server"),
         ({"watch-statistics": 1}, "watch-statistics=1 has no effect: dp=server leaves only an average"),
         ({"dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
     ],
@@ -698,7 +699,7 @@ def test_no_record_decides_how_many_outputs_and_inputs_a_model_has(tmp_path: Pat
     assert Config.make({**keys, "positive-values": "flu"}).num_outputs() == 1
 
 
-@pytest.mark.parametrize("dp", ["server", "none"])
+@pytest.mark.parametrize("dp", ["server", "off"])
 def test_no_file_to_give_away_holds_what_a_client_reported(
     dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -726,6 +727,6 @@ def test_no_file_to_give_away_holds_what_a_client_reported(
     export(tmp_path / "run", tmp_path / "home/model.safetensors", "torch")
     for page in (report, tmp_path / "home" / CARD):
         text = page.read_text()
-        assert ("raining examples by class" in text) == (dp == "none"), page
+        assert ("raining examples by class" in text) == (dp == "off"), page
         assert ("epsilon = " in text) == (dp == "server"), page
-        assert "whether a client&#x27;s update" in text.replace("'", "&#x27;") or dp == "none"
+        assert "whether a client&#x27;s update" in text.replace("'", "&#x27;") or dp == "off"

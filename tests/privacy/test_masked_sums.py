@@ -56,7 +56,7 @@ SIZES = (12, 5, 8, 21)
 
 def masked(strategy: Any, **settings: Any) -> Any:
     """Return the strategy under masked sums; the settings are ``masked_threshold``, ..."""
-    strategy.protect(MaskedSums(MaskSettings(masked=True, **settings)))
+    strategy.protect(MaskedSums(MaskSettings(masked_sums=True, **settings)))
     return strategy
 
 
@@ -279,7 +279,7 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[in
         return ClientLevelDP(settings, SeededNoise(3))
 
     runs = []
-    for protected in (lambda dp: dp, lambda dp: MaskedSums(MaskSettings(masked=True), dp)):
+    for protected in (lambda dp: dp, lambda dp: MaskedSums(MaskSettings(masked_sums=True), dp)):
         strategy, dp = FedAvg(fraction_evaluate=0.0), protection()
         strategy.protect(protected(dp))
         runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
@@ -298,7 +298,7 @@ def test_under_masks_epsilon_is_not_of_whether_a_client_answers(federate, five, 
     """With too few answers the sum is 0: one client that does not answer moves it by more than its own update."""
     strategy = FedAvg(fraction_evaluate=0.0)
     dp = ClientLevelDP(DPSettings(dp="client", dp_noise_multiplier=5.0, dp_clipping_norm=0.05))
-    strategy.protect(MaskedSums(MaskSettings(masked=True), dp))
+    strategy.protect(MaskedSums(MaskSettings(masked_sums=True), dp))
     federate(strategy, mlp, five, rounds=1)
     said = strategy.protection.outcome()["privacy"]["guarantee"]
     assert said.startswith("epsilon = ")
@@ -591,7 +591,7 @@ def test_a_client_weighs_its_numbers_by_its_own_count(federate, datasets, mlp) -
             return 1e6 if set(numbers) == {1} else super()._weight(numbers)
 
     strategy = FedAvg(fraction_evaluate=0.0)
-    strategy.protect(Weighing(MaskSettings(masked=True, masked_threshold=0.51)))
+    strategy.protect(Weighing(MaskSettings(masked_sums=True, masked_threshold=0.51)))
     run = federate(strategy, mlp, datasets, rounds=1)
     assert "the server gives this client the weight 1e+06, and it has trained on [5] examples" in run.reason(1)
     assert strategy.reports[0].participants == [0, 2, 3]
@@ -625,7 +625,7 @@ def test_the_guides_table_says_what_a_round_of_each_method_does(
 ) -> None:
     strategy = masked(STRATEGIES[name](fraction_evaluate=0.0))
     if uncovered(strategy):
-        with pytest.raises(ConfigError, match=f"strategy '{name}' with masked=true"):
+        with pytest.raises(ConfigError, match=f"strategy '{name}' with masked-sums=true"):
             federate(strategy, mlp, datasets)
     elif strategy.synchronises:
         run_step(masked(synchronised(STRATEGIES[name])), branches, client_data((3, 6, 6), (2, 5, 1)))
@@ -644,23 +644,23 @@ def test_what_is_no_sum_is_refused_by_name(case: str, federate, datasets, mlp) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "scaffold"}, r"strategy 'scaffold' with masked=true: the changes of the control variates"),
+        ({"strategy": "scaffold"}, r"strategy 'scaffold' with masked-sums=true: the changes of the control variates"),
         (
             {"strategy": "fedbn"},
             r"eval-on=personal-own reports .* which masks do not cover: .* masked-metrics=",
         ),
         ({"validation-share": 0.2}, r"validation-share reports results on the clients' data"),
-        ({"dp": "server"}, r"masked=true hides the updates that dp=server clips; with dp=client the clients clip"),
+        ({"dp": "server"}, r"masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip"),
         ({"strategy": "centralized"}, r"strategy=centralized has no clients"),
-        ({"num-clients": 1}, r"masked=true needs at least 2 clients, and num-clients=1"),
-        ({"watch-statistics": 1}, r"masked=true leaves only an average of the clients' statistics"),
-        ({"masked": False, "masked-range": 9.0}, r"masked-range=9.0 .* it is for masked=true"),
+        ({"num-clients": 1}, r"masked-sums=true needs at least 2 clients, and num-clients=1"),
+        ({"watch-statistics": 1}, r"masked-sums=true leaves only an average of the clients' statistics"),
+        ({"masked-sums": False, "masked-range": 9.0}, r"masked-range=9.0 .* it is for masked-sums=true"),
         ({"masked-threshold": 0.5}, r"masked-threshold=0.5: input should be greater than 0.5"),
     ],
 )
 def test_a_config_names_what_masks_do_not_cover(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Config.make({"masked": True, "eval-on": "" if "strategy" in settings else "global", **settings})
+        Config.make({"masked-sums": True, "eval-on": "" if "strategy" in settings else "global", **settings})
 
 
 def test_an_app_without_the_mod_ends_the_run(federate, datasets, mlp) -> None:
@@ -688,7 +688,7 @@ def test_a_client_whose_count_is_not_known_takes_no_part(federate, datasets, mlp
 
     run = federate(masked(FedAvg()), mlp, datasets, rounds=1, client=Silent)
     assert run.strategy.reports[0].participants == [0, 2, 3]
-    assert "masked=true weighs the clients by examples" in run.reason(1)
+    assert "masked-sums=true weighs the clients by examples" in run.reason(1)
 
 
 def test_values_out_of_range_are_an_error_of_their_client(federate, datasets, mlp) -> None:

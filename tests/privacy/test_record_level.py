@@ -594,6 +594,23 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_dp_record_is_a_short_form(tmp_path: Path) -> None:
+    """With its noise and norm, also where all keys are given, as by Flower; and ``off`` of YAML is no."""
+    base = {**DIGITS, "norm": "group"}
+    short = {**base, "dp": "record", "dp-noise-multiplier": 2.0, "dp-clipping-norm": 0.3}
+    long = {**base, "record-dp": True, "record-dp-noise-multiplier": 2.0, "record-dp-clipping-norm": 0.3}
+    assert Config.make(short) == Config.make(long)
+    assert Config.make({**Config.make(base).to_mapping(), **short}, complete=True) == Config.make(long)
+    assert Config.make({**Config.make(long).to_mapping(), "dp": "record"}, complete=True) == Config.make(long)
+    with pytest.raises(ConfigError, match=r"record-dp-target-epsilon=3\.0 chooses the noise"):
+        Config.make({**short, "dp-target-epsilon": 3.0})
+    file = tmp_path / "config.yaml"
+    for value in ("off", "none", "'off'"):
+        file.write_text(f"dp: {value}")
+        assert Config.load(file).dp == "off"
+        assert Config.load(None, [f"dp={value}"]).dp == "off"
+
+
 def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
     config = Config.make({**RECORDS, "strategy": "fixbn", "freeze-at": 0, "num-server-rounds": 2, "dp-delta": 1e-4})
     summary = run(config, tmp_path / "run", workers=0)
@@ -857,7 +874,7 @@ def test_hashes_of_kept_state_are_withheld_in_all_rounds() -> None:
     assert until.hides_clients
     assert not RecordLevelDP(RecordLevel(1.0), 1, 4).hides_clients
     of_clients = ClientLevelDP(DPSettings(dp="client", dp_noise_multiplier=1.0))
-    assert MaskedSums(MaskSettings(masked=True), of_clients).hides_clients
+    assert MaskedSums(MaskSettings(masked_sums=True), of_clients).hides_clients
 
 
 BOTH = {"strategy": "fixbn", "freeze-at": 1, "dp": "server", "dp-noise-multiplier": 20.0}

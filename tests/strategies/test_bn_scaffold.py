@@ -401,7 +401,7 @@ def test_a_reply_without_moments_leaves_the_clients_old_variates_and_says_so(fed
         ({"variance-floor": 1.5}, "variance-floor=1.5"),
         ({"local-part": "fedbn"}, "cannot be combined: bn-scaffold corrects"),
         ({"dp": "server", "eval-on": "global"}, "sends the moments of BatchNorm's inputs"),
-        ({"masked": True, "eval-on": "global"}, "sends the moments of BatchNorm's inputs"),
+        ({"masked-sums": True, "eval-on": "global"}, "sends the moments of BatchNorm's inputs"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, Any], words: str) -> None:

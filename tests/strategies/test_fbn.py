@@ -300,15 +300,15 @@ def test_a_run_with_trimmed_statistics_leaves_false_ones_out_or_says_that_it_lea
 
     data, ends = points(8, 1), {}
     for aggregation in ("mean", "trimmed"):
-        settings = {"statistics_trim": 0.3} if aggregation == "trimmed" else {}
+        settings = {"trim": 0.3} if aggregation == "trimmed" else {}
         strategy = FBN(statistics_aggregation=aggregation, **settings)
         app = functools.partial(spoiling, spoil)
         ends[aggregation] = federate(strategy, mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1, wrap=app).state
     assert "leaves nobody out" not in caplog.text
     federate(FBN(statistics_aggregation="trimmed"), mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1)
-    assert "round 1: statistics-trim=0.2 of 4 clients leaves nobody out" in caplog.text
+    assert "round 1: trim=0.2 of 4 clients leaves nobody out" in caplog.text
     hidden = mlp()[0](data.inputs).detach()
     np.testing.assert_allclose(ends["trimmed"]["1.running_mean"], hidden.mean(0), rtol=1e-12)
     assert (ends["mean"]["1.running_mean"] > 1e5).all()
-    with pytest.raises(ConfigError, match=r"statistics_trim=0\.3 has no effect: it is for statistics-aggregation=trim"):
-        FBN(statistics_trim=0.3)
+    with pytest.raises(ConfigError, match=r"trim=0\.3 has no effect: it is for statistics-aggregation=trim"):
+        FBN(trim=0.3)

@@ -107,7 +107,7 @@ def main(grid: Grid, context: Context) -> None:
     method = STRATEGIES[str(context.run_config["method"])]
     strategy = method(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
     if context.run_config["masked"]:
-        strategy.protect(MaskedSums(MaskSettings(masked=True)))
+        strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     recording = RecordingGrid(grid)
     recording.spy = Path(str(context.run_config["spy-dir"]))
     try:
