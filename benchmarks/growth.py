@@ -86,7 +86,11 @@ def points(name: str, *values: int, **fixed: int) -> tuple[Point, ...]:
 
 COLUMNS = {
     "clients": Column(
-        "clients, 10 of them a round", points("clients", 10, 100, 1000, 10_000, 100_000), "clients", "start"
+        "clients, 10 of them a round",
+        points("clients", 10, 100, 1000, 10_000, 100_000),
+        "clients",
+        "start",
+        bent="up to 10,000 clients the first round takes most of the time, and it is the same for all",
     ),
     "a-round": Column("clients a round, of 300", points("a_round", 10, 30, 100, 300, clients=300), "a_round"),
     "layers": Column("layers, each with BatchNorm", points("layers", 2, 8, 32, 128), "layers"),
@@ -248,7 +252,7 @@ def main(
             found[name][index].append(in_fresh_process(one))
             print(f"turn {turn + 1} of {turns}, {name}: {found[name][index][-1]}", file=sys.stderr, flush=True)
     tables = [markdown(COLUMNS[name], found[name]) for name in names]
-    text = "\n\n".join([*tables, f"{facts()} {turns} turns."])
+    text = "\n\n".join([*tables, f"{facts()} {turns} turn{'s' * (turns > 1)}."])
     print(text)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")

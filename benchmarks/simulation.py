@@ -356,7 +356,7 @@ def main(
                 CONTENDERS[name] = tuple(one for one in CONTENDERS[name] if any(part in one.name for part in contender))
             found[name] = measure(name, course, turns)
     images = "CIFAR-10 and MNIST" if data_dir else "random images: accuracies say nothing"
-    note = f"{facts()} {turns} turns of {rounds} rounds; {images}."
+    note = f"{facts()} {turns} turn{'s' * (turns > 1)} of {rounds} rounds; {images}."
     tables = [ratio_table(found), *(figures.markdown(bool(data_dir)) for figures in found.values()), note]
     text = "\n\n".join(tables)
     print(text)

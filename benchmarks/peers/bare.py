@@ -61,6 +61,12 @@ def work(job: Job, shared: Shared, model: nn.Module, clients: Sequence[int], wor
                 shared.sums[worker][name] += entry
 
 
+def average(shared: Shared, count: int) -> None:
+    """Make the mean of so many clients the global state."""
+    for name, entry in shared.state.items():
+        entry.copy_(torch.stack([sums[name] for sums in shared.sums]).sum(0) / count)
+
+
 def new_model(job: Job) -> nn.Module:
     """Return the model in the variant's memory format."""
     model = make_model(job.work.model)
@@ -111,6 +117,7 @@ def main(job: Job, clock: Clock) -> float:
     )
     if setting.evaluate:
         work(job, shared, model, range(setting.clients), 0)
+        average(shared, setting.clients)
         return evaluate(job, clock, model, shared)
     for part in (shared.state, *shared.sums, *shared.kept):
         for entry in part.values():
@@ -127,8 +134,7 @@ def main(job: Job, clock: Clock) -> float:
         barrier.wait()
         work(job, shared, model, clients[:: job.workers], 0)
         barrier.wait()
-        for name, entry in shared.state.items():
-            entry.copy_(torch.stack([sums[name] for sums in shared.sums]).sum(0) / len(clients))
+        average(shared, len(clients))
         clock.lap()
     for process in others:
         process.join()
