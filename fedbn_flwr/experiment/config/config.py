@@ -1,0 +1,175 @@
+"""``Config``: settings that were checked, and how they are read and written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError, model_validator
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config.checks import problems_of
+from fedbn_flwr.experiment.config.fields import CENTRALIZED, GROUPS
+from fedbn_flwr.experiment.config.texts import explain, read_overrides
+from fedbn_flwr.experiment.config.unused import without_effect
+from fedbn_flwr.experiment.config.values import Values
+from fedbn_flwr.experiment.yaml_file import read_yaml
+
+__all__ = ["RENAMED", "Config", "Scalar", "from_older", "state_in_out"]
+
+Scalar = str | int | float | bool
+RENAMED = {"fedtan-exchange": "fedtan-transport"}
+"""Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
+
+# The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
+_OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
+
+logger = logging.getLogger("flwr")
+
+
+class Config(Values):
+    """All settings of a run. Keys are the kebab-case names of the fields; values are scalars, lists are comma strings.
+
+    "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this class.
+    """
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        """Check the keys together, and report all problems at once."""
+        if problems := problems_of(self):
+            raise ValueError("\n".join(problems))
+        return self
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any], *, complete: bool = False) -> Config:
+        """Return the config of a flat mapping of keys to scalars.
+
+        Args:
+            values: the settings; missing keys take their defaults.
+            complete: whether ``values`` holds all keys, as Flower's run config does; a key with its default value then
+                counts as not set, and what ``docker-compose.yml`` sets in every run is left out where it has no effect.
+
+        Raises:
+            ConfigError: all problems, one per line: unknown keys with the nearest known key, wrong types, values out of
+                range, settings that contradict each other.
+        """
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        lines: list[str] = []
+        _warn_of_old_names(values)
+        values = {RENAMED.get(key, key): value for key, value in values.items()}
+        steps, epochs = (values.get(key) for key in ("local-steps", "local-epochs"))
+        if steps and epochs and not (complete and epochs == fields["local-epochs"].default):
+            lines.append(f"local-steps={steps} and local-epochs={epochs} are both set; set one of them")
+        remaining = dict(values)
+        while True:
+            try:
+                config = cls.model_validate(remaining)
+                break
+            except ValidationError as error:
+                # Keys are checked together only if each one is valid: repeat without the bad ones.
+                lines += [line for problem in error.errors() for line in explain(problem, list(fields))]
+                bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+                if not bad:
+                    break
+                remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
+        if not lines:
+            unused = without_effect(config)
+            preset = [key for key in _OF_THE_COMPOSE_FILE if complete and key in unused]
+            names = {field.alias or name: name for name, field in cls.model_fields.items()}
+            config = config.model_copy(update={names[key]: fields[key].default for key in preset})
+            lines = [f"{k}={value!r} has no effect: {use}" for k, (value, use) in unused.items() if k not in preset]
+        if lines:
+            raise ConfigError("\n".join(lines))
+        if config.strategy != CENTRALIZED:  # in place of "the method's own default"
+            config = config.model_copy(update=config.params().model_dump())
+        config = config.model_copy(update={"partition": config.split_name()})
+        return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
+
+    @classmethod
+    def make_of_shared(cls, shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Config, dict[str, str]]:
+        """Return the config of settings that several runs share and of a run's own, which take precedence.
+
+        Returns:
+            The config, and the shared keys that were left out because they have no effect in this run, with the reason.
+
+        Raises:
+            ConfigError: as ``make``; also if a key of the run's own has no effect.
+        """
+        values = {RENAMED.get(key, key): value for key, value in {**shared, **own}.items()}
+        dropped: dict[str, str] = {}
+        while True:  # without one key another may have no effect
+            try:
+                found = without_effect(cls.model_validate(values))
+            except ValidationError:
+                found = {}  # ``make`` reports all problems
+            more = {key: use for key, (_, use) in found.items() if key in shared and key not in own}
+            if not more:
+                return cls.make(values), dropped
+            dropped |= more
+            values = {key: value for key, value in values.items() if key not in more}
+
+    @classmethod
+    def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+        """Return the config of a YAML file and ``key=value`` overrides (values are read as YAML).
+
+        Raises:
+            ConfigError: the file is missing, unreadable or no mapping, an override has no "=", or as ``make``.
+        """
+        values: dict[str, Any] = {}
+        if path is not None:
+            read = read_yaml(path, "config")
+            if not isinstance(read, dict):
+                raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
+            values.update(read)
+        _warn_of_old_names(values)
+        return cls.make({**from_older(values), **read_overrides(overrides)})
+
+    def to_mapping(self) -> dict[str, Scalar]:
+        """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
+        values: dict[str, Scalar] = self.model_dump(by_alias=True)
+        return {key: values[key] for group in GROUPS for key in self.keys(group)}
+
+    @classmethod
+    def keys(cls, group: str) -> list[str]:
+        """Return the keys of a group, in order."""
+        extras = {field.alias or name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        return [key for key, extra in extras.items() if isinstance(extra, dict) and extra["group"] == group]
+
+    def late_decays(self) -> list[str]:
+        """Return a warning for each decay of the learning rate that the run is too short for."""
+        rounds, (after, _) = self.num_server_rounds, self.decays()
+        late = [one for one in after if isinstance(one, int) and one >= rounds]
+        return [f"lr-decay-at={one}: the run has {rounds} rounds; only a resumed run may reach it" for one in late]
+
+    def warnings(self) -> list[str]:
+        """Return what these settings do that a user may not expect, one line each."""
+        if self.strategy == CENTRALIZED:
+            return self.late_decays()
+        return [*self.late_decays(), *self.method().warnings(self.params(), self.run_settings())]
+
+
+def _warn_of_old_names(values: Mapping[str, Any]) -> None:
+    for old, new in RENAMED.items():
+        if old in values:
+            logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
+
+
+def from_older(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of an older version as those of this one: keys renamed, keys that had no effect left out.
+
+    Older versions ignored such keys and wrote them to the resolved config. There ``agc`` acted under fedwon only.
+    """
+    found = {RENAMED.get(key, key): value for key, value in values.items()}
+    if "local-part" in found or not found.keys() >= {"strategy", "agc", "server-momentum", "resume"}:
+        return found
+    if found["strategy"] != "fedwon":
+        del found["agc"]
+    _, dropped = Config.make_of_shared(found, {})
+    return {key: value for key, value in found.items() if key not in dropped}
+
+
+def state_in_out(config: Config) -> Path:
+    """Return the state folder of ``state-dir=out``."""
+    return Path(config.out) / "checkpoint" / "clients"
