@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.client.saved_state import global_state, personal_state
-from fedbn_flwr.client.torch_client import TorchClient, client_app
 from fedbn_flwr.compat.legacy_strategy import to_legacy
 from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.engines import InProcessGrid

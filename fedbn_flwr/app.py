@@ -8,7 +8,7 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbn_flwr.client.torch_client import client_app as make_client_app
+from fedbn_flwr.client import client_app as make_client_app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.node import client_fn

@@ -1,4 +1,4 @@
-"""``TorchClient``, a NumPyClient around local training, and ``client_app``, the adapter to Flower's Message API."""
+"""``TorchClient``: a NumPyClient around local training."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 from torch.utils.data import Dataset
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.client.clipping import clipped_update
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
-from fedbn_flwr.client.masking import masked_update
-from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder
 from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
-from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError, StateError
-from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
+from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
@@ -41,27 +36,20 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
-    EXCHANGE_QUERY,
     FRESH_BATCHES,
-    INFO,
     MOD,
-    MOMENTS,
-    MOMENTS_QUERY,
     NUM_EXAMPLES,
     PARTITION_ID,
     STEPS,
     SYNCHRONISES,
     TRAIN_ACCURACY,
     TRAIN_LOSS,
-    UNUSABLE,
     VALIDATION,
     EvaluateConfig,
     MessageConfig,
-    NodeProperties,
     TrainConfig,
-    merged_config,
 )
-from fedbn_flwr.messages.records import tensors, to_record, to_state
+from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.record_level import DPSGD, LASTING_HOOKS, NOISE, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
@@ -77,7 +65,7 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import wrapper_prefix
 from fedbn_flwr.transport import Pending, StepDone
 
-__all__ = ["SizedApp", "TorchClient", "client_app"]
+__all__ = ["TorchClient"]
 
 logger = logging.getLogger("flwr")
 
@@ -460,127 +448,3 @@ def _fit(name: str, array: Array, like: torch.Tensor) -> Array:
         raise StateError(f"entry '{name}' has shape {tuple(array.shape)}, the model has {tuple(like.shape)}")
     counts_as_floats = array.dtype.kind == "f" and not like.is_floating_point() and not like.is_complex()
     return np.asarray(np.rint(array)) if counts_as_floats else array
-
-
-class SizedApp(ClientApp):
-    """A ClientApp that knows the number of training examples of its nodes.
-
-    Args:
-        num_examples: returns it for a node's context, without making the client.
-        mods: as in Flower's ``ClientApp(mods=[...])``.
-    """
-
-    def __init__(self, num_examples: Callable[[Context], int], mods: Sequence[Mod] = ()) -> None:
-        super().__init__(mods=list(mods))
-        self.num_examples = num_examples
-
-    def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
-        """See ``transport.polling_grid.TellsProperties``."""
-        if config:
-            raise NotImplementedError("the client must try what the method needs")
-        return NodeProperties(int(context.node_config[PARTITION_ID]), self.num_examples(context))
-
-
-def client_app(
-    client_fn: Callable[[Context], Any],
-    mods: Sequence[Mod] = (),
-    train_mods: Sequence[Mod] = (),
-    *,
-    num_examples: Callable[[Context], int] | None = None,
-) -> ClientApp:
-    """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
-
-    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
-    partition id (from ``get_properties`` or the node's config) and the number of training examples, and
-    ``query.statistics`` and ``query.moments`` with the ``statistics`` and ``input_moments`` of a ``TorchClient``.
-    ``messages.numpy_client`` describes how arrays and their names are sent.
-
-    Args:
-        client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
-        mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
-            whole state dict can keep its part; a ``TorchClient`` needs no mod.
-        train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the training messages alone.
-        num_examples: returns the number of a node's training examples, as its client would report it. ``InProcessGrid``
-            then sends no query, which takes a message and a client for each node.
-            Not used with ``mods``, or by methods that synchronise the clients' steps.
-    """
-    every = [masked_update, clipped_update, seeded_client, *mods]
-    app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
-
-    @app.query(EXCHANGE_QUERY.partition(".")[2])
-    @app.train(mods=list(train_mods))
-    @NamedConfigErrors()
-    def train_message(message: Message, context: Context) -> Message:
-        client = _client(client_fn, context)
-        fit = client.fit
-        if only_reads := _only_reads(fit, TorchClient.fit):
-            fit = cast(Any, fit).__self__._round  # of the client that owns `fit`; the reply has a copy of the arrays
-        return reply_to_fit(message, *fit(*open_message(message, copy=not only_reads)))
-
-    @app.query("statistics")
-    @NamedConfigErrors()
-    def statistics_message(message: Message, context: Context) -> Message:
-        client = _client(client_fn, context)
-        if not isinstance(client, TorchClient):
-            raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
-        return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
-
-    @app.query(MOMENTS_QUERY.partition(".")[2])
-    @NamedConfigErrors()
-    def moments_message(message: Message, context: Context) -> Message:
-        own = context.node_config.get(PARTITION_ID)
-        info = ConfigRecord({} if own is None else {PARTITION_ID: int(own)})
-        content = RecordDict({INFO: info})
-        try:
-            client = _client(client_fn, context)
-            if not isinstance(client, TorchClient):
-                raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
-            content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
-        except DataError as error:  # an answer, as to the query
-            info[UNUSABLE] = str(error)
-        return Message(content, reply_to=message)
-
-    @app.evaluate()
-    @NamedConfigErrors()
-    def evaluate_message(message: Message, context: Context) -> Message:
-        client = _client(client_fn, context)
-        only_reads = _only_reads(client.evaluate, TorchClient.evaluate)
-        return reply_to_evaluate(message, *client.evaluate(*open_message(message, copy=not only_reads)))
-
-    @app.query()
-    @NamedConfigErrors()
-    def query_message(message: Message, context: Context) -> Message:
-        said: dict[str, Any] = {}
-        try:
-            properties = _client(client_fn, context).get_properties(merged_config(message))
-        except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
-            properties, said = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
-        if PARTITION_ID in context.node_config:
-            properties = {PARTITION_ID: int(context.node_config[PARTITION_ID]), **properties}
-        if DATA_REPORT in properties:
-            said[DATA_REPORT] = str(properties[DATA_REPORT])
-        reply = describe(message, properties)
-        if said:
-            reply.content[INFO] = ConfigRecord(said)
-        return reply
-
-    return app
-
-
-@repeatable
-def seeded_client(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Let what the client draws repeat: a Flower mod."""
-    return call_next(message, context)
-
-
-def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
-    """Return whether a client's method is ``TorchClient``'s own, which does not write into the arrays it gets."""
-    return getattr(method, "__func__", None) is ours
-
-
-def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClient:
-    client = client_fn(context)
-    client = getattr(client, "numpy_client", client)  # what NumPyClient.to_client() wraps
-    if not isinstance(client, NumPyClient):
-        raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
-    return client

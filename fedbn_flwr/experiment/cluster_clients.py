@@ -16,8 +16,8 @@ from typing import Any
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 
+from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.client.state_folder import OpenFolder, StateFolder, partition_folder
-from fedbn_flwr.client.torch_client import TorchClient, client_app
 from fedbn_flwr.engines.ray_cluster import Machine, on_this_machine
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.cluster import SharedData, cluster

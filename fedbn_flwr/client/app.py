@@ -1,0 +1,157 @@
+"""``client_app``: any ``NumPyClient`` as a ``ClientApp`` of Flower's Message API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
+
+from fedbn_flwr.client.clipping import clipped_update
+from fedbn_flwr.client.masking import masked_update
+from fedbn_flwr.client.repeatable import repeatable
+from fedbn_flwr.client.torch_client import TorchClient
+from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
+from fedbn_flwr.messages.numpy_client import describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.protocol import (
+    DATA_REPORT,
+    EXCHANGE_QUERY,
+    INFO,
+    MOMENTS,
+    MOMENTS_QUERY,
+    NUM_EXAMPLES,
+    PARTITION_ID,
+    UNUSABLE,
+    NodeProperties,
+    merged_config,
+)
+from fedbn_flwr.messages.records import to_record, to_state
+
+__all__ = ["SizedApp", "client_app"]
+
+
+class SizedApp(ClientApp):
+    """A ClientApp that knows the number of training examples of its nodes.
+
+    Args:
+        num_examples: returns it for a node's context, without making the client.
+        mods: as in Flower's ``ClientApp(mods=[...])``.
+    """
+
+    def __init__(self, num_examples: Callable[[Context], int], mods: Sequence[Mod] = ()) -> None:
+        super().__init__(mods=list(mods))
+        self.num_examples = num_examples
+
+    def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
+        """See ``transport.polling_grid.TellsProperties``."""
+        if config:
+            raise NotImplementedError("the client must try what the method needs")
+        return NodeProperties(int(context.node_config[PARTITION_ID]), self.num_examples(context))
+
+
+def client_app(
+    client_fn: Callable[[Context], Any],
+    mods: Sequence[Mod] = (),
+    train_mods: Sequence[Mod] = (),
+    *,
+    num_examples: Callable[[Context], int] | None = None,
+) -> ClientApp:
+    """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
+
+    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
+    partition id (from ``get_properties`` or the node's config) and the number of training examples, and
+    ``query.statistics`` and ``query.moments`` with the ``statistics`` and ``input_moments`` of a ``TorchClient``.
+    ``messages.numpy_client`` describes how arrays and their names are sent.
+
+    Args:
+        client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
+        mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
+            whole state dict can keep its part; a ``TorchClient`` needs no mod.
+        train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the training messages alone.
+        num_examples: returns the number of a node's training examples, as its client would report it. ``InProcessGrid``
+            then sends no query, which takes a message and a client for each node.
+            Not used with ``mods``, or by methods that synchronise the clients' steps.
+    """
+    every = [masked_update, clipped_update, seeded_client, *mods]
+    app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
+
+    @app.query(EXCHANGE_QUERY.partition(".")[2])
+    @app.train(mods=list(train_mods))
+    @NamedConfigErrors()
+    def train_message(message: Message, context: Context) -> Message:
+        client = _client(client_fn, context)
+        fit = client.fit
+        if only_reads := _only_reads(fit, TorchClient.fit):
+            fit = cast(Any, fit).__self__._round  # of the client that owns `fit`; the reply has a copy of the arrays
+        return reply_to_fit(message, *fit(*open_message(message, copy=not only_reads)))
+
+    @app.query("statistics")
+    @NamedConfigErrors()
+    def statistics_message(message: Message, context: Context) -> Message:
+        client = _client(client_fn, context)
+        if not isinstance(client, TorchClient):
+            raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
+        return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
+
+    @app.query(MOMENTS_QUERY.partition(".")[2])
+    @NamedConfigErrors()
+    def moments_message(message: Message, context: Context) -> Message:
+        own = context.node_config.get(PARTITION_ID)
+        info = ConfigRecord({} if own is None else {PARTITION_ID: int(own)})
+        content = RecordDict({INFO: info})
+        try:
+            client = _client(client_fn, context)
+            if not isinstance(client, TorchClient):
+                raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
+            content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
+        except DataError as error:  # an answer, as to the query
+            info[UNUSABLE] = str(error)
+        return Message(content, reply_to=message)
+
+    @app.evaluate()
+    @NamedConfigErrors()
+    def evaluate_message(message: Message, context: Context) -> Message:
+        client = _client(client_fn, context)
+        only_reads = _only_reads(client.evaluate, TorchClient.evaluate)
+        return reply_to_evaluate(message, *client.evaluate(*open_message(message, copy=not only_reads)))
+
+    @app.query()
+    @NamedConfigErrors()
+    def query_message(message: Message, context: Context) -> Message:
+        said: dict[str, Any] = {}
+        try:
+            properties = _client(client_fn, context).get_properties(merged_config(message))
+        except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
+            properties, said = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
+        if PARTITION_ID in context.node_config:
+            properties = {PARTITION_ID: int(context.node_config[PARTITION_ID]), **properties}
+        if DATA_REPORT in properties:
+            said[DATA_REPORT] = str(properties[DATA_REPORT])
+        reply = describe(message, properties)
+        if said:
+            reply.content[INFO] = ConfigRecord(said)
+        return reply
+
+    return app
+
+
+@repeatable
+def seeded_client(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Let what the client draws repeat: a Flower mod."""
+    return call_next(message, context)
+
+
+def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
+    """Return whether a client's method is ``TorchClient``'s own, which does not write into the arrays it gets."""
+    return getattr(method, "__func__", None) is ours
+
+
+def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClient:
+    client = client_fn(context)
+    client = getattr(client, "numpy_client", client)  # what NumPyClient.to_client() wraps
+    if not isinstance(client, NumPyClient):
+        raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
+    return client
