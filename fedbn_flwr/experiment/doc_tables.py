@@ -89,7 +89,7 @@ def class_list() -> str:
     lines = []
     for name, strategy in STRATEGIES.items():
         lines += ["", f"::: fedbn_flwr.strategies.{strategy.__name__}", "    options:", "      members: false", ""]
-        lines += [f"Formulas, cost and settings: [{strategy.__name__}](../methods/{name}.md)."]
+        lines += [f"Formulas, cost and settings: [{method_title(strategy)}](../methods/{name}.md)."]
     return "\n".join([*lines, ""])
 
 

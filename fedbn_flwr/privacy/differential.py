@@ -88,7 +88,7 @@ class DPSettings(Settings):
     dp: Literal["off", "server", "client"] = setting(
         "off",
         "client-level differential privacy of the global models: who clips the updates (the server adds the noise); "
-        "record is read as record-dp=true, dp-noise-multiplier, dp-target-epsilon and dp-clipping-norm then as its own",
+        "`record` is short for record-dp=true",
     )
     dp_noise_multiplier: float = setting(
         0.0, "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing", ge=0

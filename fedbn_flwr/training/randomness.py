@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Generators", "interrupted", "seed_generators", "seed_secretly", "seeded", "turn"]
+__all__ = ["Generators", "drawing_from", "interrupted", "seed_generators", "seed_secretly", "seeded", "turn"]
 
 
 class Generators(NamedTuple):
@@ -70,6 +70,21 @@ def seeded(seed: int) -> Iterator[Generators]:
     try:
         yield before
     finally:
+        before.restore()
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Let the default generators on the CPU draw from this one in the block, from all of its state; it moves on."""
+    before = Generators.now()
+    words = torch.randint(2**32, (624,), generator=generator).numpy().astype(np.uint32)
+    np.random.seed(words)
+    random.seed(words.tobytes())
+    torch.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.get_rng_state())
         before.restore()
 
 

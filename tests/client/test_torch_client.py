@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.privacy import RecordLevel
+from fedbn_flwr.privacy.record_level import _STATE
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.loaded import as_batches
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)
 BN = json.dumps([f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")])
@@ -68,16 +72,69 @@ def test_torch_data_sets_give_the_bits_of_batches(client, points, mlp) -> None:
     assert "validation-loss" in metrics
 
 
+class Transformed(Dataset):
+    """Examples with noise of torch, NumPy and Python; its ``batch`` is something else than that of ``Batches``."""
+
+    def __init__(self, data) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, number: int):
+        drawn = torch.rand(()).item() + np.random.rand() + random.random()
+        return self.data.inputs[number] + drawn, int(self.data.targets[number])
+
+    def batch(self, batch_size: int) -> None:
+        raise NotImplementedError
+
+
+def test_random_transforms_draw_from_the_clients_stream(points) -> None:
+    """With its whole state, also in NumPy and Python; what else is drawn does not move, and tests may draw, too."""
+    data, positions = as_batches(Transformed(points(10, 1))), torch.arange(4)
+    before, generator = torch.get_rng_state(), torch.Generator().manual_seed(1)
+    first, second = (data.batch(positions, generator)[0] for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    again = data.batch(positions, torch.Generator().manual_seed(1))[0]
+    assert torch.equal(again, first)
+    assert not torch.equal(first, second)
+    state = torch.Generator().manual_seed(1).get_state()
+    state[_STATE][800] += 1  # word 100 of the 624: no seed of 32 bits gives this state
+    generator.set_state(state)
+    assert not torch.equal(data.batch(positions, generator)[0], first)
+    inputs, targets = data.batch(torch.arange(0), generator)
+    assert (inputs.shape, targets.shape, targets.dtype) == ((0, 5), (0,), torch.int64)
+
+
+def test_dp_sgd_trains_on_a_torch_data_set(points, mlp) -> None:
+    """Poisson sampling has empty batches, too."""
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=12, batch_size=1)
+    net = nn.Sequential(nn.Linear(5, 3)).double()
+    client = TorchClient(net, pairs(points(8, 1)), points(2), settings, record_level=RecordLevel(1.0))
+    got, num_examples, _ = client.fit(arrays(net), {})
+    assert num_examples == 8
+    assert all(np.isfinite(array).all() for array in got)
+
+
+class Endless(IterableDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        return iter(())
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
+        (Endless(), r"the data set, Endless, has no length: .*not an IterableDataset"),
         (
             DataLoader(TensorDataset(torch.ones(2, 5)), batch_size=7),
             r"a DataLoader with batch_size=7: .* loader\.dataset",
         ),
         (iter(()), "tuple_iterator is no data set: give a torch Dataset with a length"),
     ],
-    ids=["a loader", "an iterator"],
+    ids=["a stream", "a loader", "an iterator"],
 )
 def test_what_is_no_data_set_is_refused(data, words: str, points, mlp) -> None:
     with pytest.raises(DataError, match=words):

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -602,8 +603,21 @@ def test_dp_record_is_a_short_form(tmp_path: Path) -> None:
     assert Config.make(short) == Config.make(long)
     assert Config.make({**Config.make(base).to_mapping(), **short}, complete=True) == Config.make(long)
     assert Config.make({**Config.make(long).to_mapping(), "dp": "record"}, complete=True) == Config.make(long)
-    with pytest.raises(ConfigError, match=r"record-dp-target-epsilon=3\.0 chooses the noise"):
-        Config.make({**short, "dp-target-epsilon": 3.0})
+    own = {"dp-noise-multiplier": 2.0}
+    shared, dropped = Config.make_of_shared({**base, "dp": "record", "dp-clipping-norm": 0.3}, own)
+    assert (shared, dropped) == (Config.make(long), {})
+    for bad, words in (
+        ({"dp-target-epsilon": 3.0}, "record-dp-target-epsilon=3.0 chooses the noise"),
+        ({"dp-clipping-norm": 0}, "record-dp-clipping-norm=0: input should be greater than 0"),
+        (
+            {"record-dp-clipping-norm": 3.0},
+            "dp-clipping-norm=0.3 with dp=record and record-dp-clipping-norm=3.0 are both",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            Config.make({**short, **bad})
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            Config.make_of_shared(short, bad)
     file = tmp_path / "config.yaml"
     for value in ("off", "none", "'off'"):
         file.write_text(f"dp: {value}")

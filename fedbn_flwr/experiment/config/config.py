@@ -20,9 +20,10 @@ from fedbn_flwr.experiment.yaml_file import read_yaml
 __all__ = ["RENAMED", "Config", "Scalar", "from_older", "state_in_out"]
 
 Scalar = str | int | float | bool
-RENAMED = {"fedtan-exchange": "fedtan-transport"}
+RENAMED = {"fedtan-exchange": "fedtan-transport", "masked": "masked-sums", "statistics-trim": "trim"}
 """Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
 
+_OF_RECORDS = ("dp-noise-multiplier", "dp-target-epsilon", "dp-clipping-norm")
 # The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
 _OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
 
@@ -59,6 +60,8 @@ class Config(Values):
         lines: list[str] = []
         _warn_of_old_names(values)
         values = {RENAMED.get(key, key): value for key, value in values.items()}
+        values, twice = _of_records(values)
+        lines += twice
         steps, epochs = (values.get(key) for key in ("local-steps", "local-epochs"))
         if steps and epochs and not (complete and epochs == fields["local-epochs"].default):
             lines.append(f"local-steps={steps} and local-epochs={epochs} are both set; set one of them")
@@ -71,7 +74,7 @@ class Config(Values):
                 # Keys are checked together only if each one is valid: repeat without the bad ones.
                 lines += [line for problem in error.errors() for line in explain(problem, list(fields))]
                 bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
-                if not bad:
+                if not bad & remaining.keys():
                     break
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if not lines:
@@ -97,14 +100,17 @@ class Config(Values):
         Raises:
             ConfigError: as ``make``; also if a key of the run's own has no effect.
         """
-        values = {RENAMED.get(key, key): value for key, value in {**shared, **own}.items()}
+        values, twice = _of_records({RENAMED.get(key, key): value for key, value in {**shared, **own}.items()})
+        if twice:
+            raise ConfigError("\n".join(twice))
+        mine = {RENAMED.get(key, key) for key in own} | {f"record-{key}" for key in own if key in _OF_RECORDS}
         dropped: dict[str, str] = {}
         while True:  # without one key another may have no effect
             try:
                 found = without_effect(cls.model_validate(values))
             except ValidationError:
                 found = {}  # ``make`` reports all problems
-            more = {key: use for key, (_, use) in found.items() if key in shared and key not in own}
+            more = {key: use for key, (_, use) in found.items() if key not in mine}
             if not more:
                 return cls.make(values), dropped
             dropped |= more
@@ -156,12 +162,35 @@ def _warn_of_old_names(values: Mapping[str, Any]) -> None:
             logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
 
 
+def _of_records(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return ``dp=record`` as ``record-dp=true``, with the noise and the norm beside it as those of records.
+
+    Also what was set under both names, one line each.
+    """
+    if values.get("dp") != "record":
+        return dict(values), []
+    defaults = {field.alias: field.default for field in Config.model_fields.values()}
+    found: dict[str, Any] = {**values, "dp": "off", "record-dp": True}
+    twice = []
+    for key in _OF_RECORDS:
+        new, given = f"record-{key}", found.pop(key, defaults[key])
+        if defaults[key] != given != found.get(new, given) != defaults[new]:
+            twice.append(f"{key}={given} with dp=record and {new}={found[new]} are both set; set one of them")
+        elif given != defaults[key]:
+            found[new] = given
+    return found, twice
+
+
 def from_older(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of an older version as those of this one: keys renamed, keys that had no effect left out.
 
     Older versions ignored such keys and wrote them to the resolved config. There ``agc`` acted under fedwon only.
     """
     found = {RENAMED.get(key, key): value for key, value in values.items()}
+    if found.keys() >= {"dp-clipping-quantile", "dp-clipping-rate", "resume"} and "dp-clipping" not in found:
+        adapts = bool(found["dp-clipping-quantile"])  # 0 was the word for a fixed norm
+        found |= {"dp-clipping": "adaptive" if adapts else "fixed"}
+        found |= {} if adapts else {"dp-clipping-quantile": Config.model_fields["dp_clipping_quantile"].default}
     if "local-part" in found or not found.keys() >= {"strategy", "agc", "server-momentum", "resume"}:
         return found
     if found["strategy"] != "fedwon":

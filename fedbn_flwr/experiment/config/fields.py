@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ConfigDict, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
 
 from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.data import MAX_BYTES, Standardise
@@ -29,7 +28,6 @@ EVALUATIONS = (
 )
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
 GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
-_OF_RECORDS = ("dp-noise-multiplier", "dp-target-epsilon", "dp-clipping-norm")
 
 if TYPE_CHECKING:
 
@@ -337,17 +335,6 @@ class Fields(MethodSettings):
             hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted is str else ""
             raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
         return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _records(cls, values: Any) -> Any:
-        """Read ``dp=record`` as ``record-dp=true``, and the noise and the norm beside it as those of records."""
-        if not isinstance(values, Mapping) or values.get("dp") != "record":
-            return values
-        defaults = {field.alias: field.default for field in cls.model_fields.values()}
-        own = {key: values[key] for key in _OF_RECORDS if key in values and values[key] != defaults[key]}
-        others = {key: value for key, value in values.items() if key not in own}
-        return {**others, "dp": "off", "record-dp": True, **{f"record-{key}": value for key, value in own.items()}}
 
     @field_validator("dp", mode="before")
     @classmethod
