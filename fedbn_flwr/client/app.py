@@ -46,7 +46,11 @@ class SizedApp(ClientApp):
         self.num_examples = num_examples
 
     def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
-        """See ``transport.polling_grid.TellsProperties``."""
+        """Return the partition id and the number of examples.
+
+        Raises:
+            NotImplementedError: the query has a config, and the client itself must answer.
+        """
         if config:
             raise NotImplementedError("the client must try what the method needs")
         return NodeProperties(int(context.node_config[PARTITION_ID]), self.num_examples(context))

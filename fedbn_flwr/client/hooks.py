@@ -32,7 +32,9 @@ __all__ = ["Hooks", "bn_rules", "take_box"]
 
 
 class Hooks:
-    """The value of ``with bn_rules(...) as rules``.
+    """The client hooks of a round in a user's training loop: the value of ``with bn_rules(...) as rules``.
+
+    Call ``survey``, ``wrap`` and ``step`` where the method needs them; where it does not they do nothing.
 
     Attributes:
         metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of the block. The mod adds them to
@@ -173,32 +175,32 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
     config: dict[str, Any] = merged_config(message) if message else dict(told)  # type: ignore[arg-type]
     read = TrainConfig.read(config)
     hooks = make_hooks(read.hooks, HookContext(config, frozenset(read.local_entries), replay(context, config)))
-    needy = [name for name, hook in hooks.items() if _overrides(hook, "receive", "reply", "keep", "around")]
+    need_context = [name for name, hook in hooks.items() if _overrides(hook, "receive", "reply", "keep", "around")]
     store: LocalState | None = None
-    whole = _whole(message, config, model) if needy and context is not None else None
+    whole = _whole(message, config, model) if need_context and context is not None else None
     if whole is not None:
         model = view_with_names(model, whole)
         store = LocalState(context, split_state(whole), whole)
-    elif needy:
+    elif need_context:
         raise ConfigError(
-            f"client hook '{needy[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; in a "
+            f"client hook '{need_context[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; in a "
             "NumPyClient (ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
         )
     sent = {name: tensors(from_record(record)) for name, record in _box(context, INBOX).items()}
-    for name in needy:
+    for name in need_context:
         hooks[name].receive(sent, tensors(store.hook_state(type(hooks[name]).__name__)) if store else {})
-    session = Hooks(model, hooks)
-    with session._exit:
+    rules = Hooks(model, hooks)
+    with rules._exit:
         with ExitStack() as undo:
             for hook in hooks.values():
                 hook.begin(model)
                 undo.callback(hook.end, model)
-            yield session
-            session._check()
+            yield rules
+            rules._check()
             undo.pop_all()
-        session._finish()
+        rules._finish()
     if context is not None:
-        _leave_for_mod(context, session.metrics, list(hooks.values()))
+        _leave_for_mod(context, rules.metrics, list(hooks.values()))
     if store is not None:
         store.save_hook_state(
             {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}, read.server_round

@@ -61,7 +61,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     model. The mod adds the entries that stay with the client before the call and removes them after it; it checks
     names, layer types and shapes. It keeps them in ``Context.state``, and also on disk if the node's or the run's
     config names a ``state-dir`` and the server sends its run (``strategy.continuity``). If the strategy needs no client
-    part, messages pass unchanged. The default generators of torch, NumPy and Python are seeded for each message while
+    part, the arrays pass unchanged. The default generators of torch, NumPy and Python are seeded for each message while
     the app's function works, so what it draws repeats; what other mods draw does not (``repeatable``).
 
     The mod also works on the messages of ``to_legacy``: ``ClientApp(client_fn, mods=[local_bn])``.
@@ -78,6 +78,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     key, received = _set_aside_extras(message, context)
     whole, store = _completed(received, context, config)
     if config.local_entries or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
+        # A TorchClient keeps its part itself, and refuses to work under the mod.
         next(iter(message.content.config_records.values()))[MOD] = "local_bn"
     context.state.pop(OUTBOX, None)
     try:

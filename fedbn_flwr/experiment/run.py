@@ -49,7 +49,7 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
 
 
 def default_workers(config: Config) -> int:
-    """Return the worker processes that pay for a run: one for each core and client of a round, or none.
+    """Return how many worker processes make the run faster: one for each core and client of a round, or none.
 
     Clients on a GPU share it in one process. A small run is over before processes have started.
     """

@@ -75,8 +75,8 @@ __all__ = ["centralized", "reference_config", "serve"]
 logger = logging.getLogger("flwr")
 
 NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
+RETURN_GRACE = 60.0  # NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
 REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
-RETURN_GRACE = 60.0  # the same for a resumed run: Flower refuses the key of a killed node for about 44 s
 
 
 def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
             "strategy=centralized`, not with `flwr run`."
         )
     check(config)
-    for line in config.late_decays():  # the method's own warnings come from ``start``
+    for line in config.late_decays():  # those of the method are logged when it begins
         logger.warning("%s", line)
     grid = polling(grid)
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
@@ -236,7 +236,7 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     One optimizer is used for all rounds; everything else is as for a client. Raises as ``serve``.
     """
     check(config)
-    for line in config.late_decays():  # the method's own warnings come from ``start``
+    for line in config.late_decays():
         logger.warning("%s", line)
     config = reference_config(config)
     with lock_folder(out), ExitStack() as closing:

@@ -233,7 +233,7 @@ def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, 
 
 
 def _set_aside(folder: Path, why: str) -> None:
-    """Rename a folder that is in use to FOLDER.WHY-N; one that holds only the error of a former try is emptied."""
+    """Rename a folder that is not empty to FOLDER.WHY-N; one that holds only the error of a former try is emptied."""
     if failure_of(folder) and [path.name for path in folder.iterdir()] == [FAILED]:
         (folder / FAILED).unlink()
     if folder.exists() and any(folder.iterdir()):

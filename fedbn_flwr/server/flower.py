@@ -137,9 +137,9 @@ class Server(Method[P]):
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         after = self.prepare(initial_arrays, num_rounds, timeout)
-        self.run.own_loop = True
+        self.run.by_run_rounds = True
 
-        def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        def test_and_end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self.run.arrays = arrays
             found = evaluate_fn(server_round, self.for_evaluate_fn(server_round, arrays)) if evaluate_fn else None
             if found is not None:
@@ -150,7 +150,15 @@ class Server(Method[P]):
             return found
 
         result = run_rounds(
-            self, polling(grid), initial_arrays, after, num_rounds, timeout, train_config, evaluate_config, test
+            self,
+            polling(grid),
+            initial_arrays,
+            after,
+            num_rounds,
+            timeout,
+            train_config,
+            evaluate_config,
+            test_and_end_round,
         )
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         result.arrays = self._completed(arrays)
@@ -328,7 +336,7 @@ class Server(Method[P]):
         self.run.report.asked = len(messages)
         pairs = [(self.nodes.node(message.metadata.dst_node_id), message) for message in messages]
         messages = self.protection.open_round(self.run, pairs, grid, self.dispatcher.timeout)
-        if self.synchronises and not self.run.own_loop:
+        if self.synchronises and not self.run.by_run_rounds:
             self._early_replies = self.run_training(server_round, messages, grid)
             return []
         return messages
@@ -498,7 +506,7 @@ class Server(Method[P]):
         found = self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
         if found is not None:
             self.run.metrics["evaluate_metrics_clientapp"] = found
-        if not self.run.own_loop:  # the last of our calls in a round of one of Flower's own loops
+        if not self.run.by_run_rounds:  # the last call in a round of a loop of Flower's
             self._end_round(server_round)
             if self._ends_diverged:
                 raise self._diverged()

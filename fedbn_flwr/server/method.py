@@ -47,7 +47,7 @@ TEST_BN = "-test-bn"
 
 
 def tests_in(eval_on: str) -> tuple[str, ...]:
-    """Return the names in ``eval-on``, each once; beside a test with statistics of the test inputs the plain one."""
+    """Return the tests named in ``eval-on``, each once. A test that ends in -test-bn adds the plain test."""
     asked = [name.strip() for name in eval_on.split(",") if name.strip()]
     return tuple(dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)]))
 
@@ -211,9 +211,12 @@ P = TypeVar("P", bound=Params, default=Params)
 
 
 class Method(FlowerFedAvg, Generic[P]):
-    """The interface between a method and ``server.flower``, which calls the hooks in the order below.
+    """The interface between a method, a paper's algorithm, and ``server.flower``, which runs it as a strategy.
 
-    ``FedAvg`` implements all hooks; another method overrides those that differ.
+    Class methods check settings and need no run. ``begin`` is called once. In a round ``server.flower`` calls
+    ``phase``, ``hooks_for``, ``extras``, ``run_training``, ``check`` for each reply, and ``combine``, which calls
+    ``weights``.
+    ``FedAvg``, or ``Server`` below it, implements all; another method overrides those that differ.
 
     Attributes:
         name: the name in configs and messages.
@@ -231,7 +234,7 @@ class Method(FlowerFedAvg, Generic[P]):
         Params: the class of the settings; its fields are constructor arguments.
         client_hooks: factories of the client hooks, by name.
         implicit_hooks: client hooks that the reply need not name as applied: the reply shows their effect, or a client
-            may leave them out.
+            may leave them out; with those of the base classes.
         keys: message keys of the method that are not in ``messages.protocol``.
         checkpoint_keys: attributes to checkpoint, without those of the base classes.
         reported_metrics: metrics of the clients' training that a run's lines have, without those of the base classes.
@@ -347,9 +350,10 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @abstractmethod
     def beside_updates(self) -> dict[str, str]:
-        """Return what the method takes from a client beside the update of the shared entries, by kind, in words.
+        """Return what a client sends beside the update of the shared entries: kind -> reason, in words.
 
-        A protection of the updates does not cover it, and refuses it by name.
+        Differential privacy refuses every kind. Masked sums accept ``exchanges``, ``buffers`` and ``statistics``, which
+        they mask: use these names for such sums only.
         """
 
     @abstractmethod
@@ -378,11 +382,18 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @abstractmethod
     def extras(self, server_round: int) -> Mapping[str, State]:
-        """Return the further records sent with the model; a client may reply with records of these names only."""
+        """Return the further records sent with the model; also those that clients only send up, with ``{}``.
+
+        The codec of a ``NumPyClient`` puts arrays of other records into the model's.
+        """
 
     @abstractmethod
     def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages and return the replies; a synchronised step has its exchanges here."""
+
+    @abstractmethod
+    def weights(self, replies: Sequence[Reply]) -> list[float]:
+        """Return a weight >= 0 for each reply, in their order; the weights p_i are these, normalised."""
 
     @abstractmethod
     def check(self, server_round: int, reply: Reply, before: State) -> None:

@@ -1,4 +1,10 @@
-"""The loop over the rounds: that of ``flwr.serverapp.strategy.Strategy.start``, which here may begin at any round."""
+"""The loop over the rounds: that of ``flwr.serverapp.strategy.Strategy.start``, which here may begin at any round.
+
+A round: ``configure_train`` samples nodes and makes messages, ``run_training`` sends them, ``aggregate_train`` checks
+the replies and combines them, ``configure_evaluate`` re-estimates statistics if a test needs them,
+``aggregate_evaluate`` reads the clients' tests, and ``evaluate_fn`` tests the global model, with which
+``Server.start`` also ends the round.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +38,10 @@ def run_rounds(
     evaluate_config: ConfigRecord | None,
     evaluate_fn: Evaluate | None,
 ) -> Result:
-    """Run the rounds ``after`` + 1 to ``num_rounds``, unless the strategy stops; ``after`` = 0 is Flower's own loop.
+    """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops. 0 does what Flower's loop does.
 
     Args:
-        strategy: the method; Flower's calls, and ``run_training`` between the first two.
+        strategy: the strategy.
         grid: the nodes.
         arrays: the global model after round ``after``.
         after: the last finished round.

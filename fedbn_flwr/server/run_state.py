@@ -27,11 +27,11 @@ class RunState:
     """The server's state of a run.
 
     Attributes:
-        strategy: the name of the method, for errors.
+        strategy: the name of the strategy, for errors.
         known_parts: the split of the model's state; if not given, None before the first arrays.
         continuity: the run as it is sent to clients with a state folder.
         num_rounds: R; None if Flower's loop does not say.
-        own_loop: whether the loop over the rounds is ``server.rounds``.
+        by_run_rounds: whether the loop over the rounds is ``server.rounds``, and not one of Flower's.
         after: the last round before this start; 0 if the run is not resumed.
         begun: whether the method's ``begin`` was called for this run.
         reports: the report of each round.
@@ -55,7 +55,7 @@ class RunState:
     known_parts: Parts | None = None
     continuity: Continuity | None = None
     num_rounds: int | None = None
-    own_loop: bool = False
+    by_run_rounds: bool = False
     after: int = 0
     begun: bool = False
     reports: list[RoundReport] = field(default_factory=list)
@@ -144,7 +144,7 @@ class RunState:
         return {
             "local_hashes": self.local_hashes,
             "volatile": sorted(self.volatile),
-            "started": list(initialised),
+            "started": list(initialised),  # two names of older versions, so that their checkpoints can be read
             "gathered": self.reestimated,
             "shared_bn": self.latest_bn.tree,
         }

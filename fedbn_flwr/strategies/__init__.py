@@ -77,10 +77,8 @@ STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
 def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """Return the strategy that does what all ``methods`` do: ``combined(FixBN, FedProx)(freeze_at=5)``.
 
-    Each method changes one place of FedAvg: what stays with the clients (``FedBN``, ``SiloBN``, ``MTFL``), the local
-    training (``FedProx``, ``Scaffold``, ``StaticBN``, ``FixBN``, ``FBN``, ``HBN``, ``FedTAN``, ``FedTAN2``) or the
-    server's step (``FedAvgM``, ``FedAdam``, ``FedYogi``, ``FedAdagrad``). The order of the arguments has no meaning.
-    The settings are those of all methods.
+    Each method changes the place of FedAvg that its ``role`` names: what stays with the clients, the local training or
+    the server's step. The order of the arguments has no meaning. The settings are those of all methods.
 
     Raises:
         ConfigError: two of the methods cannot be combined; the error has the reason of each pair.

@@ -52,9 +52,9 @@ but the statistics.
 | sent down | the whole state |
 | sent up | the whole state, its running statistics as received; per BN layer a count $n_i$, $m_i$, $M_i$ |
 | kept | nothing |
-| cost | $F$ floats down, $F + S$ up per client |
+| cost | $F$ floats down, $F + N_S$ up per client |
 
-$S$ = floats of the running statistics.
+$N_S$ = floats of the running statistics.
 
 ## Differs from the paper
 
@@ -139,8 +139,8 @@ class FBNParams(PooledParams):
 class GlobalStatistics(ClientHook):
     """Client half: BN normalises with the received statistics, which do not change; its inputs' moments are merged.
 
-    In a round of the warm-up BN normalises with the batches' statistics. ``surveys``: the moments are those of one pass
-    before the first step.
+    In a round of the warm-up BN normalises with the batches' statistics. ``SurveyedStatistics`` takes the moments
+    of one pass before the first step instead.
     """
 
     def __init__(self, warm_up: bool) -> None:

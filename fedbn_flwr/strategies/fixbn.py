@@ -330,6 +330,7 @@ class Freezing(FedAvg[W]):
         hooks = super().hooks_for(server_round)
         if self.frozen(server_round):
             _, _, parts = self.freezes(self.params)
+            # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) and DP-SGD follow it.
             entries: dict[str, Any] = {AFFINE: Part.AFFINE in parts, FROZEN: True}
             return {**hooks, "freeze-bn": entries if Part.STATISTICS in parts else {**entries, STATISTICS: False}}
         return {**hooks, "report-drift": {}} if self.frozen_after is None else hooks

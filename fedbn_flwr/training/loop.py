@@ -72,13 +72,18 @@ class Batches(Protocol):
 
 
 class ClientHook:
-    """The client part of a method in local training. Here every hook does nothing; a method overrides what it needs."""
+    """The client part of a method in local training. Here every hook does nothing; a method overrides what it needs.
 
-    def begin(self, model: nn.Module) -> None:
-        """Prepare the model before the first step; it has the state from the server and is in train mode."""
+    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step ``penalty`` and ``gradients``; then
+    ``end``, ``reply``, ``keep``. Around a step ``TorchClient`` calls ``run_step``, and a user's loop calls ``around``:
+    a hook that acts there overrides both. What ``keep`` returns is stored under the name of the hook's class.
+    """
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's extra records, and the entries that this hook kept in the last round."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Prepare the model before the first step; it has the state from the server and is in train mode."""
 
     def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
         """Pass the client's data through the model, which has the weights from the server; after ``begin``.
@@ -375,7 +380,9 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 
 def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> bool:
-    """Return whether every training BatchNorm sees more than one value per channel in a batch of one, or needs one.
+    """Return whether a batch of one example can be trained on.
+
+    Each training BatchNorm sees more than one value per channel in it, or a hook says that one is enough.
 
     A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps.
     """

@@ -13,7 +13,7 @@ from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.privacy.record_server import RecordDPSettings
-from fedbn_flwr.server.method import Params, setting
+from fedbn_flwr.server.method import Params, Role, setting
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.freezing import FrozenBN
 from fedbn_flwr.training.memory_format import MemoryFormat
@@ -41,6 +41,10 @@ else:
 
 def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
     return setting(default, meaning, group, **limits)
+
+
+def _of_role(role: Role) -> str:
+    return ", ".join(name for name, method in STRATEGIES.items() if method.role == role)
 
 
 class Fields(MethodSettings):
@@ -223,19 +227,19 @@ class Fields(MethodSettings):
         ge=0,
     )
     local_part: str = _key(
-        "methods", "", "fedbn, silobn or mtfl: the method whose local parts a combination has; empty = the strategy's"
+        "methods",
+        "",
+        f"the method whose local parts a combination has: {_of_role('local-part')}; empty = the strategy's",
     )
     client_hooks: str = _key(
         "methods",
         "",
-        "comma list of methods whose local training is added to the strategy: fedprox, scaffold, staticbn, fixbn, "
-        "fbn, hbn, fedtan, fedtan2",
+        f"comma list of methods whose local training is added to the strategy: {_of_role('client-hooks')}",
     )
     server_step: str = _key(
         "methods",
         "",
-        "fedavgm, fedadam, fedyogi or fedadagrad: the method whose server step a combination has; empty = the "
-        "strategy's",
+        f"the method whose server step a combination has: {_of_role('server-step')}; empty = the strategy's",
     )
     local_steps: int = _key("local training", 0, "E steps per round; see sampling", ge=0)
     local_epochs: int = _key(

@@ -1,4 +1,4 @@
-"""What goes round the noise or the masks of a run, or does not fit them."""
+"""What differential privacy and masked sums do not cover in a run, and settings that do not fit them."""
 
 from __future__ import annotations
 
