@@ -38,7 +38,9 @@ def run_rounds(
     evaluate_config: ConfigRecord | None,
     evaluate_fn: Evaluate | None,
 ) -> Result:
-    """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops. 0 does what Flower's loop does.
+    """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops.
+
+    With ``after`` = 0 this is what Flower's loop does.
 
     Args:
         strategy: the strategy.

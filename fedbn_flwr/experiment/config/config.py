@@ -163,9 +163,10 @@ def _warn_of_old_names(values: Mapping[str, Any]) -> None:
 
 
 def _of_records(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return ``dp=record`` as ``record-dp=true``, with the noise and the norm beside it as those of records.
+    """Read ``dp=record`` as ``record-dp=true``, and the noise and the norm beside it as those of records.
 
-    Also what was set under both names, one line each.
+    Returns:
+        The settings, and a line for each that was set to two values, as its own and as that of records.
     """
     if values.get("dp") != "record":
         return dict(values), []
@@ -174,10 +175,11 @@ def _of_records(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     twice = []
     for key in _OF_RECORDS:
         new, given = f"record-{key}", found.pop(key, defaults[key])
-        if defaults[key] != given != found.get(new, given) != defaults[new]:
+        if given == defaults[key]:
+            continue
+        if found.get(new, defaults[new]) not in (given, defaults[new]):
             twice.append(f"{key}={given} with dp=record and {new}={found[new]} are both set; set one of them")
-        elif given != defaults[key]:
-            found[new] = given
+        found[new] = given
     return found, twice
 
 
