@@ -21,7 +21,16 @@ from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example, wit
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["Moments", "load_statistics", "merge", "moments_of", "pool", "reestimate_statistics", "tracking_layers"]
+__all__ = [
+    "Moments",
+    "load_statistics",
+    "merge",
+    "moments_of",
+    "pool",
+    "reestimate_statistics",
+    "survey_statistics",
+    "tracking_layers",
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,14 @@ def reestimate_statistics(
                 model(prepared(inputs))
     found = model.named_modules(remove_duplicate=False)
     return {path: sums[module] for path, module in found if module in sums}
+
+
+def survey_statistics(model: nn.Module, data: Batches, *, batch_size: int, seed: int) -> dict[str, Moments]:
+    """Return ``reestimate_statistics``, two examples at a time at least: the pass of a client before it trains.
+
+    From one example a BatchNorm after a linear layer computes no statistics, whatever the batches of the training are.
+    """
+    return reestimate_statistics(model, data, batch_size=max(batch_size, 2) if batch_size else 0, seed=seed)
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:

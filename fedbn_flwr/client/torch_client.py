@@ -58,7 +58,7 @@ from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import as_batches
-from fedbn_flwr.training.loop import Batches, ClientHook, Passes, train
+from fedbn_flwr.training.loop import Batches, ClientHook, StepRule, train
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -219,11 +219,11 @@ class TorchClient(NumPyClient):
             parameters, config = log_answer(self.context, parameters, config)
         replayed = replay(self.context, config)
         hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
-        passes = self._passes(read, hooks, local, config.get(NOISE))
+        rule = self._step_rule(read, hooks, local, config.get(NOISE))
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
-        fixed = {n: value.clone() for n, value in lent.plain.named_buffers()} if isinstance(passes, DPSGD) else {}
+        fixed = {n: value.clone() for n, value in lent.plain.named_buffers()} if isinstance(rule, DPSGD) else {}
         result = train(
             lent.model,
             self.train_data,
@@ -232,7 +232,7 @@ class TorchClient(NumPyClient):
             stream=functools.partial(self._stream, read.server_round),
             hooks=list(hooks.values()),
             task=self.task,
-            passes=passes,
+            rule=rule,
         )
         clear_log(self.context)
         if changed := [n for n, value in lent.plain.named_buffers() if n in fixed and not torch.equal(value, fixed[n])]:
@@ -252,8 +252,8 @@ class TorchClient(NumPyClient):
         }
         if self.record_level and not self.record_level.publishes_metrics:
             metrics = {STEPS: result.num_steps}
-        if isinstance(passes, DPSGD):
-            metrics |= passes.reply(result.num_steps)
+        if isinstance(rule, DPSGD):
+            metrics |= rule.reply(result.num_steps)
         kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
         store.save_hook_state(kept, read.server_round)
         store.save(read.server_round)
@@ -267,9 +267,9 @@ class TorchClient(NumPyClient):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
 
-    def _passes(
+    def _step_rule(
         self, read: TrainConfig, hooks: Mapping[str, ClientHook], local: Sequence[str], noise_multiplier: float | None
-    ) -> Passes:
+    ) -> StepRule:
         """Return how the steps are computed; the noise multiplier is the server's, if the client has none.
 
         Raises:
@@ -277,7 +277,7 @@ class TorchClient(NumPyClient):
                 is kept from rounds without it.
         """
         if self.record_level is None or (self.record_level.frozen_only and not read.frozen):
-            return Passes()
+            return StepRule()
         if unprotected := [name for name in hooks if name not in PROTECTED_HOOKS]:
             raise ConfigError(
                 f"record-level privacy: client hook '{unprotected[0]}' uses or sends more of the client's data than "

@@ -110,7 +110,7 @@ def evaluate_run(
     part = part or ("all" if new else "test")
     chosen, groups = _views(found, part)
     model, task = on_device(saved.model, config), config.learning_task()
-    by = config.test_statistics()
+    by = config.test_bn_settings()
     statistics: dict[str, TestBN | None] = {"as saved": None}
     statistics |= {"re-estimated": None} if bn == ADAPT else {str(by): by} if by else {}
     if by and Part.STATISTICS not in split_state(model).part_of.values():

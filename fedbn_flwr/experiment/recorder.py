@@ -88,7 +88,7 @@ class Recorder:
         self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
-        self._held_out = HeldOut(data, self._task, config.test_statistics()) if data and data.held_out else None
+        self._held_out = HeldOut(data, self._task, config.test_bn_settings()) if data and data.held_out else None
         self._domains = data.domain_views() if data and not self._withheld else {}
         self._domain_of = functools.cache(data.domain_of) if data and self._domains else lambda client: None
         untrained = [name for name in config.evaluations() if name.startswith("global")]
@@ -214,7 +214,7 @@ class Recorder:
         """Return the BatchNorm statistics of a test of the global model; None = the running ones."""
         if test == "global-batch-statistics":
             return TestBN("batch")
-        return self._config.test_statistics() if test.endswith(TEST_BN) else None
+        return self._config.test_bn_settings() if test.endswith(TEST_BN) else None
 
     def _try_batches(self) -> None:
         """Refuse now, before the first round, tests in which a batch is too small for its own statistics.
@@ -249,7 +249,7 @@ class Recorder:
             "headline": headline,
             "final": final,
             "definitions": definitions(
-                final, last, len(self._test or ()), strategy is not None, self._config.test_statistics()
+                final, last, len(self._test or ()), strategy is not None, self._config.test_bn_settings()
             ),
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),

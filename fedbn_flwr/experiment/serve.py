@@ -28,7 +28,7 @@ from fedbn_flwr.errors import (
     StateError,
 )
 from fedbn_flwr.experiment.agreed_scale import agreed_scale
-from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
+from fedbn_flwr.experiment.checkpoint import Checkpoint, CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
@@ -121,13 +121,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
-    if begun:
-        RunFolder.refuse_shorter(out, config.num_server_rounds)
-        for line in config.schedule_changes(int(RunFolder.settings(out).get("num-server-rounds", 0))):
-            logger.warning("%s", line)
-    saved = checkpoints.latest() if begun else None
-    if begun and saved is None and read_metrics(out / "metrics.jsonl"):
-        raise NotResumableError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
+    saved = _to_resume(out, config, checkpoints) if begun else None
     if saved is None:
         _log_initial(initialise(model, config))
     initial = to_record(saved.state if saved else model.state_dict())
@@ -175,11 +169,27 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     diverged = diverged or _diverged_before(config, out, strategy, result)
     if not diverged and all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
         raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
-    arrays = _best(recorder.stopping, checkpoints, strategy) or result.arrays
+    arrays = _to_best(recorder.stopping, checkpoints, strategy) or result.arrays
     summary = recorder.finish(from_record(arrays), strategy, manager.resumed_after)
     if diverged:
         raise diverged
     return summary
+
+
+def _to_resume(out: Path, config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+    """Return the checkpoint that a run goes on from; None if it was stopped before its first one.
+
+    Raises:
+        ConfigError: the config asks for fewer rounds than the run has.
+        NotResumableError: the run has rounds and no checkpoint.
+    """
+    RunFolder.refuse_shorter(out, config.num_server_rounds)
+    for line in config.schedule_changes(int(RunFolder.settings(out).get("num-server-rounds", 0))):
+        logger.warning("%s", line)
+    saved = checkpoints.latest()
+    if saved is None and read_metrics(out / "metrics.jsonl"):
+        raise NotResumableError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
+    return saved
 
 
 def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:
@@ -200,7 +210,7 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     return RecordLevelDP(records, steps, batch_size, delta, out / PRIVACY, clients, *epsilons)
 
 
-def _best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:
+def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:
     """Return the model of the best round, and bring the strategy back to it; None without early stopping."""
     best = stopping.best() if stopping else None
     if not stopping or best is None:

@@ -65,7 +65,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import RECORD_DP, Key
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
-from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, Passes, Stream
+from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, StepRule, Stream
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import LossFn, Task
@@ -130,7 +130,7 @@ class RecordLevel:
             raise ConfigError(f"clipping_norm={self.clipping_norm} must be a finite number above 0")
 
 
-class DPSGD(Passes):
+class DPSGD(StepRule):
     """The steps of one client.
 
     Masks of dropout are drawn from the settings' noise, too. Augmentation must be, in a loop of your own: use

@@ -395,58 +395,68 @@ class Server(Method[P]):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
-        report, initialised = self.run.report, self.nodes.initialised
+        report = self.run.report
         pairs = self.dispatcher.in_order([*self._early_replies, *replies], report)
         self._early_replies = []
         for node, message in pairs:
             self.run.note_kept(node, message)
         good, refused = sort_out(pairs, self._reader(server_round), report)
-        initialised.difference_update(node.node_id for node, _, _ in refused)
+        self.nodes.initialised.difference_update(node.node_id for node, _, _ in refused)
         usable = [reply for _, _, reply in good]
-        for reply in usable:
-            initialised.add(reply.node.node_id)
-            self.run.latest_bn.take(reply.node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
-            for size in reply.sizes:
-                report.train.count_up(size)
         report.replied = len(pairs)
-        if not self.protection.secret_sampling:
-            report.participants = [reply.node.partition_id for reply in usable]
-        if self.protection.publishes_metrics:
-            report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
+        self._note_usable(usable)
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
         if lacking and not usable:  # every further round would fail in the same way
             raise lacking[0]
-        self.run.trained.update(reply.node.label for reply in usable)
         self._raise_shared_error(refused, bool(self.run.trained))
         if len(usable) < self.params.min_replies and not (self.protection.always_releases and report.asked):
-            report.kept_previous = True
-            logger.warning(
-                "round %d: %d usable replies, %d needed (min_replies): the previous global model is kept. %s.",
-                server_round,
-                len(usable),
-                self.params.min_replies,
-                account([report]),
-            )
-            latest = self.reports[-2:]
-            if all(map(all_not_finite, latest)) and (len(latest) == 2 or self.run.num_rounds == 1):
-                since = latest[0].diverged_at or latest[0].server_round
-                self.note_divergence([f"since round {since} all replies hold values that are not finite"], since)
+            self._keep_previous(len(usable))
             return None, None
         self.note_divergence(losses_not_finite(report.clients))
         before = self.run.before
-        pooled = self.protection.pool(self.run, usable, before)
-        if not pooled:
+        released = self.protection.pool(self.run, usable, before)
+        if not released:
             report.kept_previous = True
             return None, None
-        state = {**before, **self.combine(server_round, pooled, before)}
+        state = {**before, **self.combine(server_round, released, before)}
         if self.on_replies is not None:
-            self.on_replies(server_round, pooled, before, state)
+            self.on_replies(server_round, released, before, state)
         if not self.protection.publishes_metrics:
             return to_record(state), None
         metrics = self.train_metrics_aggr_fn([message.content for _, message, _ in good], self.weighted_by_key)
         report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         self.run.metrics["train_metrics_clientapp"] = metrics
         return to_record(state), metrics
+
+    def _note_usable(self, usable: Sequence[Reply]) -> None:
+        """Note who trained, with which metrics and bytes, and the BN parts that the clients share for tests."""
+        report = self.run.report
+        for reply in usable:
+            self.nodes.initialised.add(reply.node.node_id)
+            self.run.latest_bn.take(reply.node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
+            for size in reply.sizes:
+                report.train.count_up(size)
+        if not self.protection.secret_sampling:
+            report.participants = [reply.node.partition_id for reply in usable]
+        if self.protection.publishes_metrics:
+            report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
+        self.run.trained.update(reply.node.label for reply in usable)
+
+    def _keep_previous(self, num_usable: int) -> None:
+        """Note and log a round with too few usable replies, and divergence where all replies are not finite."""
+        report = self.run.report
+        report.kept_previous = True
+        logger.warning(
+            "round %d: %d usable replies, %d needed (min_replies): the previous global model is kept. %s.",
+            report.server_round,
+            num_usable,
+            self.params.min_replies,
+            account([report]),
+        )
+        latest = self.reports[-2:]
+        if all(map(all_not_finite, latest)) and (len(latest) == 2 or self.run.num_rounds == 1):
+            since = latest[0].diverged_at or latest[0].server_round
+            self.note_divergence([f"since round {since} all replies hold values that are not finite"], since)
 
     def _reader(self, server_round: int) -> Callable[[Node, Message], Reply]:
         before, part_of = self.run.before, self.run.parts.part_of

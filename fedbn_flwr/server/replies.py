@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 from flwr.app import Message
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
@@ -20,7 +21,7 @@ from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport
 
-__all__ = ["Reply", "Terms", "read_arrays", "read_metrics", "sort_out", "tested_nothing"]
+__all__ = ["Reply", "Terms", "read_arrays", "read_metrics", "refuse_changed", "sort_out", "tested_nothing"]
 
 logger = logging.getLogger("flwr")
 
@@ -104,6 +105,19 @@ class Terms:
                 f"the client did not apply the client hook '{missing[0]}' of strategy '{self.strategy}'. Run its "
                 "training inside `with bn_rules(model, msg, context) as rules:` (docs/flower-projects.md says what to "
                 "call there), and make its app `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
+            )
+
+
+def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str) -> None:
+    """Refuse a reply in which an entry changed that the method's client part leaves as it is.
+
+    Raises:
+        ClientPartError: "entry '...' changed", ``why``, and what to call.
+    """
+    for name in names:
+        if not np.array_equal(reply.state[name], before[name]):
+            raise ClientPartError(
+                f"entry '{name}' changed {why}. Run the client's training inside `with bn_rules(model, msg, context):`."
             )
 
 

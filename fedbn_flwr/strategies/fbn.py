@@ -87,14 +87,13 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import Moments, pool, survey_statistics
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
-from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
 from fedbn_flwr.server.recalibration import from_entries, to_entries
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.loop import Batches, ClientHook, Entries, Extras
@@ -195,8 +194,7 @@ class SurveyedStatistics(GlobalStatistics):
             raise ConfigError("rules.survey(loader) came after a step: call it before the first one of the round")
         self._release()
         try:
-            size = max(batch_size, 2) if batch_size else 0  # from one example BatchNorm may compute no statistics
-            self._found = reestimate_statistics(model, data, batch_size=size, seed=seed)
+            self._found = survey_statistics(model, data, batch_size=batch_size, seed=seed)
         finally:
             self._hold()
 
@@ -313,16 +311,19 @@ class PooledStatistics(FedAvg[S]):
         """Return "warm-up" as long as it lasts, else the method's own phase."""
         return "warm-up" if self.warms_up() else super().phase(server_round)
 
-    def divergence_advice(self, server_round: int) -> str:
+    def likely_cause(self, server_round: int) -> str:
         """Name, after the warm-up, statistics that are far from those of the batches."""
-        advice = super().divergence_advice(server_round)
         if self.run.report.phase == "warm-up":
-            return advice
-        cause = (
+            return super().likely_cause(server_round)
+        remedies = ", or ".join(["a fifth of the learning-rate", *self.further_remedies()])
+        return (
             "Likely cause: the global statistics are those of earlier weights and far from the batches', so BN does "
-            "not keep the activations small. What helped in small runs: a fifth of the learning-rate"
+            f"not keep the activations small. What helped in small runs: {remedies}."
         )
-        return advice.replace(TOO_LARGE_STEPS, f"{cause}.")  # what a combined method adds stays
+
+    def further_remedies(self) -> list[str]:
+        """Return what else helped, after the warm-up, when a loss was not finite."""
+        return []
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Ask the clients for the moments, and say how BN normalises."""
@@ -335,12 +336,8 @@ class PooledStatistics(FedAvg[S]):
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply that changed statistics, or whose moments do not fit the model."""
         super().check(server_round, reply, before)
-        for name in self._kept_names():
-            if not np.array_equal(reply.state[name], before[name]):
-                raise ClientPartError(
-                    f"entry '{name}' changed in training, which leaves the statistics to the server under {self.name}. "
-                    "Run the client's training inside `with bn_rules(model, msg, context) as rules:`."
-                )
+        why = f"in training, which leaves the statistics to the server under {self.name}"
+        refuse_changed(reply, before, self._kept_names(), why)
         from_entries(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
@@ -352,8 +349,8 @@ class PooledStatistics(FedAvg[S]):
         weights = self.weights(replies)
         pooled = False
         for layer in self.run.parts.layers:
-            own = [(moments[layer.path], w) for moments, w in zip(sent, weights, strict=True) if layer.path in moments]
-            if own and (total := self.pool(*zip(*own, strict=True))).count > 1:
+            pairs = [(found[layer.path], w) for found, w in zip(sent, weights, strict=True) if layer.path in found]
+            if pairs and (total := self.pool(*zip(*pairs, strict=True))).count > 1:
                 pooled = True
                 for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
                     old = before[name := layer.entries[leaf]]
@@ -393,11 +390,9 @@ class FBN(PooledStatistics[FBNParams]):
             found["trim"] = "it is for statistics-aggregation=trimmed"
         return found
 
-    def divergence_advice(self, server_round: int) -> str:
-        """Name the measure by steps, whose statistics belong to later weights."""
-        advice = super().divergence_advice(server_round)
-        more = ", or fbn-measure=steps." if self.params.fbn_measure == "pass" else "."
-        return advice.replace("a fifth of the learning-rate.", f"a fifth of the learning-rate{more}")
+    def further_remedies(self) -> list[str]:
+        """Return the measure by steps, whose statistics belong to later weights."""
+        return ["fbn-measure=steps"] if self.params.fbn_measure == "pass" else []
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Pool; say when a trimmed mean leaves nobody out."""

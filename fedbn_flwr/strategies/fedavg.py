@@ -236,9 +236,13 @@ class FedAvg(Server[P]):
             found["shared-bn"] = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
         return found
 
-    def divergence_advice(self, server_round: int) -> str:
-        """Return the likely cause of a loss that is not finite, and remedies that were tried."""
+    def likely_cause(self, server_round: int) -> str:
+        """Return the likely cause of a loss that is not finite, and what helped: here too large steps."""
         return TOO_LARGE_STEPS
+
+    def divergence_advice(self, server_round: int) -> str:
+        """Return the likely cause; a method that can be one more cause adds it."""
+        return self.likely_cause(server_round)
 
     def begin(self) -> None:
         """Check that the model fits; warn of settings that do not fit the number of rounds; start without momentum.

@@ -89,7 +89,7 @@ class FedWon(FedAvg[FedWonParams]):
             found.append(Misfit(need, "none", "FedAvg, or a model with convolutions"))
         return found
 
-    def divergence_advice(self, server_round: int) -> str:
+    def likely_cause(self, server_round: int) -> str:
         """Name gradient clipping, which stands in for the normalisation."""
         agc = self.params.agc
         clipping = "" if 0 < agc <= 0.1 else "agc=0.1, or "

@@ -70,11 +70,10 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, normalise
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
+from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.loop import ClientHook
@@ -300,18 +299,16 @@ class Freezing(FedAvg[W]):
                 "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
-    def divergence_advice(self, server_round: int) -> str:
+    def likely_cause(self, server_round: int) -> str:
         """Name, after the freeze, statistics that are far from those of the batches instead of too large steps."""
-        advice = super().divergence_advice(server_round)
         if not self.frozen(server_round):
-            return advice
-        cause = (
+            return super().likely_cause(server_round)
+        return (
             f"Likely cause: the running statistics, frozen after round T*={self.frozen_after}, are far from those of "
             "the batches, so BN no longer keeps the activations small. What helped in small runs: a learning rate ten "
             "times lower from there on (lr-decay-at=freeze, or a smaller lr-decay-factor where it is set), or from the "
             "start (learning-rate). A later T* alone put the divergence off, but did not prevent it."
         )
-        return advice.replace(TOO_LARGE_STEPS, cause)  # what a combined method adds stays
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return the round after which BN was frozen; None if no round so far had frozen BN."""
@@ -346,12 +343,8 @@ class Freezing(FedAvg[W]):
             if not 0 <= reply.metrics[DELTA] < math.inf:
                 raise ReplyError(f"metric '{DELTA}' is {reply.metrics[DELTA]}, which must be a finite number >= 0")
         if self.frozen(server_round):
-            for name in self._frozen_names():
-                if not np.array_equal(reply.state[name], before[name]):
-                    raise ClientPartError(
-                        f"entry '{name}' changed after round {self.frozen_after}, when it was frozen: the client "
-                        "trained with BN in train mode. Run its training inside `with bn_rules(model, msg, context):`."
-                    )
+            why = f"after round {self.frozen_after}, when it was frozen: the client trained with BN in train mode"
+            refuse_changed(reply, before, self._frozen_names(), why)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; restore frozen entries bit for bit; apply the window rule while an automatic round is not known."""

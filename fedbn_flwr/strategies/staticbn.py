@@ -49,15 +49,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
-from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.server.method import Method, RunSettings
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook
 
@@ -126,12 +124,8 @@ class StaticBN(FedAvg[FedAvgParams]):
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply whose statistics were tracked."""
         super().check(server_round, reply, before)
-        for name in self._untracked_names():
-            if not np.array_equal(reply.state[name], before[name]):
-                raise ClientPartError(
-                    f"entry '{name}' changed in training, which tracks no statistics under staticbn. Run the client's "
-                    "training inside `with bn_rules(model, msg, context):`."
-                )
+        why = "in training, which tracks no statistics under staticbn"
+        refuse_changed(reply, before, self._untracked_names(), why)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; restore the untracked entries bit for bit."""

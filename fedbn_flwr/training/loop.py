@@ -32,7 +32,7 @@ __all__ = [
     "Entries",
     "Extras",
     "LossAndOutputs",
-    "Passes",
+    "StepRule",
     "Stream",
     "TrainResult",
     "kept_modes",
@@ -138,7 +138,7 @@ class ClientHook:
         return {}
 
 
-class Passes:
+class StepRule:
     """How a step draws its batch and computes its gradients: here as the settings say, in one backward pass.
 
     Attributes:
@@ -219,7 +219,7 @@ def train(
     hooks: Sequence[ClientHook] = (),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
-    passes: Passes | None = None,
+    rule: StepRule | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -232,7 +232,7 @@ def train(
         hooks: the method's hooks.
         task: the loss, and which targets count.
         optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
-        passes: how a step draws its batch and computes its gradients; None = as the settings say.
+        rule: how a step draws its batch and computes its gradients; None = as the settings say.
 
     Raises:
         DataError: there is no data, every batch has one example and was dropped, or outputs or targets do not fit the
@@ -247,8 +247,8 @@ def train(
         seed = stream("survey").initial_seed()
         for hook in hooks:
             hook.survey(bare, data, settings.batch_size, seed)
-        optimizer, passes = optimizer or make_optimizer(model, settings), passes or Passes()
-        stream = passes.stream(stream)
+        optimizer, rule = optimizer or make_optimizer(model, settings), rule or StepRule()
+        stream = rule.stream(stream)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         for hook in hooks:
@@ -258,18 +258,16 @@ def train(
         dropped = 0
         singletons_fit: bool | None = None
         with seeded(stream("dropout").initial_seed()):
-            order = passes.batches(model, settings, len(data), stream("batches"))
+            order = rule.batches(model, settings, len(data), stream("batches"))
             for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
-                if passes.may_drop and len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
+                if rule.may_drop and len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
                     if singletons_fit is None:
                         singletons_fit = takes_one_example(model, inputs, hooks)
                     if not singletons_fit:
                         dropped += 1
                         continue
-                compute = functools.partial(
-                    passes.compute, model, inputs, targets, optimizer, hooks, task, settings.amp
-                )
+                compute = functools.partial(rule.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
                 for hook in hooks:
                     compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
                 loss, outputs = compute()

@@ -46,13 +46,13 @@ from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Scaffold, com
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, Passes
+from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, StepRule
 from tests.support.points import Points
 
 IMAGES = (3, 32, 32)
 
 
-class SameBatches(Passes):
+class SameBatches(StepRule):
     """Ordinary training on given batches; the gradient is the sum over a batch, divided by its expected size."""
 
     def __init__(self, batches: Sequence[Tensor], expected: int) -> None:
@@ -70,9 +70,9 @@ class SameBatches(Passes):
         return super().compute(model, inputs, targets, *others[:2], dataclasses.replace(task, loss=total), amp)
 
 
-def trained(model: nn.Module, data: Points, passes: Passes, hooks: Sequence[ClientHook], **keys: Any) -> dict[str, Any]:
+def trained(model: nn.Module, data: Points, rule: StepRule, hooks: Sequence[ClientHook], **keys: Any) -> dict[str, Any]:
     settings = LocalTraining(learning_rate=LearningRate(0.05), **{"local_steps": 4, "batch_size": 4, **keys})
-    train(model, data, settings, learning_rate=0.05, stream=lambda _: torch.Generator(), hooks=hooks, passes=passes)
+    train(model, data, settings, learning_rate=0.05, stream=lambda _: torch.Generator(), hooks=hooks, rule=rule)
     return dict(model.state_dict())
 
 

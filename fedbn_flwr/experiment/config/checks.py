@@ -63,7 +63,7 @@ def _of_data(config: Values) -> list[str]:
     _try(problems, config.hidden)
     for name in split(config.eval_on):
         _try(problems, functools.partial(check_known, "eval-on", name, EVALUATIONS))
-    _try(problems, config.test_statistics)
+    _try(problems, config.test_bn_settings)
     if not config.test_bn and (asked := [name for name in split(config.eval_on) if name.endswith(TEST_BN)]):
         problems.append(f"eval-on={','.join(asked)} needs test-bn: {', '.join(TEST_BN_MODES)}")
     classes = found[0].num_classes if found and not is_own(config.dataset) else 0
@@ -73,7 +73,7 @@ def _of_data(config: Values) -> list[str]:
             f"dataset={config.dataset}; use 1 to {classes}"
         )
     if found and found[0].task.by_pixel:
-        moved = [name for name in config.moves_each() if name.endswith("-augment")]
+        moved = [name for name in config.augment_names() if name.endswith("-augment")]
         problems += [f"augment: {name} would move the image and not the classes of its pixels" for name in moved]
     if config.standardise == "none" and config.missing == "mean":
         problems.append("missing=mean needs standardise=federated or local: the mean is that of the training examples")

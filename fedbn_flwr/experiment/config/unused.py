@@ -138,7 +138,7 @@ def _of_training(config: Values) -> Conditions:
             "no test of eval-on is done by clients",
         ),
         "lr_decay_at": (
-            steps and ("freeze" not in split(config.lr_decay_at) or config.freezes()),
+            steps and ("freeze" not in split(config.lr_decay_at) or config.freezes_bn()),
             f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
             if steps
             else "it is for learning-rate-schedule=step",

@@ -79,7 +79,7 @@ class Values(Fields):
         values: dict[str, Any] = {name: getattr(self, name) for name in keys}
         return OwnData(kind, path, **values)
 
-    def moves_each(self) -> tuple[str, ...]:
+    def augment_names(self) -> tuple[str, ...]:
         """Return the transforms of single images in ``augment``; () if it cannot be read, which is told elsewhere."""
         try:
             augment = Augment.parse(self.augment)
@@ -204,7 +204,7 @@ class Values(Fields):
             return asked
         return ("personal-own",) if self.strategy != CENTRALIZED and self.method().local else ("global",)
 
-    def test_statistics(self) -> TestBN | None:
+    def test_bn_settings(self) -> TestBN | None:
         """Return the BatchNorm statistics of tests that end in -test-bn; None without ``test-bn``.
 
         Raises:
@@ -239,7 +239,7 @@ class Values(Fields):
         values: dict[str, Any] = {name: getattr(self, name) for name in MaskSettings.model_fields}
         return MaskSettings(**values)
 
-    def freezes(self) -> bool:
+    def freezes_bn(self) -> bool:
         """Return whether the method freezes BN in some round."""
         return self.strategy != CENTRALIZED and self.method().freezes_bn
 
