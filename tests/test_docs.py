@@ -29,6 +29,7 @@ NOT_RUN = {
     ("docs/deployment.md", "needs a federation"),
     ("README.md", "installs torch, then takes minutes"),
     ("README.md", "starts Flower's managed SuperLink, which outlives the command"),
+    ("README.md", "lines of an app, of which docs/flower-projects.md has the tested diff"),
     ("CONTRIBUTING.md", "installs the development tools and runs everything"),
     ("CONTRIBUTING.md", "writes into the checkout"),
     ("docs/deployment.md", "starts a SuperLink and three SuperNodes in the background"),

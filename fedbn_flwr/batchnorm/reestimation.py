@@ -102,8 +102,8 @@ def reestimate_statistics(
 
     Args:
         model: has the weights to use, on the device to use.
-        data: every example is used once, in order and without augmentation; the last batch may be smaller. If it has
-            one example and BatchNorm cannot use it alone, it joins the batch before it.
+        data: every example is used once, in order and as ``batch`` returns it without a generator; the last batch may
+            be smaller. If it has one example and BatchNorm cannot use it alone, it joins the batch before it.
         batch_size: examples per batch; 0 = all in one.
         seed: for dropout and other random layers.
         layers: these alone use the batch's statistics, and all else is in eval mode, as in a test. None = every layer

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
@@ -49,7 +50,13 @@ class Hooks:
         self._steps = 0
         self._passes = 0
         self._surveyed = False
+        self._trained = False
         self._exit = ExitStack()
+        self._watching = ExitStack()
+        if any(_overrides(hook, "survey") for hook in hooks.values()):
+            self._exit.callback(self._watching.close)
+            for layer in (module for module in model.modules() if isinstance(module, _BatchNorm)):
+                self._watching.callback(layer.register_forward_pre_hook(self._note).remove)
 
     def survey(self, batches: Any) -> None:
         """Pass the training data through the model before the first step, for methods that measure statistics there.
@@ -58,14 +65,16 @@ class Hooks:
 
         Args:
             batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set and
-                without its last batch left out.
+                without its last batch left out. The statistics are those of the examples as it gives them: take one
+                without random transforms.
 
         Raises:
             ConfigError: a step was taken before.
             DataError: the data set has no length, or a batch is no pair.
         """
-        if self._steps or self._passes:
+        if self._steps or self._passes or self._trained:
             raise ConfigError("rules.survey(loader) came after a step: call it before the first one of the round")
+        self._watching.close()
         self._surveyed, data = True, LoadedBatches(batches)
         for hook in self._hooks.values():
             if _overrides(hook, "survey"):
@@ -94,6 +103,10 @@ class Hooks:
                 stack.enter_context(hook.around(self._passes, self._model, batch_size))
             yield
         self._passes += 1
+
+    def _note(self, *_: Any) -> None:
+        """Note a training pass that no other call sees: the optimizer need not be wrapped."""
+        self._trained = self._trained or (self._model.training and torch.is_grad_enabled())
 
     def _act(self) -> float:
         """Apply the hooks to the gradients; return the sum of the penalties."""

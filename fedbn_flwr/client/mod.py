@@ -239,7 +239,8 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
         message: the query, with the model's state.
         context: Flower's context.
         model: the model on its device; the received state is loaded into it.
-        loader: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set.
+        loader: a ``DataLoader`` whose batches are (inputs, targets), without random transforms; one pass, in the order
+            of its data set.
 
     Raises:
         StateError: the received entries do not fit the model.

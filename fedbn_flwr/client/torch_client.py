@@ -94,6 +94,9 @@ class TorchClient(NumPyClient):
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed. A function opens a folder on
             another machine.
+        plain_train_data: the training examples in the same order without random transforms, where ``train_data`` is a
+            ``Dataset`` that has them. BatchNorm's statistics are measured on these (HBN, FBN and BN-SCAFFOLD by a pass,
+            StaticBN, ``recalibrate``). None = ``train_data``.
         data_report: returns a text on the client's data that the server gets with the answer to its query.
         record_level: train with DP-SGD. Then nothing else of the training data leaves the client but their number:
             no metrics of the training, no tests, no statistics, no report.
@@ -118,9 +121,10 @@ class TorchClient(NumPyClient):
         validation_data: Batches | Dataset[Any] | None = None,
         data_report: Callable[[], str] | None = None,
         record_level: RecordLevel | None = None,
+        plain_train_data: Dataset[Any] | None = None,
     ) -> None:
         self.model = model
-        self.train_data = as_batches(train_data)
+        self.train_data = as_batches(train_data, plain_train_data)
         named = test_data if isinstance(test_data, Mapping) else {"": test_data}
         if validation_data is not None:
             named = {**named, VALIDATION: validation_data}

@@ -211,7 +211,7 @@ class HBN(PooledStatistics[HBNParams]):
 
     name = "hbn"
     summary_line = "BN trains with a learned mixture of batch and pooled global statistics"
-    source = "Chen 2025, arXiv:2505.21877"
+    source = "Chen 2025, arXiv:2505.21877 (full text not read)"
     Params = HBNParams
     client_hooks = {
         "hybrid-statistics": lambda context: HybridStatistics(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.loop import Batches
@@ -17,23 +17,38 @@ from fedbn_flwr.training.randomness import drawing_from
 
 __all__ = ["LoadedBatches", "as_batches"]
 
+logger = logging.getLogger("flwr")
+
+_TRIED: set[type] = set()  # kinds of data sets whose examples were compared: a client is made anew for every message
+
 
 class LoadedBatches:
     """The data set of a ``DataLoader`` as ``Batches``.
+
+    Args:
+        loader: the ``DataLoader``.
+        plain: the same examples in the same order without random transforms, taken where no generator is given. None
+            = the loader's own; if they change from call to call, a warning says so once.
 
     Attributes:
         batch_size: that of the loader or of its batch sampler; if neither has one, the number of examples.
 
     Raises:
-        DataError: the data set has no length.
+        DataError: the data set has no length, or ``plain`` has another one.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, plain: Any = None) -> None:
         self._data, self._collate = loader.dataset, loader.collate_fn
+        self._plain = self._data if plain is None else plain
         if isinstance(self._data, IterableDataset) or not hasattr(self._data, "__len__"):
             raise DataError(
                 f"the data set, {type(self._data).__name__}, has no length: a pass in a fixed order needs one "
                 "with indices and a length (a torch Dataset, not an IterableDataset)"
+            )
+        if len(self._plain) != len(self._data):
+            raise DataError(
+                f"the data set without random transforms has {len(self._plain)} examples, the one that is trained on "
+                f"{len(self._data)}: they must be the same examples in the same order"
             )
         self.batch_size: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or len(self._data)
 
@@ -46,9 +61,13 @@ class LoadedBatches:
         Raises:
             DataError: the examples are something else than pairs.
         """
-        chosen = positions.tolist()
-        with nullcontext() if generator is None else drawing_from(generator):
-            batch = self._collate([self._data[number] for number in chosen or [0]])
+        chosen = positions.tolist() or [0]
+        if generator is None:
+            batch = self._collate([self._plain[number] for number in chosen])
+            self._warn_of_random(chosen[0], batch)
+        else:
+            with drawing_from(generator):
+                batch = self._collate([self._data[number] for number in chosen])
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
             raise DataError(
@@ -56,16 +75,42 @@ class LoadedBatches:
                 "Let the examples be such pairs, e.g. by a data set around it, or by the collate_fn of a loader."
             )
         inputs, targets = batch
-        return (inputs, targets) if chosen else (inputs[:0], targets[:0])
+        return (inputs, targets) if len(positions) else (inputs[:0], targets[:0])
+
+    def _warn_of_random(self, position: int, batch: Any) -> None:
+        """Warn, once for a kind of data set, of examples that change though no generator is given."""
+        kind = type(self._plain)
+        if kind in _TRIED or not isinstance(batch, (tuple, list)) or not isinstance(batch[0], Tensor):
+            return
+        _TRIED.add(kind)
+        with drawing_from(torch.Generator()):  # whether this was asked before leaves no trace in what is drawn later
+            again = self._collate([self._plain[position]])[0][0]
+        if again.shape != batch[0][0].shape or not torch.equal(again.nan_to_num(), batch[0][0].nan_to_num()):
+            logger.warning(
+                "the examples of %s change from call to call: statistics and tests are of randomly transformed inputs. "
+                "Give tests, and what measures statistics, a data set without random transforms (TorchClient: "
+                "plain_train_data).",
+                kind.__name__,
+            )
 
 
-def as_batches(data: Any) -> Batches:
+def as_batches(data: Any, plain: Dataset[Any] | None = None) -> Batches:
     """Return ``Batches`` as they are, and a torch ``Dataset`` of pairs as such, collated as a ``DataLoader`` does.
 
+    Args:
+        data: ``Batches`` or a ``Dataset``.
+        plain: see ``LoadedBatches``; only beside a ``Dataset``.
+
     Raises:
-        DataError: the data set has no length; it is a ``DataLoader``, whose batches are not those of the settings.
+        DataError: the data set has no length; it is a ``DataLoader``, whose batches are not those of the settings;
+            ``plain`` has another length, or stands beside ``Batches``.
     """
     if _has_batches(data):
+        if plain is not None:
+            raise DataError(
+                f"plain_train_data is for a torch Dataset; {type(data).__name__} has batch(positions, generator), and "
+                "returns plain examples where there is no generator"
+            )
         batches: Batches = data
         return batches
     if isinstance(data, DataLoader):
@@ -78,7 +123,7 @@ def as_batches(data: Any) -> Batches:
             f"{type(data).__name__} is no data set: give a torch Dataset with a length whose examples are (input, "
             "target), or an object with a length and batch(positions, generator)"
         )
-    return LoadedBatches(DataLoader(data))
+    return LoadedBatches(DataLoader(data), plain)
 
 
 def _has_batches(data: Any) -> bool:

@@ -90,7 +90,7 @@ class ClientHook:
 
         Args:
             model: as ``begin`` left it.
-            data: the client's training data, of which a pass uses no augmentation.
+            data: the client's training data, taken without a generator, so without augmentation.
             batch_size: examples per batch; 0 = all in one.
             seed: for dropout and other random layers.
         """

@@ -17,6 +17,7 @@ from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import HBN, FedProx, FedTAN
+from fedbn_flwr.strategies.bn_scaffold import SurveyedBNVariates
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import ClientHook
@@ -209,14 +210,36 @@ def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app, mlp) -> No
     assert not any(map(changed, models))
 
 
-def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(mlp, points) -> None:
-    model, data, hook = mlp(), points(10), SurveyedStatistics(False)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SurveyedStatistics(False),
+        lambda: SurveyedStatistics(True),
+        lambda: HybridStatistics(False, share=False),
+        SurveyedBNVariates,
+    ],
+)
+def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(make, mlp, points) -> None:
+    """Whatever the hook does with BN's forward pass; a test in between is no step."""
+    model, data, hook = mlp(), points(10), make()
+    loader = DataLoader(TensorDataset(data.inputs, data.targets), 4)
+    hook.receive({}, {})
     hook.begin(model)
+    rules = Hooks(model, {"hook": hook})
+    with torch.no_grad():
+        model(data.inputs)
+    rules.survey(loader)
+    F.cross_entropy(model(data.inputs), data.targets).backward()
+    hook.end(model)
+    hook.begin(model)
+    rules = Hooks(model, {"hook": hook})
     F.cross_entropy(model(data.inputs), data.targets).backward()
     with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
-        Hooks(model, {"surveyed-statistics": hook}).survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
-    hook.end(model)
+        rules.survey(loader)
+    with rules._exit:
+        hook.end(model)
     assert not changed(model)
+    assert not any(layer._forward_pre_hooks for layer in model.modules())
 
 
 def test_alpha_learns_with_the_users_own_optimizer(mlp, points) -> None:

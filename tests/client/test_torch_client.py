@@ -19,9 +19,11 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy import RecordLevel
 from fedbn_flwr.privacy.record_level import _STATE
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training import LearningRate, LocalTraining, loaded, train
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import as_batches
+from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.randomness import seed_generators
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)
 BN = json.dumps([f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")])
@@ -104,6 +106,51 @@ def test_random_transforms_draw_from_the_clients_stream(points) -> None:
     assert not torch.equal(data.batch(positions, generator)[0], first)
     inputs, targets = data.batch(torch.arange(0), generator)
     assert (inputs.shape, targets.shape, targets.dtype) == ((0, 5), (0,), torch.int64)
+
+
+def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> None:
+    """Those of the survey (HBN) and of the query (StaticBN) equal a client's that has no random transforms at all."""
+    data, settings = points(10, 1), LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4)
+    net, sent = mlp(), []
+
+    class Sees(ClientHook):
+        def survey(self, model, data, batch_size, seed):
+            sent.append(data.batch(torch.arange(len(data)))[0])
+
+    for client in (
+        TorchClient(net, Transformed(data), data, settings, plain_train_data=pairs(data)),
+        TorchClient(net, pairs(data), data, settings),
+    ):
+        statistics, _, _ = client.statistics(arrays(net), {})
+        sent.append(statistics)
+        train(mlp(), client.train_data, settings, learning_rate=0.1, stream=lambda _: torch.Generator(), hooks=[Sees()])
+    assert torch.equal(sent[1], sent[3])
+    assert all(np.array_equal(a, b) for a, b in zip(sent[0], sent[2], strict=True))
+    assert not caplog.messages
+
+
+def test_random_transforms_in_statistics_are_told_once(points, mlp, caplog, monkeypatch) -> None:
+    """What is drawn later does not depend on it."""
+    monkeypatch.setattr(loaded, "_TRIED", set())
+    data = as_batches(Transformed(points(10, 1)))
+    seed_generators(0)
+    first = data.batch(torch.arange(4))[0]
+    after = torch.get_rng_state()
+    seed_generators(0)
+    assert torch.equal(data.batch(torch.arange(4))[0], first)
+    assert torch.equal(torch.get_rng_state(), after)
+    (message,) = caplog.messages
+    assert "the examples of Transformed change from call to call" in message
+    assert "plain_train_data" in message
+    as_batches(pairs(points(10, 1))).batch(torch.arange(4))
+    assert len(caplog.messages) == 1
+
+
+def test_plain_training_data_are_the_same_examples(points) -> None:
+    with pytest.raises(DataError, match=r"has 9 examples, the one that is trained on 10"):
+        as_batches(pairs(points(10)), pairs(points(9)))
+    with pytest.raises(DataError, match=r"plain_train_data is for a torch Dataset; Points has batch"):
+        as_batches(points(10), pairs(points(10)))
 
 
 def test_dp_sgd_trains_on_a_torch_data_set(points, mlp) -> None:
