@@ -24,7 +24,8 @@ the model (register the classifier last), and segmentation.
 The scale is $\sqrt{d}$ in the authors' two codes; 1 is another option of one of them. The features are normalised
 where they enter the classifier. HybridBN's public code normalises, under the name FedFN, the output of the convolutions
 before two linear layers, and removes BN. In the authors' ResNet-18 the first GroupNorm has the argument ``affine`` in
-the place of ``eps``: its results with GN, LN and BN are not those of these norms.
+the place of ``eps``: its results with GN, LN and BN are not those of these norms. The laws are of networks with ReLU;
+the authors do not extend them to attention.
 
 ## Laws
 
@@ -33,7 +34,8 @@ the place of ``eps``: its results with GN, LN and BN are not those of these norm
 3. In a ReLU network whose biases are zero from the second layer on, normalising after every layer is normalising after
    the last one alone (Proposition 1).
 4. LN after every layer is subtracting the mean after every layer, and LN after the last one (Proposition 2).
-5. Features that are all zero behind a ReLU stay zero and get no gradient.
+5. Features that are all zero behind a ReLU stay zero and get no gradient. Without a ReLU behind them their gradient is
+   that of $x / 10^{-12}$.
 """
 
 from __future__ import annotations

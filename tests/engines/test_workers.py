@@ -23,6 +23,7 @@ from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.engines.link import Broadcasts, Link, Packed
 from fedbn_flwr.engines.workers import WorkerProcesses, _reply
 from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedTAN, FixBN, Scaffold
 from fedbn_flwr.training.randomness import turn
 
@@ -106,6 +107,7 @@ WORKED = {
     "fbn": (FBN, 0.9),
     "hbn": (lambda: HBN(share_alpha=True, statistics_warm_up=0), 0.9),
     "bn-scaffold": (lambda: BNScaffold(bn_variates="pass"), 0.0),
+    "feature-norm": (FedAvg, 0.0),
 }
 
 
@@ -114,10 +116,14 @@ def test_workers_give_the_bits_of_one_process(federate, points, mlp, same_bits, 
     """Uneven clients, dropout; what clients keep, synchronised steps and variates go through shared memory."""
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
     make, momentum = WORKED[method]
+
+    def net():
+        return use_feature_norm(mlp(dropout=0.4))[0] if method == "feature-norm" else mlp(dropout=0.4)
+
     runs = [
         federate(
             make(),
-            lambda: mlp(dropout=0.4),
+            net,
             datasets,
             rounds=2,
             barrier=True,

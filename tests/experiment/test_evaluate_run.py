@@ -102,6 +102,17 @@ def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
             evaluate_run(bare, {"dataset": "digits"}, bn)
 
 
+def test_test_time_bn_of_the_averaged_bn_parts(quick_run) -> None:
+    """UniFed's case: the clients kept their BN parts, and a new client has their average."""
+    _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
+    config = Config.load(run / "config.yaml")
+    model, data = make_model(config), partitioned_data(config, 3)
+    model.load_state_dict(global_state(run))
+    plain, adapted = evaluate_run(run, {"dataset": "digits", "test-bn-batch-size": 50}, "momentum")[1]
+    expected = evaluate_adapted(model, data.test_view(), TestBN("momentum", batch_size=50))
+    assert adapted.result.loss == pytest.approx(expected.loss, rel=1e-6) != plain.result.loss
+
+
 def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg) -> None:
     _, run = fedavg
     plain, adapted = evaluate_run(run, {"dataset": "digits"}, "adapt")[1]
@@ -124,6 +135,8 @@ def test_test_time_bn_of_each_group_beside_the_saved_statistics(quick_run, tmp_p
     for bn, settings, by in (
         ("mix", {"test-bn-alpha": 0.25}, TestBN("mix", alpha=0.25, batch_size=500)),
         ("full", {"test-bn-batch-size": 40}, TestBN("full", batch_size=40)),
+        ("batch", {"test-bn-batch-size": 50}, TestBN("batch", batch_size=50)),
+        ("momentum", {"test-bn-tau": 0.5}, TestBN("momentum", tau=0.5, batch_size=500)),
     ):
         rows = evaluate_run(run, {"dataset": "digits-domains", **settings}, bn, out=tmp_path / bn)[1]
         assert [row.statistics for row in rows] == ["as saved"] * 6 + [str(by)] * 6

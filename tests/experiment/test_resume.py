@@ -56,6 +56,8 @@ CASES = {
     },
     "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
     "fedbn, scaffold": {"strategy": "fedbn", "client-hooks": "scaffold", "agc": 0.1},
+    "feature norm": {"strategy": "fedavg", "norm": "layer", "feature-norm": True},
+    "test-time BN": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn-test-bn", "test-bn": "momentum"},
     "half of the clients": {"strategy": "fedbn", "fraction-train": 0.5, "num-clients": 4},
     "half of the clients, scaffold": {"strategy": "scaffold", "fraction-train": 0.5, "num-clients": 4},
     "half of the clients, bn-scaffold by a pass": {

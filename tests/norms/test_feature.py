@@ -66,9 +66,9 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(name:
         plain = changed(inputs)
         handle.remove()
         fixed = functional.rms_norm(seen[0], seen[0].shape[1:], eps=0)
-        torch.testing.assert_close(plain, functional.linear(fixed, head.weight, head.bias), rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(plain, functional.linear(fixed, head.weight, head.bias), rtol=1e-14, atol=1e-15)
         handle = head.register_forward_pre_hook(lambda _, args: (args[0] * 37.5,))
-        torch.testing.assert_close(changed(inputs), plain, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(changed(inputs), plain, rtol=1e-14, atol=1e-15)
         handle.remove()
         assert plain.shape == (2, 5)
 
@@ -107,7 +107,7 @@ def test_after_every_layer_is_after_the_last_layer_alone(x: Tensor) -> None:
     """Proposition 1 of arXiv:2308.09565; the last layer here is ours."""
     everywhere, last = relu_net([12, 20, 16, 4], lambda: Rule(rms)), relu_net([12, 20, 16, 4], nn.Identity)
     use_feature_norm(last)
-    torch.testing.assert_close(last(x), everywhere(x), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(last(x), everywhere(x), rtol=1e-14, atol=1e-14)
 
 
 def test_layer_norm_everywhere_is_the_mean_everywhere_and_feature_norm_at_the_end(x: Tensor) -> None:
@@ -115,7 +115,7 @@ def test_layer_norm_everywhere_is_the_mean_everywhere_and_feature_norm_at_the_en
     layer = relu_net([12, 20, 16, 4], lambda: Rule(lambda y: rms(centred(y))))
     mean = relu_net([12, 20, 16, 4], lambda: Rule(centred))
     use_feature_norm(mean)
-    torch.testing.assert_close(mean(x), layer(x), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(mean(x), layer(x), rtol=1e-14, atol=1e-14)
 
 
 def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
@@ -130,11 +130,25 @@ def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
     assert torch.isfinite(model[2].weight.grad).all()
 
 
-def test_half_precision_takes_the_length_in_float32() -> None:
-    head = use_feature_norm(nn.Linear(400, 2).to(torch.float16))[0]
-    out = head(torch.full((1, 400), 300.0, dtype=torch.float16))  # the sum of squares is above float16's largest
-    assert out.dtype == torch.float16
-    assert torch.isfinite(out).all()
+def test_features_that_are_exactly_zero_without_a_relu_get_the_gradient_of_the_floor() -> None:
+    """As the page says: x / 1e-12 has a slope of 1e12."""
+    head = use_feature_norm(nn.Linear(4, 3).double())[0]
+    x = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    head(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2e12 * head.weight.sum(0, keepdim=True), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_takes_the_length_in_float32(dtype: torch.dtype) -> None:
+    head = use_feature_norm(nn.Linear(400, 2).to(dtype))[0]
+    x = torch.full((1, 400), 300.0, dtype=dtype)  # the sum of squares is above float16's largest
+    out = head(x)
+    assert out.dtype == dtype
+    ones = functional.linear(torch.ones(1, 400), head.weight.float(), head.bias.float())
+    torch.testing.assert_close(out.float(), ones, rtol=0.02, atol=0.02)
+    wide = use_feature_norm(nn.Linear(400, 2))[0]
+    with torch.autocast("cpu", dtype):
+        assert wide(x.float()).dtype == dtype
 
 
 def test_a_model_without_a_plain_classifier_is_refused_by_name() -> None:

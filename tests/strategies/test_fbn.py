@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -59,11 +60,23 @@ def step(model: nn.Module, datasets: list) -> Mapping[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize(("measure", "momentum"), [("steps", 1.0), ("steps", 0.3), ("pass", 0.3)])
+def narrow_densenet() -> nn.Module:
+    """Torchvision's ResNet-18 for 3 classes, in float64, always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torchvision.models.DenseNet(8, (2, 2, 2), 8, num_classes=3).double()
+
+
+@pytest.mark.parametrize(
+    ("measure", "momentum", "net"),
+    [("steps", 1.0, "shufflenet"), ("steps", 0.3, "densenet"), ("pass", 0.3, "shufflenet")],
+)
 def test_a_round_of_one_step_is_a_centralized_step_with_frozen_bn(
-    federate, points, torchvision_net, measure: str, momentum: float
+    federate, points, torchvision_net, measure: str, momentum: float, net: str
 ) -> None:
     """And the new statistics are the union's: by steps at every layer, by a pass at the first. It is not BN's step."""
+    if net == "densenet":
+        torchvision_net = narrow_densenet
     datasets = [points(n, i, (3, 40, 40)) for i, n in enumerate(SIZES)]
     strategy = FBN(fbn_measure=measure, statistics_momentum=momentum)
     run = federate(strategy, torchvision_net, datasets, rate=RATE, batch_size=0, local_steps=1)
