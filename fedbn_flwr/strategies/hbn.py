@@ -56,7 +56,12 @@ say:
 5. The momentum in training is 0.002: after 501 rounds the constants 0 and 1 of the start still weigh 37 % or more.
 6. Its tests use statistics re-estimated from the participants of that round; the saved model is another one.
 7. $\alpha$ is averaged into the global model, too, until a client has its own.
-8. Only BatchNorm2d without its trained values; gradients clipped to norm 10; small last batches and clients left out.
+8. Only BatchNorm2d, without its trained values, its eps 1e-5; affine=False fails in training. Gradients are clipped to
+   norm 10, small last batches and clients left out, momentum begins anew in each round.
+9. The commands of its README end with an error: `--iid` takes no value.
+
+[Its numbers](../results/which-method.md#hbns-public-code-beside-ours-benchmarkshybridbnpy): a run of it beside ours, and
+its parts driven alone.
 
 ## Law
 
