@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,6 @@ _FILE = re.compile(r"round-(\d+)\.safetensors")
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
 
 
-Best = Callable[[int], int | None]
-"""Returns the best round among those up to a round."""
-
-
-def _no_best(server_round: int) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A run after a round.
@@ -52,7 +44,7 @@ class Checkpoint:
     Attributes:
         server_round: the last finished round; 0 before the first.
         state: the global model.
-        strategy: ``state_dict()`` of the strategy.
+        strategy: ``state_dict()`` of the strategy; of the centralized reference what its optimizer keeps.
         run: id of the run and its resumptions; see ``Continuity``.
         resumed_after: the rounds after which the run was resumed so far.
     """
@@ -62,6 +54,11 @@ class Checkpoint:
     strategy: Mapping[str, Any]
     run: str
     resumed_after: list[int] = field(default_factory=list)
+
+    @property
+    def resumptions(self) -> list[int]:
+        """The rounds after which the run was resumed, this one included."""
+        return [*self.resumed_after, self.server_round]
 
 
 class Checkpoints:
@@ -83,7 +80,12 @@ class Checkpoints:
         """The rounds of the existing checkpoints, oldest first."""
         return _rounds(self.folder)
 
-    def save(self, checkpoint: Checkpoint, best: Best = _no_best) -> None:
+    def due(self, server_round: int, last: bool, stopping: EarlyStopping | None = None) -> bool:
+        """Return whether a checkpoint is due: before round 1, every ``checkpoint-every`` rounds, the last, the best."""
+        every, best = self._config.checkpoint_every, stopping.best(server_round) if stopping else None
+        return every > 0 and (server_round % every == 0 or last or best == server_round)
+
+    def save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None) -> None:
         """Write a checkpoint; keep the last two, and the best round as of each of them.
 
         Raises:
@@ -95,7 +97,7 @@ class Checkpoints:
             remove_leftovers(self.folder)
             write_checked(self._path(checkpoint.server_round), {**about, **vars(checkpoint)})
             last = self.rounds[-_KEPT:]
-            for old in {*self.rounds}.difference(last, map(best, last)):
+            for old in {*self.rounds}.difference(last, map(stopping.best, last) if stopping else ()):
                 self._path(old).unlink()
         except OSError as error:
             existing = ", ".join(map(str, self.rounds)) or "none"
@@ -124,6 +126,41 @@ class Checkpoints:
         if reasons:
             raise NotResumableError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
         return None
+
+    def to_resume(self) -> Checkpoint | None:
+        """Return the checkpoint that the folder's run goes on from; None if it was stopped before its first one.
+
+        Raises:
+            ConfigError: the config asks for fewer rounds than the run has.
+            NotResumableError: the run has rounds and no checkpoint, or none can be used.
+        """
+        out = self.folder.parent
+        RunFolder.refuse_shorter(out, self._config.num_server_rounds)
+        for line in self._config.schedule_changes(int(RunFolder.settings(out).get("num-server-rounds", 0))):
+            logger.warning("%s", line)
+        saved = self.latest()
+        if saved is None and read_metrics(out / "metrics.jsonl"):
+            raise NotResumableError(
+                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?)."
+            )
+        return saved
+
+    def best(self, stopping: EarlyStopping) -> Checkpoint | None:
+        """Return the checkpoint of the best round so far; None without a score.
+
+        Raises:
+            EngineError: it cannot be used.
+        """
+        best = stopping.best()
+        if best is None:
+            return None
+        try:
+            return self.read(best)
+        except (ConfigError, StateError) as error:
+            raise EngineError(
+                f"round {best} has the best {stopping.metric}, and its checkpoint cannot be used: {error}. Start a new "
+                "run."
+            ) from error
 
     def read(self, server_round: int) -> Checkpoint:
         """Return the checkpoint of a round.
@@ -208,7 +245,7 @@ class CheckpointManager:
     ) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
         self._warned = False
-        self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
+        self.resumed_after = saved.resumptions if saved else []
         if saved and (volatile := saved.strategy["volatile"]):
             raise NotResumableError(
                 f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "
@@ -223,14 +260,12 @@ class CheckpointManager:
 
     def after_round(self, server_round: int, stopping: EarlyStopping | None = None) -> None:
         """Save a checkpoint before the first round, every ``checkpoint-every`` rounds, after the last and the best."""
-        every = self._config.checkpoint_every
         last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
-        best: Best = stopping.best if stopping else _no_best
-        if not every or (server_round % every and not last and best(server_round) != server_round):
+        if not self._checkpoints.due(server_round, last, stopping):
             return
         state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
         checkpoint = Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
-        self._checkpoints.save(checkpoint, best)
+        self._checkpoints.save(checkpoint, stopping)
         self._update_continuity()
         if self._strategy.run.volatile and not self._warned:
             self._warned = True

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.centralized import centralized
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.node import client_fn, num_examples
 from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
-from fedbn_flwr.experiment.serve import centralized, serve
+from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model, pick_device
 from fedbn_flwr.experiment.simulation import simulate
 from fedbn_flwr.training.settings import share_of
@@ -34,8 +35,6 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     out = out.absolute()
     if not config.resume:
         RunFolder.refuse_used(out)
-    elif config.strategy == CENTRALIZED:
-        raise ConfigError("strategy=centralized writes no checkpoints: it cannot be resumed. Start a new run.")
     else:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
     here = {"out": str(out)}

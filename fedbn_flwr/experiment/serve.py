@@ -1,8 +1,7 @@
-"""The server's side of a run, the same in every engine, and the centralized reference."""
+"""The server's side of a run, the same in every engine."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -10,67 +9,51 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import fixed_entries, split_state, tied_entries
-from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import (
     ConfigError,
     DataError,
     DivergedError,
     EngineError,
     NothingTrainedError,
-    NotResumableError,
-    StateError,
 )
 from fedbn_flwr.experiment.agreed_scale import agreed_scale
-from fedbn_flwr.experiment.checkpoint import Checkpoint, CheckpointManager, Checkpoints
+from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.data_report import data_report
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder, read_metrics
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
+from fedbn_flwr.experiment.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.experiment.setup import (
     check,
     initialise,
-    local_training,
     make_model,
     make_strategy,
     on_device,
-    training_model,
 )
-from fedbn_flwr.experiment.splitting import split_to_json
 from fedbn_flwr.experiment.statistics_log import StatisticsLog
 from fedbn_flwr.messages.protocol import (
-    DROPPED_BATCHES,
-    EXAMPLES_PROCESSED,
     TEST_SETS,
-    TRAIN_ACCURACY,
-    TRAIN_LOSS,
     VALIDATION,
 )
-from fedbn_flwr.messages.records import from_record, to_record, to_state
-from fedbn_flwr.models import InitReport
-from fedbn_flwr.norms.feature import NormalisedLinear
+from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
 from fedbn_flwr.privacy.record_server import RecordLevelDP
-from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, nothing_trained
+from fedbn_flwr.server.failures import divergence, nothing_trained
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import make_optimizer, train
-from fedbn_flwr.training.wrappers import unwrap
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
-__all__ = ["centralized", "reference_config", "serve"]
+__all__ = ["serve"]
 
 logger = logging.getLogger("flwr")
 
@@ -117,13 +100,13 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
     data = _server_data(config)
     model = make_model(config)
-    _log_feature_norm(model)
+    log_feature_norm(model)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
-    saved = _to_resume(out, config, checkpoints) if begun else None
+    saved = checkpoints.to_resume() if begun else None
     if saved is None:
-        _log_initial(initialise(model, config))
+        log_initial(initialise(model, config))
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, config)
     strategy = make_strategy(config, model, config.num_clients)
@@ -140,7 +123,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
         personal.append(VALIDATION)
     after = (saved.server_round if saved else 0) if begun else None
     folder = closing.enter_context(RunFolder(out, config, after))
-    _report_data(folder, config, data)
+    report_data(folder, config, data)
     if config.data_on_nodes() and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
@@ -176,22 +159,6 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     return summary
 
 
-def _to_resume(out: Path, config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Return the checkpoint that a run goes on from; None if it was stopped before its first one.
-
-    Raises:
-        ConfigError: the config asks for fewer rounds than the run has.
-        NotResumableError: the run has rounds and no checkpoint.
-    """
-    RunFolder.refuse_shorter(out, config.num_server_rounds)
-    for line in config.schedule_changes(int(RunFolder.settings(out).get("num-server-rounds", 0))):
-        logger.warning("%s", line)
-    saved = checkpoints.latest()
-    if saved is None and read_metrics(out / "metrics.jsonl"):
-        raise NotResumableError(f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?).")
-    return saved
-
-
 def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:
     """Return the protection of the clients' replies; None if there is none."""
     records = config.record_level()
@@ -212,23 +179,17 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
 
 def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:
     """Return the model of the best round, and bring the strategy back to it; None without early stopping."""
-    best = stopping.best() if stopping else None
-    if not stopping or best is None:
+    saved = checkpoints.best(stopping) if stopping else None
+    if saved is None:
         return None
-    try:
-        saved = checkpoints.read(best)
-    except (ConfigError, StateError) as error:
-        raise EngineError(
-            f"round {best} has the best {stopping.metric}, and its checkpoint cannot be used: {error}. Start a new run."
-        ) from error
     if volatile := saved.strategy["volatile"]:
         logger.warning(
             "client(s) %s kept their part in memory only: they go on with that of the last round, not of round %d, the "
             "best. Set state-dir, in the run's config or in each node's.",
             ", ".join(volatile),
-            best,
+            saved.server_round,
         )
-    return strategy.go_back(to_record(saved.state), saved.strategy, best)
+    return strategy.go_back(to_record(saved.state), saved.strategy, saved.server_round)
 
 
 def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: Result) -> DivergedError | None:
@@ -238,109 +199,6 @@ def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: R
         return None
     report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
     return DivergedError(divergence(report, strategy.divergence_advice(line["round"])), line[DIVERGED_AT], result)
-
-
-def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
-    """Run the reference: a plain torch loop over the union of the clients' data, E steps or epochs per "round".
-
-    One optimizer is used for all rounds; everything else is as for a client. Raises as ``serve``.
-    """
-    check(config)
-    for line in config.late_decays():
-        logger.warning("%s", line)
-    config = reference_config(config)
-    with lock_folder(out), ExitStack() as closing:
-        return _centralized(config, out, on_round, closing)
-
-
-def reference_config(config: Config) -> Config:
-    """Return the config with the tests that the reference can do: those of a global model."""
-    tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
-    return config.model_copy(update={"eval_on": ",".join(tests)})
-
-
-def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
-    data = partitioned_data(config, count_clients(config))
-    model = training_model(config)
-    plain = unwrap(model)
-    _log_feature_norm(plain)
-    _log_initial(initialise(plain, config))
-    settings = local_training(config)
-    folder = closing.enter_context(RunFolder(out, config))
-    _report_data(folder, config, data)
-    recorder = Recorder(folder, config, plain, data, None, on_round)
-    stopping, kept = recorder.stopping, dict[str, Any]()
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.torch_threads)
-    try:
-        optimizer = make_optimizer(model, settings)
-        union = data.train_view()
-        for server_round in range(1, config.num_server_rounds + 1):
-            result = train(
-                model,
-                union,
-                settings,
-                learning_rate=settings.learning_rate.at(server_round),
-                stream=functools.partial(_stream, config.seed, server_round),
-                optimizer=optimizer,
-                task=config.learning_task(),
-            )
-            report = RoundReport(server_round, "centralized")
-            report.metrics = {
-                TRAIN_LOSS: result.loss,
-                EXAMPLES_PROCESSED: result.num_processed,
-                DROPPED_BATCHES: result.num_dropped,
-            }
-            if result.accuracy is not None:
-                report.metrics[TRAIN_ACCURACY] = result.accuracy
-            recorder.write(report)
-            if stopping and stopping.best() == server_round:
-                kept = _copied(plain)
-            if (report.diverged and config.on_divergence == "stop") or (stopping and stopping.stops):
-                break
-    finally:
-        torch.set_num_threads(before)
-        recorder.close()
-    summary = recorder.finish(kept or to_state(plain.state_dict()), None)
-    if report.diverged and config.on_divergence == "stop":
-        raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
-    return summary
-
-
-def _report_data(folder: RunFolder, config: Config, data: PartitionedData | None) -> None:
-    """Write the split of the data; log and write what was read of own data."""
-    if data is None:
-        return
-    if split := split_to_json(data):
-        folder.save_split(split)
-    if not is_own(config.dataset):
-        return
-    report = data_report(data, config)
-    logger.info("%s", report.text())
-    for warning in report.warnings:
-        logger.warning("%s", warning)
-    folder.save_data(report.figures, report.notes, report.warnings)
-
-
-def _log_feature_norm(model: nn.Module) -> None:
-    """Log which layer gets features of a fixed length: the user knows whether it is the classifier."""
-    for path, module in model.named_modules():
-        if isinstance(module, NormalisedLinear):
-            logger.info("feature-norm: '%s' is the classifier; the features before it get a fixed length", path)
-
-
-def _log_initial(report: InitReport | None) -> None:
-    """Log what the initial weights hold: as a warning if some of them, or of the model's entries, found no partner."""
-    if report is not None:
-        logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)
-
-
-def _copied(model: nn.Module) -> dict[str, Any]:
-    return {name: array.copy() for name, array in to_state(model.state_dict()).items()}
-
-
-def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
-    return torch_generator(seed, purpose, server_round, "union")
 
 
 def _server_data(config: Config) -> PartitionedData | None:

@@ -21,12 +21,12 @@ import yaml
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError, NotResumableError, RunFailedError
+from fedbn_flwr.experiment.centralized import reference_config
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
 from fedbn_flwr.experiment.output import DIVERGED_AT, PLACES, RunFolder, changed_settings, lock_folder
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
-from fedbn_flwr.experiment.serve import reference_config
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.experiment.study import FAILED, STUDY_FILE, Cell, Study, failure_of, finished, summary_of
 from fedbn_flwr.experiment.study_results import StudyResults
@@ -220,7 +220,7 @@ def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, 
         with lock_folder(folder):  # an error if another process still writes there: nothing is renamed under it
             if finished(folder):  # with other settings, see ``_do_all``
                 _set_aside(folder, "earlier")
-    if config.strategy != CENTRALIZED and (folder / "checkpoint").is_dir():
+    if (folder / "checkpoint").is_dir():
         try:
             if changed := _changed(config, folder):
                 raise NotResumableError(f"it belongs to a run with other settings: {changed}")

@@ -27,9 +27,13 @@ BASE: Mapping[str, Any] = {
     **{"num-clients": 3, "num-server-rounds": 30, "local-steps": 2, "batch-size": 8, "learning-rate": 0.5},
     **{"validation-share": 0.05, "early-stopping": 3, "checkpoint-every": 100},
 }
-METHODS = {"fedavg": "validation-accuracy", "fedbn": "personal-validation-accuracy"}
+METHODS = {
+    "fedavg": "validation-accuracy",
+    "fedbn": "personal-validation-accuracy",
+    CENTRALIZED: "validation-accuracy",
+}
 # The best round has a checkpoint of its own, and it stays where later ones take the place of the others.
-EVERY = {"fedavg": {"checkpoint-every": 100}, "fedbn": {"checkpoint-every": 1}}
+EVERY = {"fedavg": {"checkpoint-every": 100}, "fedbn": {"checkpoint-every": 1}, CENTRALIZED: {"checkpoint-every": 100}}
 
 
 class Cut(Exception):
@@ -120,15 +124,6 @@ def test_a_killed_run_ends_in_the_same_bits(strategy: str, whole, tmp_path: Path
         kept = ("sha256", "stopped-early", "best-validation", "final", "rounds", "ledger")
         assert {key: found[key] for key in kept} == {key: summary[key] for key in kept}
     assert files(tmp_path / "cut") == files(out)
-
-
-def test_the_centralized_reference_keeps_its_best_round_too(tmp_path: Path) -> None:
-    summary = start(tmp_path / "out", strategy=CENTRALIZED, **{"checkpoint-every": 10})
-    best = summary["best-validation"]["round"]
-    assert summary["stopped-early"]
-    assert summary["rounds"] == best + 3
-    short = {"early-stopping": 0, "num-server-rounds": best, "checkpoint-every": 10}
-    assert summary["sha256"] == start(tmp_path / "short", strategy=CENTRALIZED, **short)["sha256"]
 
 
 def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:

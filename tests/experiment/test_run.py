@@ -22,13 +22,14 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import setup
+from fedbn_flwr.experiment.centralized import centralized
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.curves import draw_curves
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
-from fedbn_flwr.experiment.serve import centralized, serve
+from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.messages.records import state_sha256, to_state
 from fedbn_flwr.server.report import Traffic
@@ -79,9 +80,8 @@ def test_the_matrix_has_every_strategy(runs) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
-    more = {"checkpoint"} if name in STRATEGIES else set()
-    more |= {"clients"} if name in STRATEGIES and STRATEGIES[name].local else set()
-    assert {path.name for path in out.iterdir()} == FILES | more
+    more = {"clients"} if name in STRATEGIES and STRATEGIES[name].local else set()
+    assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
     config = Config.load(out / "config.yaml")
     assert (config.strategy, config.num_clients, config.out) == (name, 3, str(out))

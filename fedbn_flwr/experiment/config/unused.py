@@ -22,7 +22,7 @@ Conditions = dict[str, tuple[bool, str]]
 
 _OF_A_FEDERATION = (
     *("fraction_train", "fraction_evaluate", "min_replies", "round_timeout", "variance", "momentum_scope", "agc"),
-    *("recalibrate", "local_part", "client_hooks", "server_step", "state_dir", "series", "checkpoint_every"),
+    *("recalibrate", "local_part", "client_hooks", "server_step", "state_dir", "series"),
     "watch_statistics",
 )
 
