@@ -133,6 +133,8 @@ def diagnose_clients(
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
     with seeded(seed):  # a forward pass may draw
         measures = measuring.everything()
+    for path, counts in _counts(m).items():
+        measures["layers"].setdefault(path, {}).update(counts)
     if isinstance(loss, LogitLoss) and loss.used:
         notes = [
             *notes,
@@ -174,7 +176,17 @@ def diagnose_state(
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
     about = f"{number_of(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
-    return Diagnosis(about, findings(m)[0], {}, lacking)
+    return Diagnosis(about, findings(m)[0], {"layers": _counts(m)}, lacking)
+
+
+def _counts(m: Measured) -> dict[str, dict[str, int]]:
+    """Return the figures of the state by layer: channels with an extreme variance or gamma; no other layer."""
+    found: dict[str, dict[str, int]] = {}
+    for path, (low, high, _) in m.extremes.items():
+        found[path] = {"variances-below-eps": low, "variances-above-1e8": high}
+    for path, (zero, _) in m.gammas.items():
+        found.setdefault(path, {})["gammas-of-0"] = zero
+    return found
 
 
 def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["pictures"]
@@ -36,17 +36,30 @@ def _heat_map(layers: Mapping[str, Any], clients: list[str]) -> bytes:
     axes.set_title("local batch means, distance from the global ones", fontsize=10)
     axes.set_xlabel("client")
     for axis, names in ((axes.xaxis, clients), (axes.yaxis, [*layers])):
-        step = -(-len(names) // _SHOWN)
-        axis.set_ticks(range(0, len(names), step), [name or "(model)" for name in names[::step]], fontsize=7)
+        _name(axis, names)
     return _png(figure)
 
 
+def _name(axis: Any, names: Sequence[str], most: int = _SHOWN) -> None:
+    """Label rows or columns, every second or third where there are more than ``most``."""
+    step = -(-len(names) // most)
+    axis.set_ticks(range(0, len(names), step), [name or "(model)" for name in names[::step]], fontsize=7)
+
+
 def _history(history: Mapping[str, Any]) -> bytes:
-    """Draw FixBN's Fig. 3 (a) and (b): L1 norms over all layers, and variances over a window, by round."""
+    """Draw FixBN's Fig. 3 (a) and (b), L1 norms and variances over a window, and the change by layer."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4), layout="tight")
-    left, right = figure.subplots(1, 2)
+    layers = history["layers"]
+    figure = Figure(figsize=(13.5, max(3.4, 1.6 + 0.15 * min(len(layers), _SHOWN))), layout="tight")
+    left, right, below = figure.subplots(1, 3)
+    table = [_gaps(row["change-l1"]) for row in layers.values()]
+    scale = {"cmap": "viridis", "vmin": 0, "interpolation": "nearest", "aspect": "auto"}
+    figure.colorbar(below.imshow(table, **scale), ax=below, label="L1 norm")
+    below.set_title("change of the global statistics, by layer", fontsize=9)
+    _name(below.yaxis, [*layers])
+    _name(below.xaxis, [str(number) for number in history["rounds"]], most=10)
+    below.set_xlabel("round")
     rounds = history["rounds"]
     marker = "o" if len(rounds) < 30 else None
     for values in history["local-l1"].values():

@@ -23,9 +23,9 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
         ``rounds``; ``change-l1``: norm of the global change, by round; ``local-l1``: by client, norm of the deviation
         of its batch statistics over the layers that it ever tracked; ``window-variance``: by client, the variance of
         its recorded statistics over the last ``window`` lines in which it took part, the mean over layers and channels;
-        ``delta-variance``: the same of its ``local-l1`` (section B.6). A value is None where the client has none, or
-        not two in the window, and a sum where one of its layers has none. Variances are unbiased; the paper's B.6
-        divides by W.
+        ``delta-variance``: the same of its ``local-l1`` (section B.6); ``layers``: ``change-l1`` and ``local-l1`` of
+        each layer by path. A value is None where the client has none, or not two in the window, and a sum where one of
+        its layers has none. Variances are unbiased; the paper's B.6 divides by W.
     """
     clients = list(dict.fromkeys(client for line in lines for client in line["clients"] or ()))
     found: dict[str, Any] = {"rounds": [line["round"] for line in lines], "window": window}
@@ -40,6 +40,14 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
         client: [value if value is None else [value] for value in row] for client, row in found["local-l1"].items()
     }
     found["delta-variance"] = {client: _rolling(rows, window) for client, rows in deltas.items()}
+    own = {client: [_local(line, client, _l1) or {} for line in lines] for client in clients}
+    found["layers"] = {
+        path: {
+            "change-l1": [line["layers"].get(path, {}).get("change", {}).get("l1") for line in lines],
+            "local-l1": {client: [row.get(path) for row in rows] for client, rows in own.items()},
+        }
+        for path in dict.fromkeys(path for line in lines for path in line["layers"])
+    }
     return found
 
 

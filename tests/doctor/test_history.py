@@ -116,6 +116,9 @@ def test_trends_over_recorded_lines_against_numpy() -> None:
     found = trends(lines, window=2)
     assert found["local-l1"]["a"] == pytest.approx([sums[0], None, sums[2], None]), "a sum of fewer layers is no fall"
     assert found["change-l1"] == pytest.approx([0.2, 0.4, None, 0.8])
+    assert found["layers"]["0"]["change-l1"] == [0.1, 0.2, None, 0.4]
+    assert found["layers"]["1"]["local-l1"]["a"][1] is found["layers"]["1"]["local-l1"]["b"][1] is None
+    assert found["layers"]["1"]["local-l1"]["b"][2] == lines[2]["layers"]["1"]["clients"]["l1"][1]
     for one in lines:  # a layer that never tracks is no layer of the sum
         one["layers"]["1"]["clients"]["l1"] = [None] * len(one["clients"])
     assert trends(lines)["local-l1"]["a"] == [one["layers"]["0"]["clients"]["l1"][0] for one in lines]

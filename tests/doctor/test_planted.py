@@ -425,3 +425,16 @@ def test_saved_states_of_every_format(tmp_path: Path) -> None:
     (tmp_path / "e.pt").write_bytes(b"no state")
     with pytest.raises(StateError, match=r"e.pt cannot be read"):
         read_state_file(tmp_path / "e.pt")
+
+
+def test_a_few_extreme_channels_are_figures_and_no_finding(trained: nn.Module, loaders) -> None:
+    model = copy.deepcopy(trained)
+    with torch.no_grad():
+        model[1].running_var[0] = 1e-9
+        model[1].weight[1:3] = 0.0
+    want = {"variances-below-eps": 1, "variances-above-1e8": 0, "gammas-of-0": 2}
+    for found in (diagnose_state(model.state_dict()), diagnose(model, loaders())):
+        row = found.measures["layers"]["1"]
+        assert {name: row[name] for name in want} == want
+        assert "extreme-variance" not in [finding.id for finding in found.findings]
+    assert diagnose_state(trained.state_dict()).measures == {"layers": {}}

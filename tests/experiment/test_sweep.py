@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import statistics
 from pathlib import Path
 
 import pytest
+import yaml
 from matplotlib import image
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
@@ -300,6 +302,39 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series(study: Study, tmp_path
     with pytest.raises(ConfigError, match=r"the memory for runs is 0\.5 GiB, and 3 run"):
         sweep(study, tmp_path / "small", in_parallel(2, 0.5))
     assert need > 2**29
+
+
+KILLER = """
+import os, signal
+from pathlib import Path
+from torch import nn
+
+def net(num_classes, channels, size):
+    if Path("fatal").exists() and os.getpid() != int(Path("fatal").read_text()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    inputs = channels * size * size
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+"""
+
+
+@pytest.mark.simulation
+def test_a_process_that_is_killed_is_recorded_and_the_other_runs_go_on(tmp_path: Path, monkeypatch) -> None:
+    base = {"num-clients": 2, "num-server-rounds": 1, "local-steps": 1, "batch-size": 8}
+    methods = {"dies": {"model": "sweep_killer:net"}, "lives": {}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump({"name": "kill", "base": base, "methods": methods}))
+    (tmp_path / "sweep_killer.py").write_text(KILLER)
+    (tmp_path / "fatal").write_text(str(os.getpid()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    study, out = Study.load(tmp_path / "study.yaml"), tmp_path / "out"
+    with pytest.raises(RunFailedError, match="1 of 2 runs failed or diverged: dies/all/seed-0"):
+        sweep(study, out, in_parallel(2, 8.0), noted := Noted())
+    assert noted.ended["dies/all/seed-0"].startswith("its process ended: ")
+    assert noted.ended["lives/all/seed-0"] == ""
+    assert json.loads((out / "dies/all/seed-0/failed.json").read_text())["type"] == "WorkerCrashedError"
+    (tmp_path / "fatal").unlink()
+    sweep(study, out, follower=(noted := Noted()))
+    assert noted.ended == {"dies/all/seed-0": ""}
 
 
 def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
