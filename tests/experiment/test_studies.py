@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.sweep import sweep
 
 FOLDER = Path(__file__).parents[2] / "studies"
 FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
@@ -105,3 +108,31 @@ def test_a_head_that_names_t_star_has_a_method_that_freezes() -> None:
 
 def test_every_small_twin_has_its_study() -> None:
     assert {path.stem for path in FOLDER.glob("*-small.yaml")} == {f"{path.stem}-small" for path in FULL}
+
+
+DATA = os.environ.get("FEDBN_DATA", "")  # the FOLDER of the commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
+def test_two_rounds_of_a_small_study_run(full: Path, tmp_path: Path) -> None:
+    """Each method and each split once, two steps a round, where the data are at hand."""
+    path = full.with_name(f"{full.stem}-small.yaml")
+    if not DATA:
+        pytest.skip("FEDBN_DATA names no folder with the data")
+    checked(path, tmp_path)
+    content = yaml.safe_load((tmp_path / path.name).read_text())
+    content.pop("tune", None)
+    for settings in (content["base"], *content["methods"].values(), *content["splits"].values()):
+        for key in ("local-epochs", "lr-decay-at", "fedtan-rounds", "freeze-at", "fedbs-rounds", "watch-statistics"):
+            settings.pop(key, None)
+        settings.update({key: 2 for key in ("num-server-rounds", "local-steps", "eval-every") if key in settings})
+    content["base"] |= {"num-server-rounds": 2, "local-steps": 2, "eval-every": 2, "data-dir": DATA}
+    (tmp_path / path.name).write_text(yaml.safe_dump(content, sort_keys=False))
+    study = Study.load(tmp_path / path.name)
+    try:
+        sweep(study, tmp_path / "out")
+    except DataError as error:
+        pytest.skip(str(error).splitlines()[0])
+    cells = list(study.cells())
+    assert all((cell.folder(tmp_path / "out") / "summary.json").is_file() for cell in cells)
