@@ -10,6 +10,7 @@ it has moved 1 % more than the cheapest method does in the whole run. Only finis
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +20,13 @@ import yaml
 from measure import facts, table, write_block
 
 from fedbn_flwr.experiment.comparisons import difference
+from fedbn_flwr.experiment.output import DIVERGED_AT
 from fedbn_flwr.experiment.study import Cell, Study
 from fedbn_flwr.experiment.study_results import StudyResults
 
 Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent
 BASELINE = "FedAvg+BN"
+VERSUS = f"minus {BASELINE} (95 %)"
 STYLES = ["-", "--", "-.", ":"]
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
 
@@ -40,13 +43,14 @@ def main(
             curves = _curves(study, results, split)
             if not curves:
                 continue
-            rates = {cell.method: _rate(cell.folder(folder)) for cell in study.cells() if cell.method in curves}
-            rows = _rows(curves, rates)
-            head = ["method", "rate", "n", "MB a round", "equal rounds, %", f"minus {BASELINE} (95 %)"]
-            head += ["equal bytes, %", "rounds there"]
+            cells = [cell for cell in study.cells() if cell.split == split and results.summary(cell)]
+            rates = {cell.method: _rate(cell.folder(folder)) for cell in cells}
+            diverged = _diverged(study, results, split)
+            by_rounds = table(["equal rounds", "rate", "n", "%", VERSUS], _at_equal_rounds(curves, rates, diverged))
+            by_bytes = table(["equal bytes", "MB a round", "rounds there", "%"], _at_equal_bytes(curves))
             name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
             grid = _grid(folder, split)
-            text = f"{table(head, rows)}\n\n![accuracy against bytes]({name}.svg)\n\n{grid}\n\n{facts()}"
+            text = f"{by_rounds}\n\n{by_bytes}\n\n![accuracy against bytes]({name}.svg)\n\n{grid}\n\n{facts()}"
             print(f"{name}\n\n{text}\n")
             if write:
                 write_block(write, name, text)
@@ -54,12 +58,18 @@ def main(
 
 
 def _curves(study: Study, results: StudyResults, split: str) -> dict[str, dict[int, Curve]]:
-    """Return the curve of each finished run, by method and seed."""
+    """Return the curve of each finished run that did not diverge, by method and seed."""
     found: dict[str, dict[int, Curve]] = {}
     for cell in study.cells():
-        if cell.split == split and results.summary(cell) is not None:
+        summary = results.summary(cell)
+        if cell.split == split and summary is not None and DIVERGED_AT not in summary:
             found.setdefault(cell.method, {})[cell.seed] = _curve(results, cell)
     return found
+
+
+def _diverged(study: Study, results: StudyResults, split: str) -> Counter[str]:
+    """Return how many runs diverged, by method."""
+    return Counter(c.method for c in study.cells() if c.split == split and DIVERGED_AT in (results.summary(c) or {}))
 
 
 def _rate(run: Path) -> str:
@@ -86,17 +96,26 @@ def _curve(results: StudyResults, cell: Cell) -> Curve:
     return curve
 
 
-def _rows(curves: dict[str, dict[int, Curve]], rates: dict[str, str]) -> list[list[str]]:
+def _at_equal_rounds(
+    curves: dict[str, dict[int, Curve]], rates: dict[str, str], diverged: Counter[str]
+) -> list[list[str]]:
+    rows = []
+    for method, runs in curves.items():
+        count = f"{len(runs)}, {diverged[method]} diverged" if diverged[method] else str(len(runs))
+        last = _mean([curve[-1][2] for curve in runs.values()])
+        rows.append([method, rates[method], count, last, _against(curves.get(BASELINE, {}), runs)])
+    return rows
+
+
+def _at_equal_bytes(curves: dict[str, dict[int, Curve]]) -> list[list[str]]:
     budget = 1.01 * min(curve[-1][1] for runs in curves.values() for curve in runs.values())
     rows = []
-    for method, by_seed in curves.items():
-        runs = list(by_seed.values())
-        within = [[point for point in curve if point[1] <= budget][-1:] for curve in runs]
+    for method, runs in curves.items():
+        within = [[point for point in curve if point[1] <= budget][-1:] for curve in runs.values()]
         stops = [points[0] for points in within if points]
-        cells = [method, rates[method], str(len(runs)), f"{runs[0][-1][1] / runs[0][-1][0]:.3g}"]
-        cells += [_mean([curve[-1][2] for curve in runs]), _against(curves.get(BASELINE, {}), by_seed)]
-        cells += [_mean([point[2] for point in stops]), "/".join(map(str, sorted({point[0] for point in stops})))]
-        rows.append(cells)
+        number, moved, _ = next(iter(runs.values()))[-1]
+        there = "/".join(map(str, sorted({point[0] for point in stops})))
+        rows.append([method, f"{moved / number:.3g}", there, _mean([point[2] for point in stops])])
     return rows
 
 
