@@ -46,6 +46,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/fedtan.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)")
 	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
 	$(BIN)/python benchmarks/startup.py --write docs/performance.md
+	$(BIN)/python benchmarks/step_profile.py --write docs/performance.md
 	$(BIN)/python benchmarks/images.py --write docs/performance.md
 	$(BIN)/python benchmarks/sweep.py --write docs/performance.md
 	$(BIN)/python benchmarks/scale.py --write docs/scale.md
