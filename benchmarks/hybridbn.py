@@ -232,7 +232,7 @@ def _departures(seen: Seen, data: Any) -> list[list[str]]:
             f"{float(kept.mean()):.3f} / {float(tested.mean()):.3f}",
         ],
         [
-            "accuracy at its best test, which it reports, of its last ten tests, and at the last one",
+            f"accuracy at its best test, which it reports, mean of its last {len(seen.accuracies[-10:])}, and the last",
             f"{max(seen.accuracies):.1f}, {np.mean(seen.accuracies[-10:]):.1f}, {seen.accuracies[-1]:.1f}",
         ],
         ["examples that a round leaves out (a last smaller batch), % of the clients' examples", _dropped(sizes)],

@@ -35,18 +35,22 @@ def main(
         rows = [
             ["share of the batch at alpha = 1; sigmoid(-1) = 0.27 in the figure", f"{_share_of_batch():.2f}"],
             [
-                "variance that its rounds end in, where clients have variance 1 and means -0.5 and 0.5 (pooled: 1.25)",
+                "fixed point of its variance, without its division by count - 1; clients have variance 1 and means "
+                "-0.5 and 0.5 (pooled: 1.25)",
                 f"{_fixed_point((0.0, 0.0), (-0.5, 0.5))[1]:.3f}",
             ],
             [
-                "mean that they end in, where clients have means 0 and 1 and shares 0.2 and 0.8 (pooled: 0.5)",
+                "fixed point of its mean; clients have means 0 and 1 and shares of the batch 0.2 and 0.8 (pooled: 0.5)",
                 f"{_fixed_point((-_LOG4, _LOG4), (0.0, 1.0))[0]:.3f}",
             ],
             [
                 "factor on the variance of two clients with 4 images of 64 pixels each; for the elements it is 1.002",
                 f"{_correction():.3f}",
             ],
-            [f"weight of the start (0, 1) in its statistics after {ROUNDS} rounds", f"{_weight_of_start(1.0):.3f}"],
+            [
+                f"weight of the start (0, 1) in its statistics after {ROUNDS} rounds, without that division",
+                f"{_weight_of_start(1.0):.3f}",
+            ],
             ["the same with what its pass mixes in", f"{_weight_of_start(0.5):.3f}"],
             ["alpha of the global model, where two clients have 0 and 2 (it should stay with them)", _averaged_alpha()],
             ["eps of a layer that had 0.001", f"{_eps():g}"],
@@ -100,7 +104,7 @@ def _share_of_batch() -> float:
 
 
 def _fixed_point(factors: tuple[float, float], means: tuple[float, float]) -> tuple[float, float]:
-    """Return the global mean and variance that its rounds end in under fixed weights, tested momentum 1.
+    """Return the global mean and variance that stay as they are under fixed weights, found with momentum 1.
 
     The division by (count - 1) is taken off, which is another departure.
     """

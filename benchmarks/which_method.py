@@ -41,10 +41,10 @@ def main(
         results = StudyResults(study, folder)
         for split in dict.fromkeys(cell.split for cell in study.cells()):
             curves = _curves(study, results, split)
-            if not curves:
-                continue
             cells = [cell for cell in study.cells() if cell.split == split and results.summary(cell)]
             rates = {cell.method: _rate(cell.folder(folder)) for cell in cells}
+            if not rates:
+                continue
             diverged = _diverged(study, results, split)
             by_rounds = table(["equal rounds", "rate", "n", "%", VERSUS], _at_equal_rounds(curves, rates, diverged))
             by_bytes = table(["equal bytes", "MB a round", "rounds there", "%"], _at_equal_bytes(curves))
@@ -100,7 +100,8 @@ def _at_equal_rounds(
     curves: dict[str, dict[int, Curve]], rates: dict[str, str], diverged: Counter[str]
 ) -> list[list[str]]:
     rows = []
-    for method, runs in curves.items():
+    for method in rates:
+        runs = curves.get(method, {})
         count = f"{len(runs)}, {diverged[method]} diverged" if diverged[method] else str(len(runs))
         last = _mean([curve[-1][2] for curve in runs.values()])
         rows.append([method, rates[method], count, last, _against(curves.get(BASELINE, {}), runs)])

@@ -1,4 +1,4 @@
-"""Takes the screenshots of ``report.md``: ``python docs/screenshots.py``; needs Chromium and ``pip install playwright``.
+"""Takes the screenshots of ``report.md``: ``python docs/screenshots.py``; needs Chromium and the extra ``dev``.
 
 The study is five domains of scikit-learn's digits, a client each: it runs anywhere, in minutes.
 """

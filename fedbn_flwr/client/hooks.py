@@ -27,7 +27,7 @@ from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.optimizer_hooks import before_steps
-from fedbn_flwr.training.wrappers import view_with_names
+from fedbn_flwr.training.wrappers import not_compiled, view_with_names
 
 __all__ = ["Hooks", "bn_rules", "take_box"]
 
@@ -55,8 +55,9 @@ class Hooks:
         self._watching = ExitStack()
         if any(_overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
+            note = not_compiled(self._note)
             for layer in (module for module in model.modules() if isinstance(module, _BatchNorm)):
-                self._watching.callback(layer.register_forward_pre_hook(self._note).remove)
+                self._watching.callback(layer.register_forward_pre_hook(note).remove)
 
     def survey(self, batches: Any) -> None:
         """Pass the training data through the model before the first step, for methods that measure statistics there.
@@ -69,11 +70,14 @@ class Hooks:
                 without random transforms.
 
         Raises:
-            ConfigError: a step was taken before.
+            ConfigError: a step was taken before, or the model had a forward pass in train mode with gradients.
             DataError: the data set has no length, or a batch is no pair.
         """
         if self._steps or self._passes or self._trained:
-            raise ConfigError("rules.survey(loader) came after a step: call it before the first one of the round")
+            raise ConfigError(
+                "rules.survey(loader) came after a step, or after a forward pass in train mode: call it first; try a "
+                "model with torch.no_grad()"
+            )
         self._watching.close()
         self._surveyed, data = True, LoadedBatches(batches)
         for hook in self._hooks.values():

@@ -51,15 +51,17 @@ def _history(history: Mapping[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     layers = history["layers"]
-    figure = Figure(figsize=(13.5, max(3.4, 1.6 + 0.15 * min(len(layers), _SHOWN))), layout="tight")
-    left, right, below = figure.subplots(1, 3)
-    table = [_gaps(row["change-l1"]) for row in layers.values()]
-    scale = {"cmap": "viridis", "vmin": 0, "interpolation": "nearest", "aspect": "auto"}
-    figure.colorbar(below.imshow(table, **scale), ax=below, label="L1 norm")
-    below.set_title("change of the global statistics, by layer", fontsize=9)
-    _name(below.yaxis, [*layers])
-    _name(below.xaxis, [str(number) for number in history["rounds"]], most=10)
-    below.set_xlabel("round")
+    panels = 3 if layers else 2
+    figure = Figure(figsize=(4.5 * panels, max(3.4, 1.6 + 0.15 * min(len(layers), _SHOWN))), layout="tight")
+    left, middle, *last = figure.subplots(1, panels)
+    for by_layer in last:
+        table = [_gaps(row["change-l1"]) for row in layers.values()]
+        image = by_layer.imshow(table, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+        figure.colorbar(image, ax=by_layer, label="L1 norm")
+        by_layer.set_title("change of the global statistics, by layer", fontsize=9)
+        _name(by_layer.yaxis, [*layers])
+        _name(by_layer.xaxis, [str(number) for number in history["rounds"]], most=10)
+        by_layer.set_xlabel("round")
     rounds = history["rounds"]
     marker = "o" if len(rounds) < 30 else None
     for values in history["local-l1"].values():
@@ -68,11 +70,11 @@ def _history(history: Mapping[str, Any]) -> bytes:
     left.set_title("(a) orange: local - global, blue: change of global", fontsize=9)
     left.set_ylabel("L1 norm over all layers")
     for client, values in history["window-variance"].items():
-        right.plot(rounds, _gaps(values), linewidth=1, label=client, marker=marker, markersize=3)
-    right.set_title(f"(b) variance of local statistics over {history['window']} records", fontsize=9)
+        middle.plot(rounds, _gaps(values), linewidth=1, label=client, marker=marker, markersize=3)
+    middle.set_title(f"(b) variance of local statistics over {history['window']} records", fontsize=9)
     if 0 < len(history["window-variance"]) <= 10:
-        right.legend(fontsize=7, title="client", title_fontsize=7, ncols=2)
-    for axes in (left, right):
+        middle.legend(fontsize=7, title="client", title_fontsize=7, ncols=2)
+    for axes in (left, middle):
         axes.set_xlabel("round")
         axes.set_yscale("symlog", linthresh=1e-6)
     return _png(figure)

@@ -77,6 +77,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: E
     settings = local_training(config)
     optimizer = make_optimizer(model, settings)
     if saved:
+        logger.info("resumed after round %d from %s", saved.server_round, checkpoints.folder)
         _restore(optimizer, saved.strategy[_OPTIMIZER])
         checkpoints.go_on(saved.server_round)
     after = saved.server_round if saved else 0

@@ -141,7 +141,8 @@ class Checkpoints:
         saved = self.latest()
         if saved is None and read_metrics(out / "metrics.jsonl"):
             raise NotResumableError(
-                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?)."
+                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0, or a centralized "
+                "run of an older version?)."
             )
         return saved
 

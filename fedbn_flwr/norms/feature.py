@@ -34,8 +34,8 @@ the authors do not extend them to attention.
 3. In a ReLU network whose biases are zero from the second layer on, normalising after every layer is normalising after
    the last one alone (Proposition 1).
 4. LN after every layer is subtracting the mean after every layer, and LN after the last one (Proposition 2).
-5. Features that are all zero behind a ReLU stay zero and get no gradient. Without a ReLU behind them their gradient is
-   that of $x / 10^{-12}$.
+5. Features that are all zero after a ReLU stay zero, and the ReLU passes no gradient on. Without a ReLU before them,
+   features that are exactly zero get the gradient of $\sqrt{d} \, x / 10^{-12}$.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ $T$ = trainable parameters, $S$ = floats of the running statistics.
 ## Differs from the paper
 
 Unknown: see above. In SCAFFOLD's part nothing differs from `scaffold`. Variates of the gradients with respect to the
-statistics, which would make the mean gradient the centralized one under fixed weights, are left out: in a trial stale
-ones made gradients of 27 in the first rounds.
+statistics, which would make the mean gradient the centralized one under fixed weights, are left out: until they are up
+to date, some $3 L$ rounds, stale ones make gradients too large.
 
 ## Law
 

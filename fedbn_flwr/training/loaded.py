@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +21,9 @@ __all__ = ["LoadedBatches", "as_batches"]
 
 logger = logging.getLogger("flwr")
 
-_TRIED: set[type] = set()  # kinds of data sets whose examples were compared: a client is made anew for every message
+_TRIES = 3  # batches of a kind of data set that are compared: an image may be flipped twice in the same way
+_TRIED: Counter[str] = Counter()  # by kind, across the objects: a client is made anew for every message
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a transform: another one in every message
 
 
 class LoadedBatches:
@@ -40,11 +44,12 @@ class LoadedBatches:
     def __init__(self, loader: Any, plain: Any = None) -> None:
         self._data, self._collate = loader.dataset, loader.collate_fn
         self._plain = self._data if plain is None else plain
-        if isinstance(self._data, IterableDataset) or not hasattr(self._data, "__len__"):
-            raise DataError(
-                f"the data set, {type(self._data).__name__}, has no length: a pass in a fixed order needs one "
-                "with indices and a length (a torch Dataset, not an IterableDataset)"
-            )
+        for data in (self._data, self._plain):
+            if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+                raise DataError(
+                    f"the data set, {type(data).__name__}, has no length and no indices: a pass in a fixed order needs "
+                    "both (a torch Dataset, not an IterableDataset, and not a DataLoader)"
+                )
         if len(self._plain) != len(self._data):
             raise DataError(
                 f"the data set without random transforms has {len(self._plain)} examples, the one that is trained on "
@@ -64,7 +69,7 @@ class LoadedBatches:
         chosen = positions.tolist() or [0]
         if generator is None:
             batch = self._collate([self._plain[number] for number in chosen])
-            self._warn_of_random(chosen[0], batch)
+            self._warn_of_random(chosen, batch)
         else:
             with drawing_from(generator):
                 batch = self._collate([self._data[number] for number in chosen])
@@ -77,21 +82,32 @@ class LoadedBatches:
         inputs, targets = batch
         return (inputs, targets) if len(positions) else (inputs[:0], targets[:0])
 
-    def _warn_of_random(self, position: int, batch: Any) -> None:
+    def _warn_of_random(self, positions: list[int], batch: Any) -> None:
         """Warn, once for a kind of data set, of examples that change though no generator is given."""
-        kind = type(self._plain)
-        if kind in _TRIED or not isinstance(batch, (tuple, list)) or not isinstance(batch[0], Tensor):
+        kind = _kind(self._plain)
+        if _TRIED[kind] >= _TRIES or not isinstance(batch, (tuple, list)) or not isinstance(batch[0], Tensor):
             return
-        _TRIED.add(kind)
         with drawing_from(torch.Generator()):  # whether this was asked before leaves no trace in what is drawn later
-            again = self._collate([self._plain[position]])[0][0]
-        if again.shape != batch[0][0].shape or not torch.equal(again.nan_to_num(), batch[0][0].nan_to_num()):
+            again = self._collate([self._plain[position] for position in positions])[0]
+        same = again.shape == batch[0].shape and torch.equal(again.nan_to_num(), batch[0].nan_to_num())
+        _TRIED[kind] = _TRIED[kind] + 1 if same else _TRIES
+        if not same:
             logger.warning(
                 "the examples of %s change from call to call: statistics and tests are of randomly transformed inputs. "
                 "Give tests, and what measures statistics, a data set without random transforms (TorchClient: "
                 "plain_train_data).",
-                kind.__name__,
+                kind,
             )
+
+
+def _kind(data: Any) -> str:
+    """Return the classes of a data set and of what it is a part of, each with its transform."""
+    names = []
+    while data is not None:
+        transform = getattr(data, "transform", None)
+        names.append(type(data).__name__ + ("" if transform is None else f"({transform!r})"))
+        data = getattr(data, "dataset", None)
+    return _ADDRESS.sub("", " of ".join(names))
 
 
 def as_batches(data: Any, plain: Dataset[Any] | None = None) -> Batches:

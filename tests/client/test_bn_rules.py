@@ -242,6 +242,22 @@ def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(mak
     assert not any(layer._forward_pre_hooks for layer in model.modules())
 
 
+def test_a_survey_after_a_step_of_a_compiled_model_is_refused(mlp, points) -> None:
+    """Also where the model was compiled, and called, before the block."""
+    torch._dynamo.reset()
+    model, data = torch.compile(mlp(), backend="eager"), points(10)
+    F.cross_entropy(model(data.inputs), data.targets).backward()
+    for hook in (HybridStatistics(False, share=False), SurveyedStatistics(False)):
+        hook.receive({}, {})
+        hook.begin(model)
+        rules = Hooks(model, {"hook": hook})
+        F.cross_entropy(model(data.inputs), data.targets).backward()
+        with pytest.raises(ConfigError, match=r"came after a step, or after a forward pass in train mode"):
+            rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
+        with rules._exit:
+            hook.end(model)
+
+
 def test_alpha_learns_with_the_users_own_optimizer(mlp, points) -> None:
     model, data, hook = mlp(), points(10), HybridStatistics(False, share=False)
     hook.begin(model)

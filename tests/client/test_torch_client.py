@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, StateError
@@ -21,7 +23,7 @@ from fedbn_flwr.privacy.record_level import _STATE
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, loaded, train
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.loaded import as_batches
+from fedbn_flwr.training.loaded import LoadedBatches, as_batches
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.randomness import seed_generators
 
@@ -131,7 +133,7 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
 
 def test_random_transforms_in_statistics_are_told_once(points, mlp, caplog, monkeypatch) -> None:
     """What is drawn later does not depend on it."""
-    monkeypatch.setattr(loaded, "_TRIED", set())
+    monkeypatch.setattr(loaded, "_TRIED", Counter())
     data = as_batches(Transformed(points(10, 1)))
     seed_generators(0)
     first = data.batch(torch.arange(4))[0]
@@ -146,11 +148,55 @@ def test_random_transforms_in_statistics_are_told_once(points, mlp, caplog, monk
     assert len(caplog.messages) == 1
 
 
+def test_a_random_transform_is_found_beside_a_plain_one_and_where_it_is_rare(points, caplog, monkeypatch) -> None:
+    """Through torch's Subset, in the same class; an example that is seldom changed is met in another batch."""
+    monkeypatch.setattr(loaded, "_TRIED", Counter())
+
+    class Files(Dataset):
+        def __init__(self, transform=None) -> None:
+            self.transform = transform
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, number: int):
+            x = torch.arange(3.0) + number
+            return (self.transform(x) if self.transform else x), 0
+
+    def seldom(x):
+        return x.flip(0) if torch.rand(()) < 0.2 else x
+
+    for transform in (None, None, seldom):
+        data = as_batches(Subset(Files(transform), [0, 1, 2, 3, 4, 5]))
+        for start in (0, 2, 4):
+            torch.manual_seed(start)
+            data.batch(torch.arange(start, start + 2))
+    (message,) = caplog.messages
+    assert "the examples of Subset of Files(<function" in message
+    assert "seldom>) change from call to call" in message
+
+
+def test_batches_that_are_padded_together_are_no_random_transforms(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(loaded, "_TRIED", Counter())
+
+    def padded(examples):
+        longest = max(len(x) for x, _ in examples)
+        return torch.stack([F.pad(x, (0, longest - len(x))) for x, _ in examples]), torch.zeros(len(examples))
+
+    sequences = [(torch.ones(size), 0) for size in (1, 4, 2)]
+    loader = DataLoader(sequences, 3, collate_fn=padded)
+    assert LoadedBatches(loader).batch(torch.arange(3))[0].shape == (3, 4)
+    assert not caplog.messages
+
+
 def test_plain_training_data_are_the_same_examples(points) -> None:
     with pytest.raises(DataError, match=r"has 9 examples, the one that is trained on 10"):
         as_batches(pairs(points(10)), pairs(points(9)))
     with pytest.raises(DataError, match=r"plain_train_data is for a torch Dataset; Points has batch"):
         as_batches(points(10), pairs(points(10)))
+    for wrong in (Endless(), DataLoader(pairs(points(10)), 1), points(10)):
+        with pytest.raises(DataError, match=f"the data set, {type(wrong).__name__}, has no length and no indices"):
+            as_batches(pairs(points(10)), wrong)
 
 
 def test_dp_sgd_trains_on_a_torch_data_set(points, mlp) -> None:
@@ -174,7 +220,7 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (Endless(), r"the data set, Endless, has no length: .*not an IterableDataset"),
+        (Endless(), r"the data set, Endless, has no length and no indices: .*not an IterableDataset"),
         (
             DataLoader(TensorDataset(torch.ones(2, 5)), batch_size=7),
             r"a DataLoader with batch_size=7: .* loader\.dataset",

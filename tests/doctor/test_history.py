@@ -13,6 +13,7 @@ from torch import nn
 
 from fedbn_flwr.doctor.distances import Statistics, distance
 from fedbn_flwr.doctor.history import MAX_CLIENTS, sample, statistics_line, tracked_layers, weight
+from fedbn_flwr.doctor.pictures import pictures
 from fedbn_flwr.doctor.trends import trends
 
 
@@ -122,3 +123,9 @@ def test_trends_over_recorded_lines_against_numpy() -> None:
     for one in lines:  # a layer that never tracks is no layer of the sum
         one["layers"]["1"]["clients"]["l1"] = [None] * len(one["clients"])
     assert trends(lines)["local-l1"]["a"] == [one["layers"]["0"]["clients"]["l1"][0] for one in lines]
+
+
+def test_a_run_in_which_no_layer_tracks_has_a_picture() -> None:
+    found = trends([{"round": 1, "clients": ["a"], "layers": {}}, {"round": 2, "clients": ["a"], "layers": {}}])
+    assert found["layers"] == {}
+    assert list(pictures({"history": found})) == ["history.png"]

@@ -652,7 +652,9 @@ def test_in_a_browser(
             assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
             tab.emulate_media(media="print", color_scheme=scheme)
             assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-            assert tab.locator("details:not([open]):visible").count() == 0, "what cannot be opened on paper is not there"
+            assert tab.locator("details:not([open]):visible").count() == 0, (
+                "what cannot be opened on paper is not there"
+            )
             assert len(tab.pdf(format="A4")) > 10_000
             assert messages == []
             assert requests == [path.as_uri()]

@@ -61,7 +61,7 @@ def step(model: nn.Module, datasets: list) -> Mapping[str, Tensor]:
 
 
 def narrow_densenet() -> nn.Module:
-    """Torchvision's ResNet-18 for 3 classes, in float64, always the same."""
+    """A narrow DenseNet of torchvision for 3 classes, in float64, always the same."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return torchvision.models.DenseNet(8, (2, 2, 2), 8, num_classes=3).double()
