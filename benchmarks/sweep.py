@@ -98,7 +98,7 @@ def kills(folder: Path, number: int, seed: int) -> tuple[str, bool]:
     while True:
         process = start(path, out, "--parallel", "2")
         try:
-            process.wait(draw.uniform(0.05, 0.15) * span if hit < number else None)
+            process.wait(draw.uniform(0.12, 0.24) * span if hit < number else None)
         except subprocess.TimeoutExpired:
             kill(process, out.name)
             hit += 1
