@@ -29,7 +29,7 @@ STUDY: dict[str, Any] = {
         "FedAvg+GN": {"strategy": "fedavg", "norm": "group", "eval-on": "personal-own", "watch-statistics": 0},
     },
     "seeds": [0, 1, 2],
-    "target": 55,
+    "target": 80,
 }
 PICTURES: tuple[tuple[str, str, str, dict[str, Any], str], ...] = (  # file, folder, section, page, media
     ("report-study", "", "", {"viewport": {"width": 1000, "height": 1900}, "color_scheme": "light"}, "screen"),
