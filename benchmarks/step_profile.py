@@ -94,7 +94,7 @@ def main(
     text = f"{table(head, rows)}\n\nBatches of {batch_size}; medians of {turns} turns of {steps} steps. {facts()}"
     print(text)
     if write:
-        write_block(write, "step", text)
+        write_block(write, "step_profile", text)
 
 
 def _model(way: Way) -> nn.Module:
