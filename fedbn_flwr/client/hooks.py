@@ -45,6 +45,7 @@ class Hooks:
     def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
         self.metrics: dict[str, Any] = {}
         self._model = model
+        self._device = _device(model)
         self._hooks = hooks
         self._optimizer: torch.optim.Optimizer | None = None
         self._steps = 0
@@ -88,14 +89,16 @@ class Hooks:
         """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
 
         Raises:
-            ConfigError: a client hook needs plain SGD or refuses its settings, or an optimizer was already wrapped.
+            ConfigError: a client hook needs plain SGD or refuses its settings, an optimizer was already wrapped, or the
+                model has moved to another device.
         """
         if self._optimizer is not None:
             raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
-        for hook in self._hooks.values():
-            if _overrides(hook, "start"):
+        if acting := [hook for hook in self._hooks.values() if _overrides(hook, "start", "penalty", "gradients")]:
+            self._check_device()
+            for hook in acting:
                 hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
-        self._exit.callback(before_steps(optimizer, self._act).remove)
+            self._exit.callback(before_steps(optimizer, self._act).remove)
         self._optimizer = optimizer
         return optimizer
 
@@ -114,6 +117,7 @@ class Hooks:
 
     def _act(self) -> float:
         """Apply the hooks to the gradients; return the sum of the penalties."""
+        self._check_device()
         total = 0.0
         for hook in self._hooks.values():
             with torch.enable_grad():
@@ -127,6 +131,18 @@ class Hooks:
             hook.gradients(self._model)
         self._steps += 1
         return total
+
+    def _check_device(self) -> None:
+        """Check that the model is where it was at the start, as are the tensors that the hooks have stored.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if (now := _device(self._model)) != self._device:
+            raise ConfigError(
+                f"the model was on {self._device} at the start of `with bn_rules(...)` and is on {now} now: call "
+                "model.to(device) before the block, and do not move the model inside it"
+            )
 
     def _check(self) -> None:
         """Check that every client hook took part.
@@ -222,6 +238,11 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
         store.save_hook_state(
             {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}, read.server_round
         )
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    """Return the device of the model's first parameter; None without parameters."""
+    return next((p.device for p in model.parameters()), None)
 
 
 def _overrides(hook: ClientHook, *names: str) -> bool:

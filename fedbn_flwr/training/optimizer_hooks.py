@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from fedbn_flwr.errors import ConfigError
+
 __all__ = ["before_steps"]
 
 
@@ -19,12 +21,24 @@ def before_steps(optimizer: torch.optim.Optimizer, act: Callable[[], float]) -> 
         act: changes the gradients. It returns what this adds to the loss, because a line search compares losses.
 
     Returns:
-        The hook's handle.
+        The hook's handle. ``act`` is not called for a step that a fused optimizer skips as a scaled gradient is not
+        finite.
+
+    Raises:
+        ConfigError: in a step, if a fused optimizer is given gradients that a gradient scaler has not unscaled.
     """
 
     def before(
-        _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # torch.amp.GradScaler leaves unscaling and skipping to fused optimizers, and tells them by these attributes.
+        if getattr(stepping, "grad_scale", None) is not None:
+            raise ConfigError(
+                f"{type(stepping).__name__} is fused and its gradients are still scaled, so the method's term would "
+                "have another scale: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        if bool(getattr(stepping, "found_inf", False)):
+            return None
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
             act()

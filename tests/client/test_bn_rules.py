@@ -62,6 +62,65 @@ def test_a_second_optimizer_is_refused(mlp) -> None:
             rules.wrap(optimizer)
 
 
+def proximal_step(*, unscale: bool, hooks: str = "proximal", inputs: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """Take two steps of a fused SGD under a gradient scaler; return the parameters."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with bn_rules(model, {"fedbn-flwr.hooks": hooks, "fedbn-flwr.proximal-mu": 5.0}) as rules:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.01, fused=True))
+        for scale in (1.0, inputs):
+            optimizer.zero_grad()
+            scaler.scale(model(scale * torch.ones(4, 3)).square().mean()).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    return tuple(p.detach() for p in model.parameters())
+
+
+def test_scaled_gradients_of_a_fused_optimizer_are_refused() -> None:
+    """Such an optimizer unscales them inside its step: a term added before would be a thousand times too small."""
+    with pytest.raises(ConfigError, match=r"call scaler.unscale_\(optimizer\) before scaler.step"):
+        proximal_step(unscale=False)
+    proximal_step(unscale=False, hooks="")  # a method without a term takes them as they are
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1)
+    start = [p.detach().clone() for p in plain.parameters()]
+    for _ in range(2):
+        loss = plain(torch.ones(4, 3)).square().mean()
+        away = sum((p - s).square().sum() for p, s in zip(plain.parameters(), start, strict=True))
+        for p, grad in zip(
+            plain.parameters(), torch.autograd.grad(loss + 2.5 * away, list(plain.parameters())), strict=True
+        ):
+            p.data -= 0.01 * grad
+    for ours, theirs in zip(proximal_step(unscale=True), plain.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> None:
+    """An infinite gradient: the fused optimizer leaves the parameters as they are, so SCAFFOLD must not count it."""
+    acted: list[bool] = []
+    act = Hooks._act
+    monkeypatch.setattr(Hooks, "_act", lambda self: acted.append(True) or act(self))
+    proximal_step(unscale=True, inputs=float("inf"))
+    assert len(acted) == 1
+
+
+def test_a_model_that_moves_inside_the_block_is_refused() -> None:
+    """What the hooks stored at the start is on the first device; a method that stores nothing does not mind."""
+
+    def move(hooks: str) -> None:
+        model = nn.Linear(3, 1)
+        with bn_rules(model, {"fedbn-flwr.hooks": hooks, "fedbn-flwr.proximal-mu": 5.0}) as rules:
+            model.to("meta")
+            rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
+
+    move("")
+    with pytest.raises(ConfigError, match=r"was on cpu at the start .* is on meta now: call model.to"):
+        move("proximal")
+
+
 def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
     """All clients leave it out, so the run ends with the error in its first round."""
     strategy = FedProx()
@@ -158,7 +217,7 @@ def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
     assert torch.equal(torch.cat(hook.batches), data.inputs), "in order, and with the batch that the loader drops"
     rules._check()
     with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
-        surveyed_loop(mlp(), Hooks(mlp(), {"count": hook}), data, first=False)
+        surveyed_loop(model := mlp(), Hooks(model, {"count": hook}), data, first=False)
     with pytest.raises(ConfigError, match=r"client hook 'count' .*Write before the first step: rules\.survey\(loader"):
         Hooks(mlp(), {"count": hook})._check()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {}), data, first=True)
