@@ -45,8 +45,8 @@ def main(
             rates = {cell.method: _rate(cell.folder(folder)) for cell in cells}
             if not rates:
                 continue
-            diverged = _diverged(study, results, split)
-            by_rounds = table(["equal rounds", "rate", "n", "%", VERSUS], _at_equal_rounds(curves, rates, diverged))
+            counts = _counts(study, results, split)
+            by_rounds = table(["equal rounds", "rate", "n", "%", VERSUS], _at_equal_rounds(curves, rates, counts))
             by_bytes = table(["equal bytes", "MB a round", "rounds there", "%"], _at_equal_bytes(curves))
             name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
             grid = _grid(folder, split)
@@ -67,9 +67,18 @@ def _curves(study: Study, results: StudyResults, split: str) -> dict[str, dict[i
     return found
 
 
-def _diverged(study: Study, results: StudyResults, split: str) -> Counter[str]:
-    """Return how many runs diverged, by method."""
-    return Counter(c.method for c in study.cells() if c.split == split and DIVERGED_AT in (results.summary(c) or {}))
+def _counts(study: Study, results: StudyResults, split: str) -> dict[str, str]:
+    """Return the number of runs by method, with those that lost replies of clients and those that diverged."""
+    done = [(c.method, s) for c in study.cells() if c.split == split and (s := results.summary(c)) is not None]
+    diverged = Counter(method for method, summary in done if DIVERGED_AT in summary)
+    lost = Counter(method for method, summary in done if DIVERGED_AT not in summary and summary["rejected"])
+    number = Counter(method for method, summary in done)
+    return {
+        method: f"{number[method] - diverged[method]}"
+        + f", {lost[method]} with lost replies" * bool(lost[method])
+        + f", {diverged[method]} diverged" * bool(diverged[method])
+        for method in number
+    }
 
 
 def _rate(run: Path) -> str:
@@ -97,14 +106,13 @@ def _curve(results: StudyResults, cell: Cell) -> Curve:
 
 
 def _at_equal_rounds(
-    curves: dict[str, dict[int, Curve]], rates: dict[str, str], diverged: Counter[str]
+    curves: dict[str, dict[int, Curve]], rates: dict[str, str], counts: dict[str, str]
 ) -> list[list[str]]:
     rows = []
     for method in rates:
         runs = curves.get(method, {})
-        count = f"{len(runs)}, {diverged[method]} diverged" if diverged[method] else str(len(runs))
         last = _mean([curve[-1][2] for curve in runs.values()])
-        rows.append([method, rates[method], count, last, _against(curves.get(BASELINE, {}), runs)])
+        rows.append([method, rates[method], counts[method], last, _against(curves.get(BASELINE, {}), runs)])
     return rows
 
 

@@ -122,5 +122,5 @@ def _module(name: str, module: str) -> ModuleType:
     hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?" if near else ""
     raise ConfigError(
         f"unknown model {name!r}: there is no module {module!r} in the working directory {os.getcwd()} or on Python's "
-        f"path.{hint} Under `flwr run` the module belongs in the app's folder."
+        f"path.{hint} Under `flwr run` it belongs in the app's bundle: here in apps, as 'apps.{module}:...'."
     )

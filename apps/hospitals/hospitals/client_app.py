@@ -28,7 +28,8 @@ def train(msg: Message, context: Context):
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     data, _ = own_data(context)
     settings, config = context.run_config, msg.content["config"]
-    order = torch.Generator().manual_seed(1000 * config["server-round"] + context.node_config["partition-id"])
+    seed = 1_000_000 * settings["seed"] + 1000 * config["server-round"] + context.node_config["partition-id"]
+    order = torch.Generator().manual_seed(seed)
     with bn_rules(model, msg, context) as rules:
         rules.survey(DataLoader(data, settings["batch-size"]))
         loss = train_fn(model, data, settings["local-epochs"], config["lr"], settings["batch-size"], order, rules)
