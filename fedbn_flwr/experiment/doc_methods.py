@@ -207,7 +207,8 @@ def _combinations_page() -> str:
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {why}." for why, number in reasons.items()), ""]
     lines += ["Methods that are not combined with others:", ""]
-    lines += [f"- `{method.name}`: {method.alone}." for method in STRATEGIES.values() if method.alone]
+    reasons = {method.name: method.not_combined_because for method in STRATEGIES.values()}
+    lines += [f"- `{name}`: {reason}." for name, reason in reasons.items() if reason]
     return "\n".join([*lines, ""])
 
 

@@ -198,7 +198,9 @@ def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: R
     if config.on_divergence != "stop" or not lines or DIVERGED_AT not in (line := lines[-1]):
         return None
     report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
-    return DivergedError(divergence(report, strategy.divergence_advice(line["round"])), line[DIVERGED_AT], result)
+    return DivergedError(
+        divergence(report, " ".join(strategy.divergence_advice(line["round"]))), line[DIVERGED_AT], result
+    )
 
 
 def _server_data(config: Config) -> PartitionedData | None:

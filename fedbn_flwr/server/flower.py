@@ -187,12 +187,12 @@ class Server(Method[P]):
             known = any(earlier.diverged for earlier in self.reports[-2:])
             report.diverged += [loss for loss in losses if loss not in report.diverged]
             report.diverged_at = min(since or report.server_round, report.diverged_at or report.server_round)
-            advice = "" if known else f" {self.divergence_advice(report.server_round)}"
-            logger.error("round %d diverged: %s.%s", report.server_round, "; ".join(losses), advice)
+            advice = [] if known else self.divergence_advice(report.server_round)
+            logger.error("%s", " ".join([f"round {report.server_round} diverged: {'; '.join(losses)}.", *advice]))
 
     def _diverged(self, result: Result | None = None) -> DivergedError:
         report = self.run.report
-        text = divergence(report, self.divergence_advice(report.server_round))
+        text = divergence(report, " ".join(self.divergence_advice(report.server_round)))
         return DivergedError(text, report.diverged_at, result)
 
     def stops_after(self, server_round: int) -> bool:

@@ -20,6 +20,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.server.momentum import MomentumScope
 from fedbn_flwr.server.replies import Reply
@@ -223,10 +224,12 @@ class Method(FlowerFedAvg, Generic[P]):
         summary_line: the description in the tables.
         source: the paper.
         role: what the method adds to another one, and the config key for it; "" = it is not combined with others.
-        alone: why the method is not combined with others; "" if it has a role.
+        not_combined_because: why the method is not combined with others; "" if it has a role.
         local: the parts of the state that stay with the clients.
         freezes_bn: whether the method freezes BN during the run.
         needs_batchnorm: whether the method is useless without BatchNorm.
+        needs_statistics: whether the method needs BatchNorm's running statistics.
+        batch_renorm_conflict: why the method cannot be used with norm=batch-renorm, after its name; "" if it can.
         reestimates: whether the method always tests with re-estimated statistics.
         needs_each_reply: whether the server needs more than the |D_i|-weighted average of the replies' arrays; a class
             that overrides ``combine``, ``weights`` or ``check`` and does not say so needs it.
@@ -245,10 +248,12 @@ class Method(FlowerFedAvg, Generic[P]):
     summary_line: ClassVar[str]
     source: ClassVar[str]
     role: ClassVar[Role] = ""
-    alone: ClassVar[str] = ""
+    not_combined_because: ClassVar[str] = ""
     local: ClassVar[frozenset[Part]] = frozenset()
     freezes_bn: ClassVar[bool] = False
     needs_batchnorm: ClassVar[bool] = False
+    needs_statistics: ClassVar[bool] = False
+    batch_renorm_conflict: ClassVar[str] = ""
     reestimates: ClassVar[bool] = False
     needs_each_reply: ClassVar[bool] = False
     synchronises: ClassVar[bool] = False
@@ -295,9 +300,9 @@ class Method(FlowerFedAvg, Generic[P]):
         """Return why these settings cannot be used in such a run: one line each, with the names of the config keys."""
 
     @classmethod
-    @abstractmethod
     def warnings(cls, params: P, run: RunSettings) -> list[str]:
         """Return what these settings do in such a run that a user may not expect: one line each."""
+        return []
 
     @classmethod
     @abstractmethod
@@ -318,17 +323,21 @@ class Method(FlowerFedAvg, Generic[P]):
         """Return why a model with this split and these shapes does not fit; empty if it fits."""
 
     @classmethod
-    @abstractmethod
     def excludes(cls, other: type[Method[Any]]) -> str:
         """Return why this method cannot be combined with another one; "" if this method allows it."""
+        if cls.not_combined_because or not cls.role:
+            return cls.not_combined_because or f"{cls.name} is not combined with other methods"
+        if cls.role == other.role and cls.role != "client-hooks":
+            return f"a run has one {cls.role.replace('-', ' ')}"
+        return ""
 
     @classmethod
-    @abstractmethod
     def exchange_cost(cls, params: P, gradient: bool = True) -> tuple[int, int]:
         """Return the additional cost of a synchronised BN layer: exchanges, and rows of its channels each way.
 
         ``gradient``: its input needs a gradient; that of a layer after a frozen network does not.
         """
+        return 0, 0
 
     @classmethod
     @abstractmethod
@@ -356,9 +365,9 @@ class Method(FlowerFedAvg, Generic[P]):
         they mask: use these names for such sums only.
         """
 
-    @abstractmethod
-    def divergence_advice(self, server_round: int) -> str:
-        """Return the likely cause of a loss that is not finite in this round, and remedies that were tried."""
+    def divergence_advice(self, server_round: int) -> list[str]:
+        """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones."""
+        return [TOO_LARGE_STEPS]
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round, also if it is not the last; 0 = before the first."""
@@ -372,9 +381,9 @@ class Method(FlowerFedAvg, Generic[P]):
     def begin(self) -> None:
         """Check the settings against the run (``num_rounds``, ``parts``) and reset the method's state."""
 
-    @abstractmethod
     def phase(self, server_round: int) -> str:
         """Return the name of the method's phase in this round."""
+        return "train"
 
     @abstractmethod
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:

@@ -94,7 +94,7 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
 def _combined(*chosen: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """Return the class with these bases, the outermost first."""
     pairs = itertools.combinations(reversed(chosen), 2)
-    reasons = [(a, b, a.alone or b.alone or a.excludes(b) or b.excludes(a)) for a, b in pairs]
+    reasons = [(a, b, a.excludes(b) or b.excludes(a)) for a, b in pairs]
     if problems := [f"{a.name} and {b.name} cannot be combined: {why}" for a, b, why in reasons if why]:
         raise ConfigError("\n".join(problems))
     title = "And".join(method.__name__ for method in reversed(chosen))

@@ -82,7 +82,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State, Variance
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, survey_statistics
 from fedbn_flwr.batchnorm.taken_forward import (
     MomentSums,
@@ -92,7 +91,7 @@ from fedbn_flwr.batchnorm.taken_forward import (
     take_forward,
 )
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Need, RunSettings, setting
+from fedbn_flwr.server.method import setting
 from fedbn_flwr.server.recalibration import from_entries, to_entries
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import LatestBN
@@ -287,8 +286,10 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
     summary_line = "scaffold, and BN's statistics corrected in every step (ours where the paper could not be read)"
     source = "Quintana 2024, arXiv:2410.03281 (abstract)"
     role = ""
-    alone = "bn-scaffold corrects the gradients and the statistics of every step by itself"
+    not_combined_because = "bn-scaffold corrects the gradients and the statistics of every step by itself"
     needs_batchnorm = True
+    needs_statistics = True
+    batch_renorm_conflict = "corrects BatchNorm's statistics, and so does norm=batch-renorm; use norm=batch"
     Params = BNScaffoldParams
     client_hooks = {
         "bn-variates-of-steps": lambda context: BNControlVariates(context.local_entries, float(context.config[FLOOR])),
@@ -312,19 +313,6 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
     @latest_variates.setter
     def latest_variates(self, tree: Sequence[Any]) -> None:
         self._latest = LatestBN(tree)
-
-    @classmethod
-    def needs(cls, params: BNScaffoldParams) -> list[Need]:
-        """Add running statistics."""
-        return [Need(f"strategy {cls.name!r}", "FedAvg", frozenset({Part.STATISTICS})), *super().needs(params)]
-
-    @classmethod
-    def conflicts(cls, params: BNScaffoldParams, run: RunSettings) -> list[str]:
-        """Refuse batch-renorm, whose layers correct the statistics themselves."""
-        found = super().conflicts(params, run)
-        if run.norm == "batch-renorm":
-            found.append("bn-scaffold corrects BatchNorm's statistics, and so does norm=batch-renorm; use norm=batch")
-        return found
 
     @classmethod
     def extra_statistics(cls, params: BNScaffoldParams) -> tuple[float, float]:
@@ -359,7 +347,7 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
         from_entries(reply.extras.get(BN_VARIATES, {}), before, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Do as SCAFFOLD; keep the clients' moments."""
+        """Update x and c as SCAFFOLD does; store each client's moments, which give (u, s) of the next round."""
         for reply in replies:
             self._latest.take(reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples)
         if without := sum(not reply.extras.get(BN_VARIATES) for reply in replies):

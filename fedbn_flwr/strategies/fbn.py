@@ -88,7 +88,7 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, pool, survey_statistics
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Method, Need, RunSettings, setting
+from fedbn_flwr.server.method import Method, RunSettings, setting
 from fedbn_flwr.server.recalibration import from_entries, to_entries
 from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
@@ -238,7 +238,9 @@ class PooledStatistics(FedAvg[S]):
 
     role = "client-hooks"
     needs_batchnorm = True
+    needs_statistics = True
     needs_each_reply = True  # statistics must come back bit for bit, and are pooled from all moments
+    batch_renorm_conflict = "tracks no statistics in training; norm=batch-renorm corrects by them"
     keys: ClassVar[tuple[Key, ...]] = (BN_MOMENTS, WARM_UP)
     checkpoint_keys = ("num_pooled",)
 
@@ -253,11 +255,6 @@ class PooledStatistics(FedAvg[S]):
         """Return a layer's moments of all clients together; ``weights``: p_i, not normalised."""
 
     @classmethod
-    def needs(cls, params: S) -> list[Need]:
-        """Add running statistics."""
-        return [Need(f"strategy {cls.name!r}", "FedAvg", frozenset({Part.STATISTICS})), *super().needs(params)]
-
-    @classmethod
     def extra_statistics(cls, params: S) -> tuple[float, float]:
         """Return (0, 1): the moments are as large as the running statistics."""
         return 0.0, 1.0
@@ -268,14 +265,6 @@ class PooledStatistics(FedAvg[S]):
         return super().unused(params, run) | dict.fromkeys(
             ("variance", "bn_momentum"), f"{cls.name} tracks no running variances in training"
         )
-
-    @classmethod
-    def conflicts(cls, params: S, run: RunSettings) -> list[str]:
-        """Refuse batch-renorm, which needs tracked statistics."""
-        found = super().conflicts(params, run)
-        if run.norm == "batch-renorm":
-            found.append(f"{cls.name} tracks no statistics in training; norm=batch-renorm corrects by them")
-        return found
 
     @classmethod
     def excludes(cls, other: type[Method[Any]]) -> str:
@@ -304,19 +293,16 @@ class PooledStatistics(FedAvg[S]):
         """Return "warm-up" as long as it lasts, else the method's own phase."""
         return "warm-up" if self.warms_up() else super().phase(server_round)
 
-    def likely_cause(self, server_round: int) -> str:
+    def divergence_advice(self, server_round: int) -> list[str]:
         """Name, after the warm-up, statistics that are far from those of the batches."""
+        advice = super().divergence_advice(server_round)
         if self.run.report.phase == "warm-up":
-            return super().likely_cause(server_round)
-        remedies = ", or ".join(["a fifth of the learning-rate", *self.further_remedies()])
-        return (
+            return advice
+        cause = (
             "Likely cause: the global statistics are those of earlier weights and far from the batches', so BN does "
-            f"not keep the activations small. What helped in small runs: {remedies}."
+            "not keep the activations small. What helped in small runs: a fifth of the learning-rate."
         )
-
-    def further_remedies(self) -> list[str]:
-        """Return what else helped, after the warm-up, when a loss was not finite."""
-        return []
+        return [cause, *advice[1:]]
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Ask the clients for the moments, and say how BN normalises."""
@@ -383,9 +369,11 @@ class FBN(PooledStatistics[FBNParams]):
             found["trim"] = "it is for statistics-aggregation=trimmed"
         return found
 
-    def further_remedies(self) -> list[str]:
-        """Return the measure by steps, whose statistics belong to later weights."""
-        return ["fbn-measure=steps"] if self.params.fbn_measure == "pass" else []
+    def divergence_advice(self, server_round: int) -> list[str]:
+        """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""
+        advice = super().divergence_advice(server_round)
+        by_steps = self.run.report.phase != "warm-up" and self.params.fbn_measure == "pass"
+        return [*advice, "fbn-measure=steps helped, too."] if by_steps else advice
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Pool; say when a trimmed mean leaves nobody out."""

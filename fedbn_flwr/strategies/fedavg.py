@@ -53,10 +53,9 @@ from fedbn_flwr.batchnorm.averaging import State, average, check_state
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.flower import RECALIBRATED, Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
-from fedbn_flwr.server.method import HookFactory, Method, Misfit, Need, Params, RunSettings, tests_in
+from fedbn_flwr.server.method import HookFactory, Misfit, Need, Params, RunSettings, tests_in
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
@@ -127,6 +126,8 @@ class FedAvg(Server[P]):
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
         """Return why these settings cannot be used in such a run, one line each."""
         found = cls._test_conflicts(params, run.tests)
+        if run.norm == "batch-renorm" and cls.batch_renorm_conflict:
+            found.append(f"{cls.name} {cls.batch_renorm_conflict}")
         if params.momentum_scope != "none" and run.optimizer != "sgd":
             found.append(
                 f"momentum-scope={params.momentum_scope} keeps SGD's momentum, and optimizer={run.optimizer} has none: "
@@ -141,11 +142,6 @@ class FedAvg(Server[P]):
         return found
 
     @classmethod
-    def warnings(cls, params: P, run: RunSettings) -> list[str]:
-        """Return what these settings do in such a run that a user may not expect, one line each."""
-        return []
-
-    @classmethod
     def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
         """Return the settings that have no effect under the other settings, each with what it needs."""
         averages = Part.STATISTICS not in cls.local or SHARED_BN in run.tests
@@ -156,7 +152,7 @@ class FedAvg(Server[P]):
         """Return what the method keeps with its clients, and the statistics that are re-estimated."""
         who, statistics = f"strategy {cls.name!r}", frozenset({Part.STATISTICS})
         found = [Need(who, "FedAvg", cls.local - {Part.REST})] if cls.needs_batchnorm else []
-        if cls.reestimates:
+        if cls.needs_statistics or cls.reestimates:
             found.append(Need(who, "FedAvg", statistics))
         if params.recalibrate:
             found.append(Need("recalibrate=true", "recalibrate=false", statistics))
@@ -178,15 +174,6 @@ class FedAvg(Server[P]):
                 has = f"{parts.named_layers()} without ({', '.join(reasons)})"
                 found.append(Misfit(f"{who} needs {kind}", has, f"{instead}, or a model with {kind}"))
         return list(dict.fromkeys(found))
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Return why this method cannot be combined with another one."""
-        if not cls.role:
-            return f"{cls.name} is not combined with other methods"
-        if cls.role == other.role and cls.role != "client-hooks":
-            return f"a run has one {cls.role.replace('-', ' ')}"
-        return ""
 
     @classmethod
     def _test_conflicts(cls, params: P, tests: Sequence[str]) -> list[str]:
@@ -211,11 +198,6 @@ class FedAvg(Server[P]):
         return found
 
     @classmethod
-    def exchange_cost(cls, params: P, gradient: bool = True) -> tuple[int, int]:
-        """Return (0, 0): no BN layer is synchronised."""
-        return 0, 0
-
-    @classmethod
     def extra_copies(cls, params: P) -> tuple[int, int]:
         """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
         return int(params.momentum_scope == "global"), 0
@@ -236,14 +218,6 @@ class FedAvg(Server[P]):
             found["shared-bn"] = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
         return found
 
-    def likely_cause(self, server_round: int) -> str:
-        """Return the likely cause of a loss that is not finite, and what helped: here too large steps."""
-        return TOO_LARGE_STEPS
-
-    def divergence_advice(self, server_round: int) -> str:
-        """Return the likely cause; a method that can be one more cause adds it."""
-        return self.likely_cause(server_round)
-
     def begin(self) -> None:
         """Check that the model fits; warn of settings that do not fit the number of rounds; start without momentum.
 
@@ -256,10 +230,6 @@ class FedAvg(Server[P]):
             raise NormLayerError("\n".join(lines))
         for line in self.warnings(self.params, RunSettings(self.run.num_rounds)) if self.run.num_rounds else ():
             logger.warning("%s", line)
-
-    def phase(self, server_round: int) -> str:
-        """Return "train": FedAvg has one phase."""
-        return "train"
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Send the scope of momentum and the strength of AGC; ask for BN parts if a test averages them."""

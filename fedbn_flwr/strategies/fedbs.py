@@ -102,7 +102,7 @@ class FedBS(FedProx[FedBSParams]):
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
     role = ""
-    alone = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
+    not_combined_because = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
     Params = FedBSParams
     client_hooks = {"report-validation": lambda context: ReportValidationLoss(context.validation_loss)}
     implicit_hooks = FedProx.implicit_hooks | {"report-validation"}  # the metric shows it

@@ -77,15 +77,15 @@ class FedOpt(FedAvg[P]):
     needs_each_reply = False  # the mean change is enough
     server_rate: ClassVar[str] = ""
 
-    def divergence_advice(self, server_round: int) -> str:
-        """Name the server's learning rate too."""
+    def divergence_advice(self, server_round: int) -> list[str]:
+        """Add the server's learning rate."""
         advice = super().divergence_advice(server_round)
         if not self.server_rate:
             return advice
         rate, default = getattr(self.params, self.server_rate), type(self.params).model_fields[self.server_rate].default
         given = f"{self.server_rate.replace('_', '-')}={rate:g}"
         remedy = f"{given}. In small runs its default, {default:g}, helped." if rate > default else f"lower {given}."
-        return f"{advice} Or the server's steps are too large: {remedy}"
+        return [*advice, f"Or the server's steps are too large: {remedy}"]
 
     def step(self, server_round: int, name: str, delta: Array) -> Array:
         """Return what to add to entry ``name``, given its Delta_t in float64."""

@@ -90,15 +90,16 @@ class FedProx(FedAvg[P]):
     client_hooks = {"proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))}
     keys = (PROXIMAL_MU,)
 
-    def divergence_advice(self, server_round: int) -> str:
-        """Name mu too: a step on the proximal term alone overshoots if the learning rate times mu is above 2."""
+    def divergence_advice(self, server_round: int) -> list[str]:
+        """Add mu: a step on the proximal term alone overshoots if the learning rate times mu is above 2."""
         advice, mu = super().divergence_advice(server_round), self.params.proximal_mu
         if mu == 0 or "proximal" not in self.hooks_for(server_round):  # FedBS sends it in phase 2 only
             return advice
-        return (
-            f"{advice} With proximal-mu={mu:g} a learning-rate above 2 / proximal-mu diverges by the proximal term "
-            "alone: lower one of them."
+        too_large = (
+            f"With proximal-mu={mu:g} a learning-rate above 2 / proximal-mu diverges by the proximal term alone: lower "
+            "one of them."
         )
+        return [*advice, too_large]
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Send mu."""

@@ -269,6 +269,7 @@ class FedTAN(FedAvg[P]):
     role: ClassVar[Role] = "client-hooks"
     needs_batchnorm = True
     synchronises = True
+    batch_renorm_conflict = "synchronises BatchNorm; norm=batch-renorm corrects it locally"
     Params = FedTANParams
     client_hooks = {"synchronise-first-step": _synchronise}
     keys: ClassVar[tuple[Key, ...]] = (EXCHANGES, BACKWARD)
@@ -290,14 +291,6 @@ class FedTAN(FedAvg[P]):
             if self._channel is not None:
                 self._channel.close()
                 self._channel = None
-
-    @classmethod
-    def conflicts(cls, params: P, run: RunSettings) -> list[str]:
-        """Refuse batch-renorm, which corrects locally."""
-        found = super().conflicts(params, run)
-        if run.norm == "batch-renorm":
-            found.append(f"{cls.name} synchronises BatchNorm; norm=batch-renorm corrects it locally")
-        return found
 
     @classmethod
     def unused(cls, params: P, run: RunSettings) -> dict[str, str]:

@@ -67,7 +67,7 @@ class FedWon(FedAvg[FedWonParams]):
     summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
     source = "Zhuang 2024, arXiv:2306.11879"
     Params = FedWonParams
-    alone = "fedwon is norm=wsconv and agc: set these two with the other strategy"
+    not_combined_because = "fedwon is norm=wsconv and agc: set these two with the other strategy"
 
     @classmethod
     def conflicts(cls, params: FedWonParams, run: RunSettings) -> list[str]:
@@ -89,11 +89,12 @@ class FedWon(FedAvg[FedWonParams]):
             found.append(Misfit(need, "none", "FedAvg, or a model with convolutions"))
         return found
 
-    def likely_cause(self, server_round: int) -> str:
-        """Name gradient clipping, which stands in for the normalisation."""
+    def divergence_advice(self, server_round: int) -> list[str]:
+        """Name gradient clipping, which takes the place of the normalisation."""
         agc = self.params.agc
         clipping = "" if 0 < agc <= 0.1 else "agc=0.1, or "
-        return (
+        cause = (
             f"Likely cause: without normalisation the training steps are too large; agc={agc:g}. What helped in small "
             f"runs: {clipping}a tenth of the learning-rate."
         )
+        return [cause, *super().divergence_advice(server_round)[1:]]

@@ -299,16 +299,18 @@ class Freezing(FedAvg[W]):
                 "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
-    def likely_cause(self, server_round: int) -> str:
+    def divergence_advice(self, server_round: int) -> list[str]:
         """Name, after the freeze, statistics that are far from those of the batches instead of too large steps."""
+        advice = super().divergence_advice(server_round)
         if not self.frozen(server_round):
-            return super().likely_cause(server_round)
-        return (
+            return advice
+        cause = (
             f"Likely cause: the running statistics, frozen after round T*={self.frozen_after}, are far from those of "
             "the batches, so BN no longer keeps the activations small. What helped in small runs: a learning rate ten "
             "times lower from there on (lr-decay-at=freeze, or a smaller lr-decay-factor where it is set), or from the "
             "start (learning-rate). A later T* alone put the divergence off, but did not prevent it."
         )
+        return [cause, *advice[1:]]
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return the round after which BN was frozen; None if no round so far had frozen BN."""

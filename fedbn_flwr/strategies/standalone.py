@@ -43,5 +43,5 @@ class Standalone(FedAvg):
     name = "standalone"
     summary_line = "every client alone: nothing is shared"
     source = "reference of arXiv:2306.11879"
-    alone = "standalone shares nothing that another method could change"
+    not_combined_because = "standalone shares nothing that another method could change"
     local = frozenset({Part.AFFINE, Part.STATISTICS, Part.COUNTERS, Part.REST})

@@ -90,6 +90,7 @@ class StaticBN(FedAvg[FedAvgParams]):
     role = "client-hooks"
     needs_batchnorm = True
     reestimates = True
+    batch_renorm_conflict = "tracks no statistics in training; norm=batch-renorm corrects by them"
     implicit_hooks = FedAvg.implicit_hooks | {"untracked-statistics"}  # the statistics of the reply show it
     client_hooks = {"untracked-statistics": lambda context: Untracked()}
 
@@ -108,14 +109,6 @@ class StaticBN(FedAvg[FedAvgParams]):
         found = dict.fromkeys(("variance", "bn_momentum"), "staticbn tracks no running variances in training")
         found["recalibrate"] = "staticbn always re-estimates"
         return super().unused(params, run) | found
-
-    @classmethod
-    def conflicts(cls, params: FedAvgParams, run: RunSettings) -> list[str]:
-        """Refuse batch-renorm, which needs tracked statistics."""
-        found = super().conflicts(params, run)
-        if run.norm == "batch-renorm":
-            found.append("strategy=staticbn tracks no statistics; norm=batch-renorm corrects by them")
-        return found
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Ask the clients not to track statistics."""
