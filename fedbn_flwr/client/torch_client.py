@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
@@ -55,7 +56,6 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.strategies import make_hooks
-from fedbn_flwr.strategies.fedtan import try_synchronised_step
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import Batches, ClientHook, StepRule, train

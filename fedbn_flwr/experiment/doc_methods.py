@@ -207,8 +207,7 @@ def _combinations_page() -> str:
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {why}." for why, number in reasons.items()), ""]
     lines += ["Methods that are not combined with others:", ""]
-    reasons = {method.name: method.not_combined_because for method in STRATEGIES.values()}
-    lines += [f"- `{name}`: {reason}." for name, reason in reasons.items() if reason]
+    lines += [f"- `{m.name}`: {m.not_combined_because}." for m in STRATEGIES.values() if m.not_combined_because]
     return "\n".join([*lines, ""])
 
 

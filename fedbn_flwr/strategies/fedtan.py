@@ -7,7 +7,7 @@ Algorithms 1-3.
 
 A BN layer makes the output for one sample depend on the whole batch. With different data in each client the local
 statistics differ, and so do the gradients that pass through them: their average is not the gradient on the union of the
-data. Synchronised statistics alone do not mend it; the gradients with respect to the statistics need it, too.
+data. Synchronising the statistics is not enough: the gradients with respect to them must be synchronised, too.
 
 ## Algorithm
 
@@ -31,8 +31,8 @@ Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local ste
 
 `fedtan_exchanges="2L+1"` sends mean and variance together: the same mathematics in fewer exchanges, $\sigma^2 =
 \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$. `union_batch_size` is the sum of the first batches. The arithmetic of a
-synchronised layer is in `batchnorm/sync`; how the exchanges travel is in `transport` and
-`server/synchronised_step.py`.
+synchronised layer is in `batchnorm/sync`; how the exchanges travel is in `transport`,
+`server/synchronised_training.py` and `server/synchronised_step.py`.
 
 A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot be synchronised. A `TorchClient`
 tries a step before the first round and says so; the run ends if no client can take part. Other clients raise the error
@@ -66,7 +66,6 @@ With $E = 1$ and plain SGD the averaged model equals one centralized step on $\s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -74,52 +73,22 @@ from typing import Any, ClassVar, Literal
 from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.sync import Backward, Exchanges, synchronised
-from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
-from fedbn_flwr.messages.protocol import (
-    BARRIER,
-    CHANNEL_ADDRESS,
-    CHANNEL_CA,
-    CHANNEL_TIMEOUT,
-    CHANNEL_TOKEN,
-    FIRST_BATCH,
-    MASK_PRESENT,
-    Key,
-    ReplyInfo,
-)
-from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.batchnorm.sync import Backward, Exchanges, refuse_batch_renorm, synchronised
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings, setting
-from fedbn_flwr.server.refusals import MOD_ORDER
-from fedbn_flwr.server.synchronised_step import (
-    Limits,
-    StepResult,
-    step_by_barrier,
-    step_by_channel,
-    step_by_messages,
-    with_config,
-)
+from fedbn_flwr.server.synchronised_training import SynchronisedTraining
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs, kept_modes
-from fedbn_flwr.training.randomness import Generators, seeded
+from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs
+from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.wrappers import load_state
-from fedbn_flwr.transport import BarrierGrid, Member, Reducer, RetryStep, local_reducer, wrapped
-from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
+from fedbn_flwr.transport import Reducer, RetryStep
+from fedbn_flwr.transport.connect import connect
 
-__all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep", "try_synchronised_step"]
-
-logger = logging.getLogger("flwr")
-
-_ANSWER = (
-    "answer the query with num-examples and batch-size (fedbn_flwr.client_app around a TorchClient does; in an app of "
-    "your own register `@app.query()` and return answer_query(msg, context, loader))."
-)
-_AFTER_THE_STEP = (
-    "sent all its exchanges, but no model: the synchronised step stands and contains its batch; the average of the "
-    "models is without it"
-)
+__all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep"]
 
 EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
 BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
@@ -190,11 +159,7 @@ class SynchroniseFirstStep(ClientHook):
                 f"the first batch has {batch_size} examples; this client's answer to the query said batch-size "
                 f"{self._batch_size}, which the other clients count on"
             )
-        if layers := [path for path, layer in model.named_modules() if isinstance(layer, BatchRenorm)]:
-            raise NormLayerError(
-                f"layer '{layers[0]}' is batch-renorm, whose correction comes from local statistics: it cannot be "
-                "synchronised. Use norm=batch."
-            )
+        refuse_batch_renorm(model)
         union = self._reducer.begin()
         with synchronised(
             model,
@@ -208,56 +173,11 @@ class SynchroniseFirstStep(ClientHook):
         self._reducer.close()
 
 
-class _Alone:
-    """The reducer of a client without others; the union is large enough for every layer."""
-
-    def __init__(self, batch_size: int) -> None:
-        self._union = 2 * batch_size
-
-    def begin(self) -> int:
-        return self._union
-
-    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def close(self) -> None:
-        return None
-
-
-def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
-    """Do a forward and a backward pass as in a synchronised step, without other clients and with no effect.
-
-    Args:
-        model: its state, modes and random numbers do not change; its gradients are removed.
-        inputs: a batch on the model's device.
-
-    Raises:
-        NormLayerError: a layer cannot be synchronised.
-    """
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    step = SynchroniseFirstStep(_Alone(len(inputs)), "2L+1", "global")
-    try:
-        with seeded(0), kept_modes(model), step.around(0, model.train(), len(inputs)):
-            model(inputs).sum().backward()
-    finally:
-        model.zero_grad(set_to_none=True)
-        load_state(model, before)
-
-
 def _synchronise(context: HookContext) -> ClientHook:
     config = context.config
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
-    reducer = context.reducer or _connect(context)
+    reducer = context.reducer or connect(config)
     return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
-
-
-def _connect(context: HookContext) -> Reducer:
-    config = context.config
-    if CHANNEL_ADDRESS not in config:
-        return wrapped(local_reducer(str(config[BARRIER])), MASK_PRESENT in config)
-    address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
-    reducer = ChannelReducer(address, token, bytes(config[CHANNEL_CA]), float(config[CHANNEL_TIMEOUT]))
-    return wrapped(reducer, MASK_PRESENT in config)
 
 
 class FedTAN(FedAvg[P]):
@@ -275,22 +195,24 @@ class FedTAN(FedAvg[P]):
     keys: ClassVar[tuple[Key, ...]] = (EXCHANGES, BACKWARD)
     backward: Backward = "global"
 
-    _channel: ChannelServer | None = None
-    _without_query: set[int]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        p = self.params
+        self._training = SynchronisedTraining(
+            self, p.fedtan_transport, p.fedtan_timeout, p.fedtan_bind, p.fedtan_address, p.fedtan_tls_dir
+        )
 
     def begin(self) -> None:
-        """Start with no node known to have no function for exchanges."""
+        """Forget what is known of the nodes' apps."""
         super().begin()
-        self._without_query = set()
+        self._training.begin()
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds as ``FedAvg.start``; close the channel at the end."""
         try:
             return super().start(*args, **kwargs)
         finally:
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            self._training.close()
 
     @classmethod
     def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
@@ -345,58 +267,4 @@ class FedTAN(FedAvg[P]):
         messages = list(messages)
         if not messages or not self.synchronised(server_round):
             return super().run_training(server_round, messages, grid)
-        step = self._run_step(messages, grid)
-        self.run.report.train = self.run.report.train.plus(step.traffic)
-        trained = {reply.metadata.src_node_id for reply in step.replies if reply.has_content()}
-        lost = {node_id: _AFTER_THE_STEP for node_id in step.members if node_id not in trained}
-        end = "the step was redone without it" if step.members else "the step was not finished"
-        lost |= {node_id: f"{reason}; {end}" for node_id, reason in step.dropped.items()}
-        for node_id, reason in lost.items():
-            self.run.report.reject(node_id, f"{self.nodes.node(node_id)}: {reason}")
-            logger.warning("round %d: %s %s", server_round, self.nodes.node(node_id), reason)
-        # A dropped client's model is not used. A reply without any applied hook is passed on: it is then refused with
-        # the name of what the app lacks.
-        return [
-            r
-            for r in step.replies
-            if r.has_error() or r.metadata.src_node_id not in step.dropped or not ReplyInfo.read(r).applied
-        ]
-
-    def _run_step(self, messages: list[Message], grid: Grid) -> StepResult:
-        members, params = self._members(messages), self.params
-        messages = [
-            with_config(m, {FIRST_BATCH: members[m.metadata.dst_node_id].batch_size})
-            for m in messages
-            if m.metadata.dst_node_id in members
-        ]
-        timeout = params.fedtan_timeout
-        limits = Limits(timeout, max(timeout, self.dispatcher.timeout), params.min_replies)
-        limits = self.protection.limits(limits, members)
-        if isinstance(grid, BarrierGrid):
-            return step_by_barrier(grid, grid, messages, members, limits)
-        if params.fedtan_transport == "messages":
-            return step_by_messages(grid, messages, members, limits, self._without_query)
-        if self._channel is None:
-            self._channel = ChannelServer(params.fedtan_bind, params.fedtan_address, params.fedtan_tls_dir)
-        return step_by_channel(grid, self._channel, messages, members, limits)
-
-    def _members(self, messages: Iterable[Message]) -> dict[int, Member]:
-        """Return the members of the step; refuse nodes that have not reported what the step needs.
-
-        Raises:
-            ConfigError: no node has.
-        """
-        nodes = [self.nodes.node(message.metadata.dst_node_id) for message in messages]
-        members = {
-            n.node_id: Member(n.num_examples, n.batch_size, str(n)) for n in nodes if n.num_examples and n.batch_size
-        }
-        for node in (node for node in nodes if node.node_id not in members):
-            problem = (
-                f"strategy {self.name!r} needs to know the training examples and the first batch's size of {node} "
-                "before the round: "
-            ) + (f"{node.refusal} {MOD_ORDER}." if node.refusal else _ANSWER)
-            if not members:
-                raise ConfigError(problem)
-            logger.warning("%s", problem)
-            self.run.report.reject(node.node_id, problem)
-        return members
+        return self._training.run(server_round, messages, grid)

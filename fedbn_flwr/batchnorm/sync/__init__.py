@@ -17,6 +17,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     num_exchanges,
 )
 from fedbn_flwr.batchnorm.sync.step import synchronised
+from fedbn_flwr.batchnorm.sync.trial import refuse_batch_renorm, try_synchronised_step
 
 __all__ = [
     "BACKWARDS",
@@ -28,5 +29,7 @@ __all__ = [
     "SynchronisedStep",
     "combine",
     "num_exchanges",
+    "refuse_batch_renorm",
     "synchronised",
+    "try_synchronised_step",
 ]

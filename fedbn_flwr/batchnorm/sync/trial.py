@@ -1,0 +1,60 @@
+"""Whether the layers of a model can be synchronised, found out by one client on its own."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.sync.step import synchronised
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.training.loop import kept_modes
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.wrappers import load_state
+
+__all__ = ["refuse_batch_renorm", "try_synchronised_step"]
+
+
+def refuse_batch_renorm(model: nn.Module) -> None:
+    """Check that no layer corrects its statistics locally.
+
+    Raises:
+        NormLayerError: one does; the message has its path.
+    """
+    if layers := [path for path, layer in model.named_modules() if isinstance(layer, BatchRenorm)]:
+        raise NormLayerError(
+            f"layer '{layers[0]}' is batch-renorm, whose correction comes from local statistics: it cannot be "
+            "synchronised. Use norm=batch."
+        )
+
+
+def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
+    """Do a forward and a backward pass as in a synchronised step, without other clients and with no effect.
+
+    Args:
+        model: its state, modes and random numbers do not change; its gradients are removed.
+        inputs: a batch on the model's device.
+
+    Raises:
+        NormLayerError: a layer cannot be synchronised.
+    """
+    refuse_batch_renorm(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    size = len(inputs)
+    try:
+        with (
+            seeded(0),
+            kept_modes(model),
+            # the union is large enough for every layer
+            synchronised(
+                model.train(),
+                lambda tag, tensor: tensor,
+                batch_size=size,
+                union_batch_size=2 * size,
+                exchanges="2L+1",
+                backward="global",
+            ),
+        ):
+            model(inputs).sum().backward()
+    finally:
+        model.zero_grad(set_to_none=True)
+        load_state(model, before)
