@@ -324,9 +324,9 @@ class TorchClient(NumPyClient):
         """Evaluate the received entries, completed with the kept ones, on each test set.
 
         Returns:
-            Mean loss on the first test set, its size, and for each set the metrics ``<name>-loss``,
+            Mean loss on the first test set that is not empty, its size, and for each set the metrics ``<name>-loss``,
             ``<name>-num-examples`` and those of the task, such as ``<name>-accuracy`` (no prefix for a single unnamed
-            set). NaN where a test set does not define a metric.
+            set); of an empty set only its size. NaN where a test set does not define a metric.
 
         Raises:
             ConfigError: ``record_level`` is set and does not publish metrics.
@@ -340,10 +340,12 @@ class TorchClient(NumPyClient):
         with self._lend() as lent:
             self._load(lent, parameters, config, self._store(lent, config, read))
             for name in read.test_sets or self.test_data:
+                prefix, count = (f"{name}-", f"{name}-{NUM_EXAMPLES}") if name else ("", EXAMPLES_TESTED)
+                if len(self.test_data[name]) == 0:
+                    metrics[count] = 0
+                    continue
                 result = evaluate(lent.model, self.test_data[name], task=self.task)
-                prefix = f"{name}-" if name else ""
-                metrics |= result.named(prefix)
-                metrics[prefix + NUM_EXAMPLES if name else EXAMPLES_TESTED] = result.num_examples
+                metrics |= {**result.named(prefix), count: result.num_examples}
                 first = first or (result.loss, result.num_examples)
         loss, num_examples = first or (float("nan"), 0)
         return loss, num_examples, metrics

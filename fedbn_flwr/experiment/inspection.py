@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.setup import misfits
+from fedbn_flwr.experiment.setup import misfits, partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import At, Freezing, freeze_round
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.loop import kept_modes
@@ -159,7 +157,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         tested = -(-config.num_server_rounds // config.eval_every)
         reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
     refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
-    warnings = (*refused, *_warnings(parts, method), *config.warnings())
+    warnings = (*refused, *partly_without_effect(parts, method), *config.warnings())
     channels = tuple(number for number, _ in calls)
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
     fixed = tuple(path for path, module in model.named_modules() if holds_eval(module))
@@ -223,18 +221,4 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     finally:
         for handle in handles:
             handle.remove()
-    return tuple(found)
-
-
-def _warnings(parts: Parts, method: type[FedAvg[Any]]) -> tuple[str, ...]:
-    found = []
-    no_affine = [layer.path for layer in parts.layers if "weight" not in layer.entries]
-    if no_affine and Part.AFFINE in method.local:
-        found.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
-    no_statistics = [layer.path for layer in parts.layers if "running_mean" not in layer.entries]
-    if no_statistics:
-        found.append(
-            f"{len(no_statistics)} BN layer(s) track no running statistics and use the batch's own in testing: "
-            + ", ".join(no_statistics[:3])
-        )
     return tuple(found)

@@ -16,7 +16,7 @@ from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.recorder import OnRound
 from fedbn_flwr.experiment.serve import serve
-from fedbn_flwr.experiment.setup import check, make_model, pick_device
+from fedbn_flwr.experiment.setup import check, make_model, pick_device, refuse_too_few_clients
 from fedbn_flwr.experiment.simulation import simulate
 from fedbn_flwr.training.settings import share_of
 
@@ -41,8 +41,14 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.method().local):
         here["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=here)
+    if config.series and not Path(config.state_dir).is_absolute():
+        raise ConfigError(
+            f"series={config.series} has no effect: what clients keep lies in the folder of this run. Set state-dir to "
+            "an absolute folder, which all runs of the series share."
+        )
     check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
+    refuse_too_few_clients(config, config.num_clients)
     partitioned_data(config, config.num_clients)
     return config, out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 from torch import nn
 
 from fedbn_flwr.data import is_own
@@ -26,6 +27,8 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
         return
     if split := split_to_json(data):
         folder.save_split(split)
+    for line in _classes_without_client(config, data):
+        logger.warning("%s", line)
     if not is_own(config.dataset):
         return
     report = data_report(data, config)
@@ -33,6 +36,28 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
     for warning in report.warnings:
         logger.warning("%s", warning)
     folder.save_data(report.figures, report.notes, report.warnings)
+
+
+def _classes_without_client(config: Config, data: PartitionedData) -> list[str]:
+    """Return a line if the split leaves out classes that the data have."""
+    train = data.dataset.train
+    if not train.by_class:
+        return []
+    labels, names = train.labels.cpu().numpy(), data.dataset.label_names
+    used = np.concatenate([*data.train, *data.validation, *(inputs for inputs, _ in data.held_out)])
+    total, held = (np.bincount(some, minlength=len(names)) for some in (labels, labels[used]))
+    lacking = np.flatnonzero((total > 0) & (held == 0))
+    if not len(lacking):
+        return []
+    remedy = ""
+    if config.split_name() == "classes":
+        needed = -(-len(names) // len(data.train))
+        remedy = f" Set classes-per-client to {needed} or more, or use more clients."
+    return [
+        f"{len(lacking)} of {len(names)} classes have no client ({', '.join(names[i] for i in lacking[:5])}"
+        f"{', ...' if len(lacking) > 5 else ''}): their {total[lacking].sum()} training examples are not used, and no "
+        f"model learns them.{remedy}"
+    ]
 
 
 def log_feature_norm(model: nn.Module) -> None:

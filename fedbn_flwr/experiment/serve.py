@@ -33,9 +33,10 @@ from fedbn_flwr.experiment.run_notes import log_feature_norm, log_initial, repor
 from fedbn_flwr.experiment.setup import (
     check,
     initialise,
-    make_model,
     make_strategy,
+    model_and_warnings,
     on_device,
+    refuse_too_few_clients,
 )
 from fedbn_flwr.experiment.statistics_log import StatisticsLog
 from fedbn_flwr.messages.protocol import (
@@ -92,6 +93,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
     grid = polling(grid)
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
     num_nodes = _count_nodes(grid, config, begun_with)
+    refuse_too_few_clients(config, max(num_nodes, begun_with))
     config = config.model_copy(update={"num_clients": num_nodes})
     with lock_folder(out), ExitStack() as closing:
         return _serve(grid, config, out, on_round, closing)
@@ -99,7 +101,9 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 
 def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
     data = _server_data(config)
-    model = make_model(config)
+    model, warnings = model_and_warnings(config)
+    for line in warnings:
+        logger.warning("%s", line)
     log_feature_norm(model)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
@@ -208,7 +212,7 @@ def _server_data(config: Config) -> PartitionedData | None:
     try:
         return partitioned_data(config, config.num_clients)
     except DataError:
-        if any(name in GLOBAL_TESTS for name in config.evaluations()):
+        if config.held_out_clients or any(name in GLOBAL_TESTS for name in config.evaluations()):
             raise
         return None
 

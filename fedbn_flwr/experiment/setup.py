@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import Part, learning_parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
 from fedbn_flwr.data import Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config, split
@@ -27,7 +27,7 @@ from fedbn_flwr.strategies import FedAvg, FedBS
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.freezing import train_only
 from fedbn_flwr.training.memory_format import set_memory_format
-from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.settings import LocalTraining, share_of
 
 __all__ = [
     "build_options",
@@ -37,8 +37,11 @@ __all__ = [
     "make_model",
     "make_strategy",
     "misfits",
+    "model_and_warnings",
     "on_device",
+    "partly_without_effect",
     "pick_device",
+    "refuse_too_few_clients",
     "training_model",
 ]
 
@@ -95,12 +98,40 @@ def build_options(config: Config) -> dict[str, Any]:
 
 def make_model(config: Config) -> nn.Module:
     """Return the model of a config on the CPU, with seeded weights and its ``train-only``."""
+    return model_and_warnings(config)[0]
+
+
+def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
+    """Return the model as ``make_model``, and what a user may not expect of its BatchNorm, one line each."""
     model = build_model(**build_options(config))
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.momentum = config.bn_momentum
+    warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.method())
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    own = {path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)}
+    if own:
+        path, momentum = next(iter(own.items()))
+        warnings.append(
+            f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(own)} BatchNorm layers of model "
+            f"{config.model!r} (of '{path}': {momentum}). Set bn-momentum to the value that the model should have."
+        )
+    for layer in layers.values():
+        layer.momentum = config.bn_momentum
     train_only(model, split(config.train_only), config.frozen_bn)
-    return model
+    return model, warnings
+
+
+def partly_without_effect(parts: Parts, method: type[FedAvg[Any]]) -> list[str]:
+    """Return which BatchNorm layers lack entries that the method is about, one line each."""
+    found = []
+    no_affine = [layer.path for layer in parts.layers if "weight" not in layer.entries]
+    if no_affine and Part.AFFINE in method.local:
+        found.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
+    no_statistics = [layer.path for layer in parts.layers if "running_mean" not in layer.entries]
+    if no_statistics:
+        found.append(
+            f"{len(no_statistics)} BN layer(s) track no running statistics and use the batch's own in testing: "
+            + ", ".join(no_statistics[:3])
+        )
+    return found
 
 
 def initialise(model: nn.Module, config: Config) -> InitReport | None:
@@ -144,6 +175,20 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[An
         **({"loss_key": VALIDATION_LOSS} if config.validation_share and config.strategy == FedBS.name else {}),
         **{**config.params().model_dump(), **_tests(config)},
     )
+
+
+def refuse_too_few_clients(config: Config, num_clients: int) -> None:
+    """Check that a round can have as many replies as it needs.
+
+    Raises:
+        ConfigError: it cannot, so that every round would keep the model of the one before.
+    """
+    asked = max(1, share_of(config.fraction_train, num_clients))
+    if config.strategy != CENTRALIZED and config.min_replies > asked:
+        raise ConfigError(
+            f"min-replies={config.min_replies} is more than the {asked} clients of a round (fraction-train="
+            f"{config.fraction_train:g} of {num_clients}): no round would change the model. Use at most {asked}."
+        )
 
 
 def _tests(config: Config) -> dict[str, str]:

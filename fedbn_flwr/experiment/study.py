@@ -53,6 +53,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.yaml_file import read_yaml
+from fedbn_flwr.strategies import FedBS
 
 __all__ = [
     "FAILED",
@@ -163,6 +164,11 @@ class Study(BaseModel):
             else:
                 if cell.trial and not config.validation_share:
                     yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
+                elif cell.trial and config.strategy == FedBS.name and "validation-share" not in self.base:
+                    yield (
+                        f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
+                        "training loss; set validation-share in base, so that trials and runs do the same"
+                    )
         for key in given:
             if all(key in cell.settings for cell in self.cells()):
                 where = "seeds" if key == "seed" else "methods or splits"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, get_args
 from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from torch import nn
 from typing_extensions import TypeVar
@@ -28,6 +28,7 @@ from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.transport import Reducer
 
 __all__ = [
+    "EVALUATIONS",
     "TEST_BN",
     "HookContext",
     "HookFactory",
@@ -45,6 +46,11 @@ __all__ = [
 
 TEST_BN = "-test-bn"
 """Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test inputs."""
+EVALUATIONS = (
+    *("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated"),
+    *(f"global{TEST_BN}", f"averaged-bn{TEST_BN}"),
+)
+"""The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and recalibrated, the recorder on all."""
 
 
 def tests_in(eval_on: str) -> tuple[str, ...]:
@@ -126,6 +132,14 @@ class Params(Settings):
         "local training",
     )
     agc: float = setting(0.0, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
+
+    @field_validator("eval_on")
+    @classmethod
+    def _known_tests(cls, eval_on: str) -> str:
+        for name in tests_in(eval_on):
+            if name not in EVALUATIONS:
+                raise ValueError(str(unknown_name("test", name, EVALUATIONS)))
+        return eval_on
 
 
 def limits(field: FieldInfo) -> str:

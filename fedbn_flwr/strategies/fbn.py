@@ -267,6 +267,17 @@ class PooledStatistics(FedAvg[S]):
         )
 
     @classmethod
+    def warnings(cls, params: S, run: RunSettings) -> list[str]:
+        """Warn of a warm-up that lasts as long as the run."""
+        warnings, rounds = super().warnings(params, run), params.statistics_warm_up
+        if rounds >= run.num_rounds:
+            warnings.append(
+                f"{cls.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
+                "never trains with global statistics. Use a shorter warm-up or more rounds."
+            )
+        return warnings
+
+    @classmethod
     def excludes(cls, other: type[Method[Any]]) -> str:
         """Refuse methods with statistics of their own: local, frozen, re-estimated or synchronised ones."""
         if Part.STATISTICS in other.local:

@@ -51,7 +51,7 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, average, check_state
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.flower import RECALIBRATED, Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
@@ -249,7 +249,10 @@ class FedAvg(Server[P]):
         return [reply.num_examples for reply in replies]
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply whose shared BN parts do not fit the model."""
+        """Refuse a reply whose momentum or shared BN parts do not fit the model."""
+        for name, array in reply.extras.get(MOMENTUM, {}).items():
+            if name not in before or array.shape != before[name].shape:
+                raise ReplyError(f"record '{MOMENTUM}': entry '{name}' of shape {array.shape} does not fit the model")
         if shared := reply.extras.get(SHARED_BN):
             local = self.run.parts.select(self.local)
             check_state(shared, {name: before[name] for name in local}, self.run.parts)

@@ -250,10 +250,11 @@ class Scaffold(FedAvg[P]):
         state = super().combine(server_round, replies, before)
         shares = [1 / len(replies)] * len(replies)
         changes = [reply.extras[VARIATES] for reply in replies]
-        for name in changes[0]:
+        for name in dict.fromkeys(name for change in changes for name in change):
             x = before[name].astype(np.float64)
             moved = weighted_sum([reply.state[name].astype(np.float64) - x for reply in replies], shares)
             state[name] = (x + self.params.server_learning_rate * moved).astype(before[name].dtype)
-            step = len(replies) / self.run.num_able * weighted_sum([change[name] for change in changes], shares)
+            zero = np.zeros_like(before[name])  # dc_i where the client does not train this entry
+            step = len(replies) / self.run.num_able * weighted_sum([c.get(name, zero) for c in changes], shares)
             self.variates[name] = (self.variates.get(name, 0.0) + step).astype(before[name].dtype)
         return state

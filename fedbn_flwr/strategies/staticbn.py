@@ -53,7 +53,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.reestimation import tracking_layers
+from fedbn_flwr.batchnorm.taken_forward import layers_in_training
 from fedbn_flwr.server.method import Method, RunSettings
 from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
@@ -70,7 +70,7 @@ class Untracked(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Switch tracking off."""
-        self._layers = tracking_layers(model)
+        self._layers = list(layers_in_training(model).values())
         for layer in self._layers:
             layer.track_running_stats = False
 

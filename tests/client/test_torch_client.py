@@ -373,3 +373,11 @@ def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
     with pytest.raises(ConfigError, match=r"unknown client hook 'proximall'\. Did you mean 'proximal'?"):
         client.fit(client.get_parameters({}), {"fedbn-flwr.hooks": "proximall"})
+
+
+def test_a_client_without_tests_of_its_own_does_the_others(points, mlp) -> None:
+    client = TorchClient(mlp(), points(8), {"own": points(0), "global": points(6)}, SETTINGS, context=context())
+    loss, count, metrics = client.evaluate(client.get_parameters({}), {})
+    assert metrics["own-num-examples"] == 0
+    assert (count, loss) == (6, metrics["global-loss"])
+    assert not any(name.startswith("own-") and name != "own-num-examples" for name in metrics)

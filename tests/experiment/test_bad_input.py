@@ -59,6 +59,20 @@ BAD = {
         ["classes-per-client=11"],
         "classes-per-client=11 is more than the 10 classes of dataset=digits; use 1 to 10",
     ),
+    "a norm without BatchNorm to replace": (
+        ["dataset=cifar10", "model=torchvision:squeezenet1_1", "norm=group"],
+        "norm='group' changes nothing: model 'torchvision:squeezenet1_1' has no BatchNorm. Use norm='batch'.",
+    ),
+    "more replies than clients": (
+        ["num-clients=10", "fraction-train=0.2", "min-replies=3"],
+        "min-replies=3 is more than the 2 clients of a round (fraction-train=0.2 of 10): no round would change the "
+        "model. Use at most 2.",
+    ),
+    "a series without a folder": (
+        ["strategy=fedbn", "series=h"],
+        "series=h has no effect: what clients keep lies in the folder of this run. Set state-dir to an absolute "
+        "folder, which all runs of the series share.",
+    ),
     "an empty partition": (
         ["num-clients=1430", "classes-per-client=1"],
         "partition 'classes' leaves clients without examples (partition 142: 0 examples, partition 428: 0 examples, "

@@ -12,8 +12,9 @@ from flwr.common.config import parse_config_args
 
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import CENTRALIZED, EVALUATIONS, Config, from_older
+from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
 from fedbn_flwr.experiment.setup import local_training
+from fedbn_flwr.server.method import EVALUATIONS
 from fedbn_flwr.strategies import STRATEGIES, combined
 
 ROOT = Path(__file__).parents[2]

@@ -18,11 +18,13 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
+from fedbn_flwr.experiment.serve import _server_data
 from fedbn_flwr.experiment.setup import (
     check,
     local_training,
     make_model,
     make_strategy,
+    model_and_warnings,
     pick_device,
     training_model,
 )
@@ -213,3 +215,44 @@ def test_a_compiled_model_has_the_names_and_weights_of_the_plain_one() -> None:
     assert type(plain).__name__ != "OptimizedModule"
     for (name, a), b in zip(unwrap(compiled).state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_a_momentum_of_the_model_that_is_replaced_is_told() -> None:
+    model, warnings = model_and_warnings(Config.make({"model": "torchvision:mobilenet_v3_small", "dataset": "cifar10"}))
+    assert len(warnings) == 1
+    assert "bn-momentum=0.1 replaces the momentum of 34 BatchNorm layers" in warnings[0]
+    assert "'features.0.1': 0.01" in warnings[0]
+    assert {m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm2d)} == {0.1}
+    assert model_and_warnings(Config.make({"bn-momentum": 0.2}))[1] == []
+
+
+def test_layers_that_a_method_does_not_reach_are_told(quick_config, monkeypatch, tmp_path: Path, caplog) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n\n\ndef partly(num_classes):\n"
+        "    untracked = nn.BatchNorm1d(8, track_running_stats=False)\n"
+        "    layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), untracked, nn.Linear(8, num_classes)]\n"
+        "    return nn.Sequential(*layers)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run(quick_config(model="nets:partly", strategy="fixbn"), tmp_path / "out", workers=0)
+    assert "1 BN layer(s) track no running statistics and use the batch's own in testing: 3" in caplog.text
+
+
+def test_classes_without_a_client_are_told(quick_config, tmp_path: Path, caplog) -> None:
+    run(quick_config(**{"num-clients": 3, "classes-per-client": 2}), tmp_path / "some", workers=0)
+    assert "4 of 10 classes have no client (" in caplog.text
+    assert "Set classes-per-client to 4 or more, or use more clients." in caplog.text
+    caplog.clear()
+    run(quick_config(**{"num-clients": 5, "classes-per-client": 2}), tmp_path / "all", workers=0)
+    assert "have no client" not in caplog.text
+
+
+def test_held_out_clients_need_the_data_of_the_server(monkeypatch) -> None:
+    def missing(*_: Any) -> None:
+        raise DataError("no data here")
+
+    monkeypatch.setattr("fedbn_flwr.experiment.serve.partitioned_data", missing)
+    settings = {"strategy": "fedbn", "eval-on": "personal-own"}
+    assert _server_data(Config.make(settings)) is None
+    with pytest.raises(DataError, match="no data here"):
+        _server_data(Config.make({**settings, "held-out-clients": "1"}))

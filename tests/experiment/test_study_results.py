@@ -207,3 +207,9 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
         load(tmp_path, TUNE.replace("1.0e-6", "0.1"))
     with pytest.raises(ConfigError, match=r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"):
         load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))
+
+
+def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
+    study = TUNE.replace("strategy: fedavg", "strategy: fedbs", 1)
+    with pytest.raises(ConfigError, match=r"fedbs weighs by the validation loss, .* set validation-share in base"):
+        load(tmp_path, study)

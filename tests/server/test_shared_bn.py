@@ -182,3 +182,8 @@ def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) 
     reestimated = run.strategy.completion("recalibrated")
     assert all(run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated)
     assert len(reestimated) == 2
+
+
+def test_a_test_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval_on='average-bn': unknown test 'average-bn'. Did you mean 'averaged-bn"):
+        FedBN(eval_on="average-bn")

@@ -19,6 +19,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.messages.records import tensors, to_record
+from fedbn_flwr.server.method import RunSettings
 from fedbn_flwr.strategies import FBN, HBN, FedAvg, FixBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, trimmed
 from tests.support.bad_replies import spoil_state, spoiling
@@ -144,7 +145,10 @@ def test_batches_of_one_example_are_used(federate, points, request, measure: str
 
 def test_far_statistics_are_named_when_the_run_diverges(federate, datasets, mlp) -> None:
     far = {**mlp().state_dict(), "1.running_var": torch.full((4,), 1e-300).double()}
-    for measure, said in (("steps", "a fifth of the learning-rate."), ("pass", "learning-rate, or fbn-measure=steps.")):
+    for measure, said in (
+        ("steps", "a fifth of the learning-rate."),
+        ("pass", "learning-rate. fbn-measure=steps helped, too."),
+    ):
         strategy = FBN(fbn_measure=measure, statistics_warm_up=0)
         run = federate(strategy, functools.partial(loaded, mlp, far), datasets, rate=1e300, fails=DivergedError)
         assert "Likely cause: the global statistics are those of earlier weights" in str(run.error)
@@ -325,3 +329,10 @@ def test_a_run_with_trimmed_statistics_leaves_false_ones_out_or_says_that_it_lea
     assert (ends["mean"]["1.running_mean"] > 1e5).all()
     with pytest.raises(ConfigError, match=r"trim=0\.3 has no effect: it is for statistics-aggregation=trim"):
         FBN(trim=0.3)
+
+
+@pytest.mark.parametrize("method", [FBN, HBN])
+def test_a_warm_up_as_long_as_the_run_is_told(method, federate, datasets, mlp, caplog) -> None:
+    federate(method(statistics_warm_up=2), mlp, datasets, rounds=2)
+    assert "statistics-warm-up=2 lasts as long as the run of 2 rounds" in caplog.text
+    assert method.warnings(method.Params(statistics_warm_up=1), RunSettings(2)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import numpy as np
@@ -12,12 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.hooks import Hooks
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
+from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.strategies import FedAvg, Scaffold
-from fedbn_flwr.strategies.scaffold import ControlVariates
+from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates
 
 SIZES = (6, 14, 10, 8)
 SERVER_RATE, ROUNDS = 0.7, 5
@@ -224,3 +226,35 @@ def test_momentum_is_refused(federate, datasets, mlp) -> None:
 def test_a_bad_server_learning_rate_is_refused(rate: float) -> None:
     with pytest.raises(ConfigError, match="server_learning_rate="):
         Scaffold(server_learning_rate=rate)
+
+
+def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(federate, datasets, mlp, same_bits) -> None:
+    """Whichever client it is: the first one has no say in which entries have variates."""
+    strategy, seen = Scaffold(), []
+    strategy.on_replies = lambda *found: seen.append(found)
+    federate(strategy, mlp, datasets, rounds=1)
+    _, replies, before, _ = seen[0]
+    for at in (0, 2):
+        sent = replies[at].extras[VARIATES]
+        frozen = {name for name in sent if name.startswith("0.")}
+        ends = []
+        for change in (
+            {name: array for name, array in sent.items() if name not in frozen},
+            {name: array * (name not in frozen) for name, array in sent.items()},
+        ):
+            changed = [*replies[:at], dataclasses.replace(replies[at], extras={VARIATES: change}), *replies[at + 1 :]]
+            strategy.variates = {}
+            ends.append((strategy.combine(2, changed, before), strategy.variates))
+        for ours, theirs in zip(*ends, strict=True):
+            same_bits({name: ours[name] for name in theirs}, theirs)
+
+
+def test_momentum_that_does_not_fit_the_model_is_refused(federate, datasets, mlp) -> None:
+    strategy, seen = FedAvg(momentum_scope="global"), []
+    strategy.on_replies = lambda *found: seen.append(found)
+    federate(strategy, mlp, datasets, rounds=1, sgd_momentum=0.9)
+    _, (reply, *_), before, _ = seen[0]
+    strategy.check(2, reply, before)
+    for wrong in ({"0.weight": np.zeros(3)}, {"no.such": np.zeros(3)}):
+        with pytest.raises(ReplyError, match=r"'momentum': entry .* does not fit the model"):
+            strategy.check(2, dataclasses.replace(reply, extras={MOMENTUM: wrong}), before)

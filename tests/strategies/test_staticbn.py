@@ -87,3 +87,10 @@ def test_the_hook_restores_the_model(mlp) -> None:
     hook.end(model)
     model(torch.randn(4, 5, dtype=torch.float64))
     assert model[1].num_batches_tracked == 1
+
+
+def test_a_model_that_is_in_eval_mode_before_its_training_is_not_tracked(mlp) -> None:
+    model, hook = mlp().eval(), Untracked()
+    hook.begin(model)
+    model.train()(torch.randn(4, 5, dtype=torch.float64))
+    assert model[1].num_batches_tracked == 0

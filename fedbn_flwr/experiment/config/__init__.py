@@ -10,13 +10,12 @@ refused, ``unused.py`` which key has no effect, and ``config.py`` reads and writ
 from __future__ import annotations
 
 from fedbn_flwr.experiment.config.config import RENAMED, Config, Scalar, from_older, state_in_out
-from fedbn_flwr.experiment.config.fields import CENTRALIZED, EVALUATIONS, GROUPS, STATE_IN_OUT
+from fedbn_flwr.experiment.config.fields import CENTRALIZED, GROUPS, STATE_IN_OUT
 from fedbn_flwr.experiment.config.texts import read_overrides, split
 from fedbn_flwr.experiment.config.unused import without_effect
 
 __all__ = [
     "CENTRALIZED",
-    "EVALUATIONS",
     "GROUPS",
     "RENAMED",
     "STATE_IN_OUT",

@@ -9,14 +9,14 @@ from typing import Any, get_args
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.data import PARTITIONS, Augment, DatasetInfo, is_own
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.experiment.config.fields import CENTRALIZED, EVALUATIONS
+from fedbn_flwr.experiment.config.fields import CENTRALIZED
 from fedbn_flwr.experiment.config.privacy_checks import dp_problems, mask_problems
 from fedbn_flwr.experiment.config.texts import split
 from fedbn_flwr.experiment.config.values import Values, check_known
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, model_info
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.method import TEST_BN, Role
+from fedbn_flwr.server.method import EVALUATIONS, TEST_BN, Role
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 

@@ -19,13 +19,9 @@ from fedbn_flwr.training.freezing import FrozenBN
 from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import OptimizerName, Sampling
 
-__all__ = ["CENTRALIZED", "EVALUATIONS", "GROUPS", "STATE_IN_OUT", "Fields", "MethodSettings"]
+__all__ = ["CENTRALIZED", "GROUPS", "STATE_IN_OUT", "Fields", "MethodSettings"]
 
 CENTRALIZED = "centralized"
-EVALUATIONS = (
-    *("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated"),
-    *("global-test-bn", "averaged-bn-test-bn"),
-)
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
 GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
 

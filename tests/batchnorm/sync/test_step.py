@@ -290,10 +290,21 @@ def test_an_answer_of_another_shape_is_refused():
 
 
 def test_an_answer_of_another_type_is_converted():
-    with synchronised(small(), lambda tag, t: t.double().requires_grad_(), batch_size=4, union_batch_size=8) as watched:
+    step = synchronised(small(), lambda tag, t: t.double().requires_grad_(), batch_size=4, union_batch_size=8)
+    with pytest.raises(NormLayerError, match="nothing was synchronised"), step as watched:
         answer = watched.exchange("mean/0", torch.ones(5))
     assert answer.dtype == torch.float32
     assert not answer.requires_grad
+
+
+def test_a_step_in_eval_mode_is_refused():
+    """It would be FedAvg's step under the name of FedTAN."""
+    model = small().eval()
+    with (
+        pytest.raises(NormLayerError, match=r"no BatchNorm layer was called in train mode .* model\.train\(\)"),
+        synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8),
+    ):
+        model(inputs()).sum().backward()
 
 
 @pytest.mark.parametrize("method", ["function", "in place"])
