@@ -231,7 +231,8 @@ class Method(FlowerFedAvg, Generic[P]):
     Class methods check settings and need no run. ``begin`` is called once. In a round ``server.flower`` calls
     ``phase``, ``hooks_for``, ``extras``, ``run_training``, ``check`` for each reply, and ``combine``, which calls
     ``weights``.
-    ``FedAvg``, or ``Server`` below it, implements all; another method overrides those that differ.
+    ``Server`` and ``CommonOptions`` implement all but ``weights`` and ``combine``, FedAvg implements these two; another
+    method overrides those that differ.
 
     Attributes:
         name: the name in configs and messages.

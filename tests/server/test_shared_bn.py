@@ -185,5 +185,7 @@ def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) 
 
 
 def test_a_test_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval_on='average-bn': unknown test 'average-bn'. Did you mean 'averaged-bn"):
+    with pytest.raises(
+        ConfigError, match=r"eval_on='average-bn': unknown test 'average-bn'. Did you mean 'averaged-bn"
+    ):
         FedBN(eval_on="average-bn")
