@@ -50,7 +50,7 @@ from fedbn_flwr.messages.protocol import (
     TrainConfig,
 )
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.privacy.record_level import DPSGD, LASTING_HOOKS, NOISE, PROTECTED_HOOKS, RecordLevel
+from fedbn_flwr.privacy.record_level import DPSGD, HOOKS_WITH_STATE, NOISE, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
@@ -287,7 +287,7 @@ class TorchClient(NumPyClient):
                 f"record-level privacy: client hook '{unprotected[0]}' uses or sends more of the client's data than "
                 f"DP-SGD protects; allowed are {', '.join(PROTECTED_HOOKS)}"
             )
-        if self.record_level.frozen_only and (kept := [*local, *set(hooks).intersection(LASTING_HOOKS)]):
+        if self.record_level.frozen_only and (kept := [*local, *set(hooks).intersection(HOOKS_WITH_STATE)]):
             raise ConfigError(
                 f"record-level privacy: DP-SGD would begin with '{kept[0]}', which is kept from rounds without noise"
             )

@@ -101,7 +101,7 @@ class NodeRegistry:
 
         Raises:
             EngineError: too few nodes are connected after the timeout.
-            ConfigError: all nodes raised this error, or two claim the same partition.
+            ConfigError: all nodes raised this error, or two have the same partition id.
         """
         node_ids = self._wait(grid, at_least)
         if node_ids == self._sorted[0]:
@@ -157,7 +157,7 @@ class NodeRegistry:
         """Return the new nodes whose partition no other connected node holds; query the others again later.
 
         Raises:
-            ConfigError: two nodes claim the same partition from the start.
+            ConfigError: two nodes have the same partition id from the start.
         """
         holders = {n.partition_id: n for n in self._nodes.values() if n.node_id in connected}
         distinct: dict[int, Node] = {}
@@ -167,7 +167,7 @@ class NodeRegistry:
                 distinct[node.node_id] = holders[node.partition_id] = node
                 continue
             problem = (
-                f"{holder} and {node} both claim partition-id={node.partition_id}: give each SuperNode its own in "
+                f"{holder} and {node} both have partition-id={node.partition_id}: give each SuperNode its own in "
                 "--node-config."
             )
             if not self._nodes:

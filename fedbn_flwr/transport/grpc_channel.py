@@ -113,7 +113,7 @@ class ChannelServer:
         try:
             return _answer(barrier, node_id, operation, attempt, tag, tensor, context)
         except RetryStep as error:
-            return _pack({"status": "redo", "message": str(error)})
+            return _pack({"status": "retry", "message": str(error)})
         except FedBNError as error:
             return _pack({"status": "dropped", "message": str(error)})
 
@@ -202,7 +202,7 @@ class ChannelReducer:
             details = getattr(error, "details", lambda: "")()
             raise EngineError(f"channel at {self._address}: {code}: {details}") from error
         answer, result = _unpack(reply)
-        if answer["status"] == "redo":
+        if answer["status"] == "retry":
             raise RetryStep(answer["message"])
         if answer["status"] == "dropped":
             raise Dropped(answer["message"])

@@ -283,7 +283,7 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[in
         strategy, dp = FedAvg(fraction_evaluate=0.0), protection()
         strategy.protect(protected(dp))
         runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
-        assert [release.sampled for release in dp.ledger.releases] == [5, 5]
+        assert [release.sampled for release in dp.accountant.releases] == [5, 5]
         found, plain = (protection.outcome()["privacy"] for protection in (strategy.protection, dp))
         assert found.pop("guarantee").startswith(plain.pop("guarantee"))
         assert found == plain
