@@ -180,7 +180,7 @@ def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: T
 
 
 def try_batches(model: nn.Module, data: Batches, by: TestBN | None, task: Task = CLASSIFICATION) -> None:
-    """Raise now what ``evaluate_adapted`` would raise for a batch of one example.
+    """Check, before training, that the model can be adapted on a batch of one example, if the test has one.
 
     Raises:
         NormLayerError: a layer gets one value per channel.

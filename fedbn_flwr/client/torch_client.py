@@ -204,7 +204,7 @@ class TorchClient(NumPyClient):
         return [array.copy() for array in arrays], num_examples, metrics
 
     def _round(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
-        """Do as ``fit``; the arrays share the model's memory, and the next message changes them."""
+        """Train like ``fit``, but return arrays that share the model's memory: copy them before the next message."""
         try:
             with self._lend() as lent:
                 return self._train(lent, parameters, config)

@@ -207,11 +207,11 @@ class MaskedSums(Protection):
         self._inner.begin(method)
 
     def admits(self, run: RunState, asked: int) -> bool:
-        """See ``Protection``; so also ``config``, ``stops_after`` and the calls after it."""
+        """Return whether differential privacy, if there is any, allows the round; masks allow each."""
         return self._inner.admits(run, asked)
 
     def config(self) -> Mapping[str, Any]:
-        """See ``admits``; a resumed run has other batches."""
+        """Return the config of differential privacy; in a resumed run also a number by which clients draw new batches."""
         return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
 
     def open_round(
@@ -262,8 +262,8 @@ class MaskedSums(Protection):
         common |= {MASK_METRICS: self.publishes_metrics, MASK_EQUAL: bool(self._dp)}
         sent = []
         for number in sorted(masks.present):
-            told: dict[str, Any] = {MASK_PRESENT: masks.partners(number), MASK_WEIGHT: self._weight({number})}
-            sent.append(with_config(messages[number][1], {**common, **told}))
+            own_config: dict[str, Any] = {MASK_PRESENT: masks.partners(number), MASK_WEIGHT: self._weight({number})}
+            sent.append(with_config(messages[number][1], {**common, **own_config}))
         return sent
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
@@ -335,22 +335,22 @@ class MaskedSums(Protection):
             return []
 
     def stops_after(self, server_round: int) -> bool:
-        """See ``admits``."""
+        """Return whether differential privacy ends the run after this round; masks end none."""
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """See ``admits``; whether a client answers is no part of what an epsilon hides."""
+        """Return what differential privacy says in the summary; it adds that masks do not hide whether a client answers."""
         found = self._inner.outcome()
         if self._dp and self._dp.guarantees:
             found["privacy"]["guarantee"] += f" {_ANSWERS_ARE_PUBLIC}"
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``admits``."""
+        """Return the state of differential privacy; masks last one round, and nothing of them is kept."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``admits``.
+        """Restore the state of differential privacy, and let clients draw new batches.
 
         Rounds may be repeated now. With the same batches and without a client that is lost this time, the difference of
         the two sums would be that client's update: the clients draw others, and those that cannot are left out.

@@ -33,7 +33,7 @@ class EvalResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of the targets that count that is right."""
+        """Accuracy: the share of counted targets that are predicted correctly."""
         return self.metrics["accuracy"]
 
     @property
