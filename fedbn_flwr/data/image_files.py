@@ -59,7 +59,7 @@ def hold(
     Args:
         paths: image files. Every colour mode becomes RGB first; grey is computed from RGB.
         labels: class of each image; with ``masks`` its group.
-        parts: lengths of the parts, which together are all files: training and test files, say.
+        parts: lengths of the parts, which together are all files: for example training and test files.
         shape: shape of the images, and how many bytes of them are held in memory.
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
@@ -394,7 +394,7 @@ class ImageCache:
             raise DataError(
                 f"cache-gib={capacity / 2**30:g}: the system does not give so much memory ({error}). Use less."
             ) from error
-        # The place of each image + 1; 0: not kept, -1: being written. At its place stand its shape, then its bytes.
+        # The place of each image + 1; 0: not kept, -1: being written. At its place are its shape, then its bytes.
         self._places = np.frombuffer(mmap(-1, count * 8), np.int64)
         self._used = np.frombuffer(mmap(-1, 8), np.int64)
         self._lock = multiprocessing.get_context("fork" if sys.platform != "win32" else "spawn").Lock()
@@ -493,7 +493,7 @@ def _has_end(path: Path, kind: str | None) -> bool:
 
 
 def _pixels(path: str, mode: str = "RGB") -> Tensor:
-    """Return one image as bytes, (C, H, W): RGB, or as they are (a palette's numbers, say)."""
+    """Return one image as bytes, (C, H, W): RGB, or as they are (for example the numbers of a palette)."""
     from PIL import Image
 
     try:

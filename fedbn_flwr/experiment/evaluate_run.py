@@ -292,7 +292,7 @@ class _Outputs:
             self._found.append(output.cpu())
 
     def last(self, count: int) -> Tensor:
-        """Return those of the last ``count`` examples, (count, ...); those of a pass for statistics stand before."""
+        """Return those of the last ``count`` examples, (count, ...); those of a pass for statistics come before."""
         return torch.cat(self._found)[-count:]
 
 
@@ -308,7 +308,7 @@ def _reestimate(model: nn.Module, data: Subset | _Joined, task: Task, saved: Sav
 
 
 class _Place(NamedTuple):
-    """Where the examples stand in the user's data: the first column of ``predictions.csv``, and its order."""
+    """Where the examples are in the user's data: the first column of ``predictions.csv``, and its order."""
 
     column: str
     names: Sequence[int | str]  # of all rows

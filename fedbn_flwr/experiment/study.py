@@ -144,7 +144,7 @@ class Study(BaseModel):
         """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
         for what, values in self._lists():
             if repeated := {str(value) for value in values if values.count(value) > 1}:
-                yield f"{what}: {', '.join(sorted(repeated))} stands there twice"
+                yield f"{what}: {', '.join(sorted(repeated))} is listed twice"
         for name in (*self.skip, *self.paper, *self.overrides):
             if name not in self.names():
                 yield f"'{name}' names no METHOD/SPLIT"

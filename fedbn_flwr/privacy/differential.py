@@ -219,7 +219,7 @@ class ClientLevelDP(Protection):
         self._begin()
 
     def begin(self, method: Method[Any]) -> None:
-        """Start with the first clipping norm; check that nothing of the clients goes round the noise.
+        """Start with the first clipping norm; check that nothing of the clients bypasses the noise.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.

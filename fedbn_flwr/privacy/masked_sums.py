@@ -211,7 +211,7 @@ class MaskedSums(Protection):
         return self._inner.admits(run, asked)
 
     def config(self) -> Mapping[str, Any]:
-        """Return the config of differential privacy; in a resumed run also a number by which clients draw new batches."""
+        """Return the config of differential privacy; in a resumed run also a number: clients draw new batches by it."""
         return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
 
     def open_round(
@@ -339,7 +339,7 @@ class MaskedSums(Protection):
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """Return what differential privacy says in the summary; it adds that masks do not hide whether a client answers."""
+        """Return what differential privacy says in the summary, and that masks do not hide whether a client answers."""
         found = self._inner.outcome()
         if self._dp and self._dp.guarantees:
             found["privacy"]["guarantee"] += f" {_ANSWERS_ARE_PUBLIC}"

@@ -267,7 +267,7 @@ class DPSGD(StepRule):
     def reply(self, steps: int) -> dict[str, str]:
         """Return the entry with which a reply says that so many steps were done: the server asks for it.
 
-        It stands in ``metrics`` of ``NumPyClient.fit``, or in the ConfigRecord ``properties`` of a reply of the Message
+        Put it in ``metrics`` of ``NumPyClient.fit``, or in the ConfigRecord ``properties`` of a reply of the Message
         API. Noise that can be repeated counts as none.
         """
         noise = self._noise_multiplier if self.settings.noise.secret else 0.0

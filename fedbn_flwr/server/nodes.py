@@ -38,7 +38,7 @@ class Node:
         batch_size: examples in its first local step.
         unusable: why it cannot take part; "" if it can.
         refusal: why a mod of its app has refused the query; "" if none has.
-        behind_mod: whether that mod stands before ``local_bn``, which would have answered all the same.
+        behind_mod: whether that mod comes before ``local_bn``, which would have answered all the same.
     """
 
     node_id: int

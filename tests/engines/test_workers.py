@@ -339,7 +339,7 @@ def test_an_app_that_returns_nothing_or_exits_fails_its_client_only(workers: int
 
 
 def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
-    """No room for its arrays, say; the next one arrives."""
+    """For example for lack of room for its arrays; the next one arrives."""
     tries = []
     whole = Packed.write
 

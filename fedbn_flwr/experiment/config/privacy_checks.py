@@ -17,7 +17,7 @@ __all__ = ["dp_problems", "mask_problems"]
 
 
 def dp_problems(config: Values) -> list[str]:
-    """Return what of this run goes round the noise, or does not fit it."""
+    """Return what of this run bypasses the noise, or does not fit it."""
     asked = f"dp={config.dp}" if config.dp != "off" else "record-dp=true"
     if config.strategy == CENTRALIZED:
         return [f"{asked}: strategy=centralized has no clients"]
