@@ -41,6 +41,7 @@ _CHUNK = 4096
 _READ_AHEAD = 3  # batches for each worker process that are asked for before the first one is used
 _MOST_AHEAD = 512 * 2**20  # bytes of decoded images that are asked for and not used yet
 _HEADER = 64  # bytes; images are aligned to as many
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 def hold(
@@ -477,9 +478,6 @@ def _problem(path: Path, whole: bool) -> str:
     except (OSError, ValueError, SyntaxError) as error:
         return "it is empty" if path.is_file() and not path.stat().st_size else str(error)
     return ""
-
-
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 def _has_end(path: Path, kind: str | None) -> bool:
