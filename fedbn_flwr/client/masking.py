@@ -106,7 +106,11 @@ class _Masking:
         party.set_present(config[MASK_PRESENT], about(value_range, total, self.equal))
         self._point = FixedPoint(value_range, total)
         if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
-            raise MaskingError("all weights are 1 with dp=client, where updates are clipped, and there alone")
+            raise MaskingError(
+                "the server's weights do not fit its dp setting: with dp=client updates are clipped and all weights "
+                "are 1, otherwise neither. The server has another version of this package, or other code changes its "
+                "messages. The client has sent no update."
+            )
 
     def exchange(self, tag: str, array: Array) -> Array:
         vector = self._point.vector({tag: array}, self.weight)

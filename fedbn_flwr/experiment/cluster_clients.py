@@ -116,9 +116,9 @@ def _client(shared: SharedData, open_folder: OpenFolder | None, context: Context
 class _StateFolderActor:
     """A Ray actor on the server's machine that reads and writes the files of all clients."""
 
-    def call(self, of: tuple[Path, Continuity, int, str], method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of the state folder with these arguments."""
-        return getattr(StateFolder(*of), method)(*args)
+    def call(self, folder_args: tuple[Path, Continuity, int, str], method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of the state folder that was made with ``folder_args``."""
+        return getattr(StateFolder(*folder_args), method)(*args)
 
 
 class _RemoteFolder:
@@ -126,7 +126,7 @@ class _RemoteFolder:
 
     def __init__(self, actor: Any, root: Path, continuity: Continuity, partition_id: int, fingerprint: str) -> None:
         self.path = partition_folder(root, continuity, partition_id)
-        self._actor, self._of = actor, (root, continuity, partition_id, fingerprint)
+        self._actor, self._folder_args = actor, (root, continuity, partition_id, fingerprint)
 
     def newest(self) -> dict[str, Any] | None:
         """Return the newest content of any run."""
@@ -144,7 +144,7 @@ class _RemoteFolder:
         import ray
 
         try:
-            result: dict[str, Any] | None = ray.get(self._actor.call.remote(self._of, method, args))
+            result: dict[str, Any] | None = ray.get(self._actor.call.remote(self._folder_args, method, args))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         return result

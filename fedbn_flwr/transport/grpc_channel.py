@@ -168,7 +168,10 @@ class ChannelReducer:
         elif is_loopback(address):
             self._channel = grpc.insecure_channel(address, _OPTIONS)
         else:
-            raise ConfigError(f"the channel at {address!r} is not on loopback and has no TLS: refused")
+            raise ConfigError(
+                f"the channel at {address!r} is not on loopback and has no TLS: refused. Set the run's fedtan-tls-dir "
+                "to a folder on the server with ca.crt, server.crt and server.key, or use fedtan-transport=messages."
+            )
         self._address, self._token, self._deadline = address, token, timeout + 30
         self._call = self._channel.unary_unary(f"/{_SERVICE}/{_METHOD}")
         self._attempt = 0

@@ -419,7 +419,7 @@ def test_statistics_of_a_kept_model_are_not_summed_a_second_time(federate, datas
     assert [report.kept_previous for report in made.reports] == [False, True, True]
     asked = [config["server-round"] for config in run.grid.config("query.statistics")]
     assert set(asked) == {1}
-    assert made.run.reestimated == made.run.known_statistics != {}
+    assert made.run.reestimated == made.run.statistics_at_start != {}
 
 
 def test_a_ring_of_neighbours(federate, points, mlp) -> None:
