@@ -25,7 +25,7 @@ from flwr.app import Array as FlowerArray
 
 from fedbn_flwr.compat.flower import BufferArray
 
-__all__ = ["Broadcasts", "Link", "Packed"]
+__all__ = ["Broadcasts", "Packed", "WorkerPipe"]
 
 _LARGE = 2**10  # bytes; smaller arrays are in the pickle
 _ALIGNED = 64  # bytes: where each array begins in shared memory
@@ -118,7 +118,7 @@ class Broadcasts:
 
 
 @dataclass
-class Link:
+class WorkerPipe:
     """One end of a pipe. Any thread may send; one thread receives."""
 
     pipe: Connection

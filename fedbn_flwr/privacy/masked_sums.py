@@ -361,7 +361,9 @@ class MaskedSums(Protection):
     @property
     def _method_or_raise(self) -> Method[Any]:
         if self._method is None:
-            raise ConfigError("MaskedSums has no method yet: call begin(method) first, as strategy.start() does")
+            raise ConfigError(
+                "MaskedSums has no method yet: call begin(method) first; a strategy does so when a run begins"
+            )
         return self._method
 
     @property
