@@ -213,7 +213,7 @@ def authors_rounds(repository: Path, data_dir: str, rounds: int = 2) -> list[flo
     It runs in a copy of the repository and is ended after the last round; evaluation before round 1 is not counted.
 
     Raises:
-        RuntimeError: it ended before; with its last words.
+        RuntimeError: it ended before; with the last lines of its log.
     """
     with tempfile.TemporaryDirectory(prefix="fedtan-reference-") as folder:
         copy = Path(folder) / "repository"

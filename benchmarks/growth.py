@@ -185,7 +185,7 @@ def in_fresh_process(point: Point) -> dict[str, float]:
     """Return the figures of one run in a process of its own.
 
     Raises:
-        RuntimeError: it failed; with its last words.
+        RuntimeError: it failed; with the last lines of its log.
     """
     command = [sys.executable, __file__, "--point", json.dumps(vars(point))]
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)

@@ -225,7 +225,7 @@ def run_light(nodes: int, shapes: Sequence[tuple[int, int]], rounds: int, idle: 
                     [str(BIN / "flwr"), "run", str(app), "light", "--stream", "--run-config", pairs], env, _show
                 )
                 if [done.get("status") for done in flower_runs(env, "light")] != ["finished:completed"]:
-                    raise EngineError("the run did not complete. Its last words:\n" + "\n".join(tail))
+                    raise EngineError("the run did not complete. The last lines of its log:\n" + "\n".join(tail))
                 return dict(json.loads(times.read_text()))
             finally:
                 light.close()

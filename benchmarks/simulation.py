@@ -211,7 +211,7 @@ class Course:
         """Run a contender in fresh processes and return its result.
 
         Raises:
-            RuntimeError: it failed; with its last words.
+            RuntimeError: it failed; with the last lines of its log.
         """
         out = self.folder / "result.json"
         out.unlink(missing_ok=True)

@@ -101,7 +101,10 @@ def read_checked(path: Path) -> dict[str, Any]:
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise StateError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     if _sha256(about, in_order) != expected or len(in_order) != len(arrays):
-        raise StateError(f"{path} is not as it was written: its SHA-256 does not fit")
+        raise StateError(
+            f"{path} is damaged or was edited: its SHA-256 does not match. Restore it from a copy, or delete it and "
+            "start from an earlier one"
+        )
     return content
 
 

@@ -270,7 +270,7 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
 def run_step(federate: RunStrategy) -> RunStrategy:
     """``run_step(strategy, model, datasets, transport="barrier", ...)``: one round of one step on all data.
 
-    All clients run at once, as a synchronised step needs it. Options are those of ``federate``: more rounds, say.
+    All clients run at once, as a synchronised step needs it. Options are those of ``federate``, as more rounds.
     """
 
     def run(

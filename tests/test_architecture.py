@@ -1,4 +1,4 @@
-"""The rooms of the package: every module stands in one, and imports point one way, from tensors to the command line."""
+"""The layers of the package: each module is in one, and imports point one way, from tensors to the command line."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ LEVELS = (
     ("experiment",),
     ("cli", "app"),
 )
-"""Each room may import from its own level and from those above it in this list."""
+"""Each layer may import from its own level and from those above it in this list."""
 TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "data", "models", "export", "doctor")
 APART = (("server", "engines"), ("norms", "compat/flower"), ("training", "compat/flower"))
 """Rooms of one level that do not know each other."""
 
 
 def group_of(name: str) -> str | None:
-    """The room of a module, given its dotted name below the package; None where it has none."""
-    rooms = [room for level in LEVELS for room in level]
+    """The layer of a module, given its dotted name below the package; None where it has none."""
+    layers = [layer for level in LEVELS for layer in level]
     parts = name.split(".")
-    return next((room for room in ("/".join(parts[:2]), parts[0]) if room in rooms), None)
+    return next((layer for layer in ("/".join(parts[:2]), parts[0]) if layer in layers), None)
 
 
 def modules() -> list[tuple[str | None, Path]]:
-    """Every module as (room, file)."""
+    """Every module as (layer, file)."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -72,29 +72,29 @@ def top(name: str) -> str:
 
 
 def test_every_module_has_a_room() -> None:
-    assert [str(path.relative_to(PACKAGE)) for room, path in modules() if room is None] == ["compat/__init__.py"]
+    assert [str(path.relative_to(PACKAGE)) for layer, path in modules() if layer is None] == ["compat/__init__.py"]
 
 
 def test_torch_only_modules_do_not_know_flower() -> None:
     wrong = []
-    for room, path in modules():
-        if room in TORCH_ONLY:
+    for layer, path in modules():
+        if layer in TORCH_ONLY:
             for name, line, eager in imports(path):
-                lazily_split = room == "data" and top(name) == "flwr_datasets" and not eager
+                lazily_split = layer == "data" and top(name) == "flwr_datasets" and not eager
                 if top(name) in ("flwr", "flwr_datasets", "ray") and not lazily_split:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert wrong == []
 
 
 def test_arrows() -> None:
-    level = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+    level = {layer: number for number, layers in enumerate(LEVELS) for layer in layers}
     wrong = []
-    for room, path in modules():
+    for layer, path in modules():
         for name, line, _ in imports(path):
             other = group_of(name.removeprefix("fedbn_flwr."))
-            if room is None or other is None or not name.startswith("fedbn_flwr."):
+            if layer is None or other is None or not name.startswith("fedbn_flwr."):
                 continue
-            if level[other] > level[room] or (room, other) in APART or (other, room) in APART:
+            if level[other] > level[layer] or (layer, other) in APART or (other, layer) in APART:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert wrong == []
 
@@ -109,17 +109,17 @@ def test_strategies_are_papers_and_nothing_else() -> None:
 def test_no_module_imports_from_the_package_root() -> None:
     """The root re-exports from the upper layers: importing it from below would be an arrow upwards."""
     names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
-    for room, path in modules():
-        if room != "__init__":
+    for layer, path in modules():
+        if layer != "__init__":
             for name, line, _ in imports(path):
                 if top(name) == "fedbn_flwr":
                     assert name.split(".")[1] in names, f"{path}:{line} imports {name}"
 
 
 def test_the_lists_above_name_real_rooms() -> None:
-    rooms = {room for level in LEVELS for room in level}
-    assert rooms == {room for room, _ in modules() if room}
-    assert set(TORCH_ONLY) | {room for pair in APART for room in pair} <= rooms
+    layers = {layer for level in LEVELS for layer in level}
+    assert layers == {layer for layer, _ in modules() if layer}
+    assert set(TORCH_ONLY) | {layer for pair in APART for layer in pair} <= layers
 
 
 def test_no_module_state() -> None:

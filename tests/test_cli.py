@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -16,13 +16,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
-from fedbn_flwr.cli.console import Bar, Engine, bars, complaints, progress
+from fedbn_flwr.cli.console import Bar, EngineChoice, bars, complaints, progress
+from fedbn_flwr.cli.evaluate import PartChoice
 from fedbn_flwr.cli.listing import Kind
 from fedbn_flwr.cli.sweep import Display
 from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.evaluate_run import DataPart
 from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
@@ -104,7 +106,8 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
 
 def test_every_kind_is_listed_above() -> None:
     assert {kind.value for kind in Kind} == {"strategies", "norms", "models", "datasets", "partitions"}
-    assert {engine.value for engine in Engine} == set(run_module.ENGINES)
+    assert {engine.value for engine in EngineChoice} == set(run_module.ENGINES)
+    assert {part.value for part in PartChoice} == set(get_args(DataPart))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

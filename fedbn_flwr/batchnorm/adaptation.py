@@ -3,7 +3,7 @@ r"""Test-time BatchNorm: a test with statistics of the test inputs, for clients 
 For tests only. Labels are not used, weights do not change, nothing more is sent, and the model is restored afterwards.
 The key `test-bn` says how. `eval-on=global-test-bn` tests the global model so, `averaged-bn-test-bn` the one with the
 average of the clients' BN parts (UniFed's case, the average is ours); held-out clients have one more test, each by its
-own test inputs alone. The plain test stands beside each.
+own test inputs alone. The plain test is reported beside each.
 
 **The tests of `eval-on` are not those of a new client.** Their batches are of the whole test set in its order, the
 inputs of all clients and domains mixed (beside it, each domain's alone); use `held-out-clients` for a new client. In a
@@ -180,7 +180,7 @@ def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: T
 
 
 def try_batches(model: nn.Module, data: Batches, by: TestBN | None, task: Task = CLASSIFICATION) -> None:
-    """Raise now what ``evaluate_adapted`` would raise for a batch of one example.
+    """Check, before training, that the model can be adapted on a batch of one example, if the test has one.
 
     Raises:
         NormLayerError: a layer gets one value per channel.

@@ -25,7 +25,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 
 __all__ = [
     "Bar",
-    "Engine",
+    "EngineChoice",
     "app",
     "bars",
     "complaints",
@@ -48,8 +48,8 @@ console = Console()
 complaints = Console(stderr=True)
 
 
-class Engine(StrEnum):
-    """Where the clients run."""
+class EngineChoice(StrEnum):
+    """Where the clients run: ``experiment.run.ENGINES`` for Typer, without its import."""
 
     in_process = "in-process"
     simulation = "simulation"

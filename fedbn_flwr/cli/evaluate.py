@@ -12,8 +12,8 @@ from rich.table import Table
 from fedbn_flwr.cli.console import app, console, exit_codes
 
 
-class DataPart(StrEnum):
-    """The examples that ``evaluate`` uses."""
+class PartChoice(StrEnum):
+    """The examples that ``evaluate`` uses: ``evaluate_run.DataPart`` for Typer, without its import."""
 
     train = "train"
     test = "test"
@@ -35,7 +35,7 @@ def evaluate(
         ),
     ] = "",
     part: Annotated[
-        DataPart | None,
+        PartChoice | None,
         typer.Option(help="Which examples. Default: all of new own data without a split of their own, else test."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,

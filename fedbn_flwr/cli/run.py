@@ -10,7 +10,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fedbn_flwr.cli.console import Engine, app, console, exit_codes, interrupt, progress, quiet_flower, report_own_data
+from fedbn_flwr.cli.console import (
+    EngineChoice,
+    app,
+    console,
+    exit_codes,
+    interrupt,
+    progress,
+    quiet_flower,
+    report_own_data,
+)
 from fedbn_flwr.errors import ConfigError, DivergedError
 
 
@@ -18,7 +27,7 @@ from fedbn_flwr.errors import ConfigError, DivergedError
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
-    engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
+    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = EngineChoice.in_process,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -44,12 +53,12 @@ def run(
             config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
         settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
-        if workers is not None and engine is not Engine.in_process:
+        if workers is not None and engine is not EngineChoice.in_process:
             raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
-        if ray_address is not None and engine is not Engine.simulation:
+        if ray_address is not None and engine is not EngineChoice.simulation:
             raise ConfigError(f"--ray-address={ray_address} needs --engine simulation, whose clients Ray runs.")
         report_own_data(preflight(settings, folder)[0])
-        options = "" if engine is Engine.in_process else f" --engine {engine.value}"
+        options = "" if engine is EngineChoice.in_process else f" --engine {engine.value}"
         options += "" if workers is None else f" --workers {workers}"
         options += "" if ray_address is None else f" --ray-address {ray_address}"
         try:

@@ -11,7 +11,7 @@ import typer
 from rich.progress import Progress, Task, TaskID
 
 from fedbn_flwr.cli.console import (
-    Engine,
+    EngineChoice,
     app,
     bars,
     complaints,
@@ -29,7 +29,7 @@ def sweep(
     study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper, target, tune.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the study's base.")] = None,
-    engine: Annotated[Engine, typer.Option(help="Where the clients run.")] = Engine.in_process,
+    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = EngineChoice.in_process,
     parallel: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time, each a process. Default: the cores, if the work pays.")
     ] = None,
@@ -53,10 +53,10 @@ def sweep(
         left = [cell for cell in cells if not finished(cell.folder(out))]
         if ray_address and (parallel or memory_gib):
             raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
-        if engine is Engine.simulation and (ray_address or (parallel or 1) > 1):
+        if engine is EngineChoice.simulation and (ray_address or (parallel or 1) > 1):
             raise ConfigError("--engine simulation does one run at a time: leave out --parallel and --ray-address.")
         if parallel is None:
-            parallel = default_parallel(left) if engine is Engine.in_process and not ray_address else 1
+            parallel = default_parallel(left) if engine is EngineChoice.in_process and not ray_address else 1
         several = ray_address or parallel > 1
         if memory_gib and not several:
             raise ConfigError("--memory-gib is for several runs at a time: state --parallel, too.")

@@ -175,7 +175,9 @@ class Hooks:
 
 
 @contextmanager
-def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Context | None = None) -> Iterator[Hooks]:
+def bn_rules(
+    model: nn.Module, message_or_config: Message | Mapping[str, Any], context: Context | None = None
+) -> Iterator[Hooks]:
     """Apply the client hooks of the strategy to the training inside the block.
 
     ::
@@ -197,15 +199,15 @@ def bn_rules(model: nn.Module, told: Message | Mapping[str, Any], context: Conte
 
     Args:
         model: the model on its device, with the received state loaded; it may be compiled or in DDP.
-        told: the message or its config; in a ``NumPyClient`` the config of ``fit``.
+        message_or_config: the training message or its config; in a ``NumPyClient`` the config of ``fit``.
         context: Flower's context, needed if a hook keeps or sends arrays.
 
     Raises:
         ConfigError: at the start if the message or the context is needed and missing; at the end if a hook took no
             part in the training (the optimizer was not wrapped, or no step was taken).
     """
-    message = told if isinstance(told, Message) else None
-    config: dict[str, Any] = merged_config(message) if message else dict(told)  # type: ignore[arg-type]
+    message = message_or_config if isinstance(message_or_config, Message) else None
+    config: dict[str, Any] = merged_config(message) if message else dict(message_or_config)  # type: ignore[arg-type]
     read = TrainConfig.read(config)
     hooks = make_hooks(read.hooks, HookContext(config, frozenset(read.local_entries), replay(context, config)))
     need_context = [name for name, hook in hooks.items() if _overrides(hook, "receive", "reply", "keep", "around")]

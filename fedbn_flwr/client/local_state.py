@@ -139,8 +139,8 @@ class LocalState:
         if about[VERSION] != _VERSION or about[FINGERPRINT] != self._fingerprint:
             raise StateError(
                 f"what this client kept (version {about[VERSION]!s}, round {about[SERVER_ROUND]!s}) belongs to "
-                f"another model: its names, layer types or shapes changed (first of ours: '{self._parts.names[0]}'). "
-                "Start a new run, or give the model back."
+                f"another model: its names, layer types or shapes changed (its first entry is now "
+                f"'{self._parts.names[0]}'). Start a new run, or use the earlier model again."
             )
         return from_record(self._context.state.array_records[key])
 
@@ -154,7 +154,8 @@ class LocalState:
         bad = [n for n, array in entries.items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
         if bad:
             raise StateError(
-                f"entry '{bad[0]}' is not finite after training ({len(bad)} such); not kept. Lower the rate."
+                f"entry '{bad[0]}' is not finite after training ({len(bad)} of {len(entries)} entries). The client "
+                "keeps its values of the round before. Use a smaller learning-rate, or gradient-clip-norm=1.0."
             )
         begun = self._begun(server_round) if self._holds() else server_round
         self._context.state[key] = to_record(entries)

@@ -103,10 +103,14 @@ class _Masking:
         self._context = context
         self.weight = float(config[MASK_WEIGHT])
         value_range, total, self.equal = float(config[MASK_RANGE]), float(config[MASK_TOTAL]), bool(config[MASK_EQUAL])
-        party.meet(config[MASK_PRESENT], about(value_range, total, self.equal))
+        party.set_present(config[MASK_PRESENT], about(value_range, total, self.equal))
         self._point = FixedPoint(value_range, total)
         if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
-            raise MaskingError("all weights are 1 with dp=client, where updates are clipped, and there alone")
+            raise MaskingError(
+                "the server's weights do not fit its dp setting: with dp=client updates are clipped and all weights "
+                "are 1, otherwise neither. The server has another version of this package, or other code changes its "
+                "messages. The client has sent no update."
+            )
 
     def exchange(self, tag: str, array: Array) -> Array:
         vector = self._point.vector({tag: array}, self.weight)
@@ -199,8 +203,8 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
         party = _party(context, config)
         keys = list(config[MASK_KEYS])
         pairs = dict(zip(config[MASK_NUMBERS], map(PublicKeys, keys[::2], keys[1::2]), strict=True))
-        sealed = party.shares(int(config[MASK_NUMBER]), pairs, int(config[MASK_THRESHOLD]))
-        answer = {MASK_NUMBERS: list(sealed), MASK_SHARES: list(sealed.values())}
+        encrypted = party.shares(int(config[MASK_NUMBER]), pairs, int(config[MASK_THRESHOLD]))
+        answer = {MASK_NUMBERS: list(encrypted), MASK_SHARES: list(encrypted.values())}
     else:
         party = _party(context, config)
         received = dict(zip(config[MASK_NUMBERS], config[MASK_SHARES], strict=True))

@@ -50,6 +50,8 @@ from fedbn_flwr.transport import Pending, RetryStep, StepDone
 
 __all__ = ["answer_query", "answer_statistics", "local_bn"]
 
+_LOST = "entries were neither sent nor kept by this client; the server will send the whole state again"
+
 
 @NamedConfigErrors()
 @repeatable
@@ -154,9 +156,6 @@ def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> 
     if extra := [name for name in received if name not in spec.shapes]:
         raise StateError(f"received '{extra[0]}', which the model of this run did not have at its start")
     return ArrayRecord({name: entries[name] for name in spec.shapes}), store
-
-
-_LOST = "entries were neither sent nor kept by this client; the server will send the whole state again"
 
 
 def _take_out(reply: Message, key: str, config: TrainConfig, store: LocalState, context: Context) -> None:

@@ -58,7 +58,12 @@ def log_answer(
         state[STEP_MODEL], state[STEP_ANSWERS] = to_record(model), ArrayRecord()
         state.pop(STEP_SENT, None)
     elif about.get(SERVER_ROUND) != server_round:
-        raise StateError(f"the model of round {server_round} was sent to this client in an earlier message, now lost")
+        raise StateError(
+            f"the model of round {server_round} came in an earlier message, and this client's Context does not have it "
+            "any more: the node was restarted in the middle of the synchronised step. The client leaves this step, and "
+            "takes part in the next round. If it happens in each round, use fedtan-transport=channel, which needs no "
+            "earlier message."
+        )
     elif about.get(STEP_ATTEMPT) != attempt:
         state[STEP_ANSWERS] = ArrayRecord()
         state.pop(STEP_SENT, None)

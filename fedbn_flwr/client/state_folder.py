@@ -148,6 +148,6 @@ class StateFolder:
                 if wrong := [key for key, value in wanted.items() if content.get(key) != value]:
                     raise StateError(f"{file.path} was written for another {wrong[0]}")
             except StateError as error:
-                logger.warning("not used: %s; looking for an earlier one", error)
+                logger.warning("looking for an earlier file, because this one is not used: %s", error)
                 continue
             yield file, content

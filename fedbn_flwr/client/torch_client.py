@@ -51,7 +51,7 @@ from fedbn_flwr.messages.protocol import (
     TrainConfig,
 )
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.privacy.record_level import DPSGD, LASTING_HOOKS, NOISE, PROTECTED_HOOKS, RecordLevel
+from fedbn_flwr.privacy.record_level import DPSGD, HOOKS_WITH_STATE, NOISE, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.server.recalibration import to_entries
@@ -204,7 +204,7 @@ class TorchClient(NumPyClient):
         return [array.copy() for array in arrays], num_examples, metrics
 
     def _round(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
-        """Do as ``fit``; the arrays share the model's memory, and the next message changes them."""
+        """Train like ``fit``, but return arrays that share the model's memory: copy them before the next message."""
         try:
             with self._lend() as lent:
                 return self._train(lent, parameters, config)
@@ -287,7 +287,7 @@ class TorchClient(NumPyClient):
                 f"record-level privacy: client hook '{unprotected[0]}' uses or sends more of the client's data than "
                 f"DP-SGD protects; allowed are {', '.join(PROTECTED_HOOKS)}"
             )
-        if self.record_level.frozen_only and (kept := [*local, *set(hooks).intersection(LASTING_HOOKS)]):
+        if self.record_level.frozen_only and (kept := [*local, *set(hooks).intersection(HOOKS_WITH_STATE)]):
             raise ConfigError(
                 f"record-level privacy: DP-SGD would begin with '{kept[0]}', which is kept from rounds without noise"
             )

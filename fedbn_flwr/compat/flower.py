@@ -62,7 +62,7 @@ def empty_run(run_id: int) -> Run:
 
 
 def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallable]:
-    """Return the mods that stand between a mod and the app's function, outermost first, and that function."""
+    """Return the mods between a mod and the app's function, outermost first, and that function."""
     mods = []
     while isinstance(call_next, FunctionType) and call_next.__code__ is _CHAINED:
         found = inspect.getclosurevars(call_next).nonlocals

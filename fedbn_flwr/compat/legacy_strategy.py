@@ -144,7 +144,9 @@ class LegacyStrategy(Strategy):
         configure, config = self.strategy.configure_train, self._fit_config(server_round)
         opened = self._configure(configure, server_round, parameters, config, client_manager)
         self._fitting = server_round if opened else 0
-        return [(proxy, FitIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
+        return [
+            (proxy, FitIns(ndarrays_to_parameters(arrays), client_config)) for proxy, arrays, client_config in opened
+        ]
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
@@ -182,7 +184,10 @@ class LegacyStrategy(Strategy):
         opened = self._configure(configure, server_round, parameters, config, client_manager)
         if not opened:  # the loop leaves aggregate_evaluate out
             self.strategy.aggregate_evaluate(server_round, [])
-        return [(proxy, EvaluateIns(ndarrays_to_parameters(arrays), told)) for proxy, arrays, told in opened]
+        return [
+            (proxy, EvaluateIns(ndarrays_to_parameters(arrays), client_config))
+            for proxy, arrays, client_config in opened
+        ]
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures

@@ -41,6 +41,7 @@ _CHUNK = 4096
 _READ_AHEAD = 3  # batches for each worker process that are asked for before the first one is used
 _MOST_AHEAD = 512 * 2**20  # bytes of decoded images that are asked for and not used yet
 _HEADER = 64  # bytes; images are aligned to as many
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 def hold(
@@ -59,7 +60,7 @@ def hold(
     Args:
         paths: image files. Every colour mode becomes RGB first; grey is computed from RGB.
         labels: class of each image; with ``masks`` its group.
-        parts: lengths of the parts, which together are all files: training and test files, say.
+        parts: lengths of the parts, which together are all files: for example training and test files.
         shape: shape of the images, and how many bytes of them are held in memory.
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
@@ -394,7 +395,7 @@ class ImageCache:
             raise DataError(
                 f"cache-gib={capacity / 2**30:g}: the system does not give so much memory ({error}). Use less."
             ) from error
-        # The place of each image + 1; 0: not kept, -1: being written. At its place stand its shape, then its bytes.
+        # The place of each image + 1; 0: not kept, -1: being written. At its place are its shape, then its bytes.
         self._places = np.frombuffer(mmap(-1, count * 8), np.int64)
         self._used = np.frombuffer(mmap(-1, 8), np.int64)
         self._lock = multiprocessing.get_context("fork" if sys.platform != "win32" else "spawn").Lock()
@@ -479,9 +480,6 @@ def _problem(path: Path, whole: bool) -> str:
     return ""
 
 
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-
-
 def _has_end(path: Path, kind: str | None) -> bool:
     """Return whether the end of a JPEG or PNG file is where it usually is; True for other kinds."""
     ends = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
@@ -493,7 +491,7 @@ def _has_end(path: Path, kind: str | None) -> bool:
 
 
 def _pixels(path: str, mode: str = "RGB") -> Tensor:
-    """Return one image as bytes, (C, H, W): RGB, or as they are (a palette's numbers, say)."""
+    """Return one image as bytes, (C, H, W): RGB, or as they are (for example the numbers of a palette)."""
     from PIL import Image
 
     try:

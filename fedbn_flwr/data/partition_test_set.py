@@ -58,6 +58,7 @@ def partition_test_set(
         # All numbers are integers: quotas and remainders are exact, and every machine sees the same ties.
         sizes, remainders = np.divmod(held * len(examples), total)
         sizes[np.argsort(-remainders, kind="stable")[: len(examples) - int(sizes.sum())]] += 1
+        # "deal-test" is part of the seed: another word would change every split.
         given.append(numpy_generator(seed, "deal-test", label).permutation(examples))
         owners.append(np.repeat(clients, sizes))
     all_given, all_owners = np.concatenate(given), np.concatenate(owners)

@@ -118,18 +118,18 @@ def make_partition(
         if groups.shape != labels.shape:
             raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
     request = PartitionRequest(
-        labels,
-        num_classes,
-        num_clients,
-        seed,
-        alpha,
-        classes_per_client,
-        min_size,
-        num_shards,
-        shards_per_client,
-        domain_share,
-        groups,
-        tuple(group_names),
+        labels=labels,
+        num_classes=num_classes,
+        num_clients=num_clients,
+        seed=seed,
+        alpha=alpha,
+        classes_per_client=classes_per_client,
+        min_size=min_size,
+        num_shards=num_shards,
+        shards_per_client=shards_per_client,
+        domain_share=domain_share,
+        groups=groups,
+        group_names=tuple(group_names),
     )
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
     _refuse_empty(name, partition)

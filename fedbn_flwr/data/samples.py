@@ -28,7 +28,7 @@ class Examples(Protocol):
             or (N, K), the target of a regression or labels 0 and 1.
         groups: group of each example (a domain, a city, a hospital), int64 (N,); None if there are no groups.
         units: examples with the same number (those of a patient) stay together in a split, int64 (N,); None if every
-            example stands alone.
+            example is its own unit.
     """
 
     @property

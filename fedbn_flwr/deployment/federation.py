@@ -44,7 +44,7 @@ class Outcome:
     def check(self) -> Outcome:
         """Return itself; raise EngineError unless the run completed."""
         if not self.completed:
-            raise EngineError(f"flwr run: {self.status}. Its last words:\n" + "\n".join(self.log))
+            raise EngineError(f"flwr run: {self.status}. The last lines of its log:\n" + "\n".join(self.log))
         return self
 
 
@@ -290,7 +290,7 @@ def run_app(
                 raise
             new = [{"status": "unknown"}]
         if len(new) != 1:
-            raise EngineError("flwr run: refused by Flower. Its last words:\n" + "\n".join(tail))
+            raise EngineError("flwr run: refused by Flower. The last lines of its log:\n" + "\n".join(tail))
         if new[0]["status"].startswith("finished"):
             return Outcome(new[0]["run-id"], new[0]["status"], tail)
         time.sleep(0.5)

@@ -92,18 +92,18 @@ def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Lo
     """Return each client's gradient with the statistics of all batches; the clients run in threads, in step."""
     sizes = [len(inputs) for inputs, _ in batches]
     sent: dict[int, tuple[str, Tensor]] = {}
-    meeting = threading.Barrier(len(batches))
+    barrier = threading.Barrier(len(batches))
 
     def gather(client: int, tag: str, tensor: Tensor) -> list[Tensor]:
         sent[client] = tag, tensor
-        meeting.wait()  # all have sent
+        barrier.wait()  # all have sent
         tags, tensors = zip(*(sent[index] for index in range(len(batches))), strict=True)
         if len({*tags}) > 1:
             raise NormLayerError(
                 f"the clients' exchanges differ: {', '.join(sorted({*tags}))}. The model must call the same BatchNorm "
                 "layers for every batch."
             )
-        meeting.wait()  # all have read
+        barrier.wait()  # all have read
         return list(tensors)
 
     def reducer(client: int) -> Callable[[str, Tensor], Tensor]:
@@ -117,7 +117,7 @@ def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Lo
             gather(client, "end", found)  # so nobody waits for a client that calls fewer layers
             return found
         except BaseException:
-            meeting.abort()  # the others must not wait
+            barrier.abort()  # the others must not wait
             raise
 
     with ThreadPoolExecutor(len(batches)) as pool:

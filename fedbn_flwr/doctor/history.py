@@ -35,7 +35,7 @@ a resumed run has the same lines as one that was never interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
+from fedbn_flwr.doctor.state import TensorState
 
 __all__ = [
     "MAX_CLIENTS",
@@ -60,8 +61,6 @@ MAX_CLIENTS = 64
 _SAMPLE = 4
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-State = Mapping[str, Tensor]
-
 
 class Tracked(NamedTuple):
     """A BatchNorm layer with running statistics: its path, eps and momentum (None = cumulative average)."""
@@ -74,11 +73,11 @@ class Tracked(NamedTuple):
         """Return the name of an entry of the layer."""
         return f"{self.path}.{leaf}" if self.path else leaf
 
-    def statistics(self, state: State) -> Statistics:
+    def statistics(self, state: TensorState) -> Statistics:
         """Return the layer's running statistics."""
         return Statistics(state[self.entry("running_mean")].double(), state[self.entry("running_var")].double())
 
-    def steps(self, state: State) -> int | None:
+    def steps(self, state: TensorState) -> int | None:
         """Return how many batches the layer has seen; None if it does not count."""
         counter = state.get(self.entry("num_batches_tracked"))
         return None if counter is None else int(counter)
@@ -125,7 +124,7 @@ def sample(num_channels: int) -> list[int]:
 
 
 def statistics_line(
-    layers: Sequence[Tracked], before: State, after: State, replies: Sequence[tuple[str, State]]
+    layers: Sequence[Tracked], before: TensorState, after: TensorState, replies: Sequence[tuple[str, TensorState]]
 ) -> dict[str, Any]:
     """Return the entries ``num-clients``, ``clients`` and ``layers`` of a line.
 
@@ -145,7 +144,9 @@ def statistics_line(
     }
 
 
-def _layer(layer: Tracked, before: State, after: State, replies: Sequence[State], few: bool) -> dict[str, Any]:
+def _layer(
+    layer: Tracked, before: TensorState, after: TensorState, replies: Sequence[TensorState], few: bool
+) -> dict[str, Any]:
     reference, seen = layer.statistics(before), layer.steps(before)
     line: dict[str, Any] = {"change": _named(distance(layer.statistics(after), reference, layer.eps))}
     weights = [weight(layer.momentum, seen, layer.steps(reply)) for reply in replies]

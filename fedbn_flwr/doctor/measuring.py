@@ -194,7 +194,7 @@ class Measuring:
             return measure()
         except FedBNError as error:
             self.lacking.append(f"{what}: {error}")
-        except Exception as error:  # the model and the loss are the user's; the other figures stand
+        except Exception as error:  # the model and the loss are the user's; the other figures are still true
             self.lacking.append(f"{what}: {type(error).__name__}: {error}")
         return {}
 

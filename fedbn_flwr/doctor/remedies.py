@@ -97,7 +97,7 @@ COUNTERS = [
     Remedy(
         "leave integer entries out of the average",
         "take the maximum of the counters, as every strategy of this package does (fedbn_flwr.to_legacy wraps one of "
-        "Flower's own); mend this state with `state[name] = state[name].round().long()`",
+        "Flower's own); repair this state with `state[name] = state[name].round().long()`",
     )
 ]
 UNUSABLE = [

@@ -13,6 +13,7 @@ from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, TINY_GAMMA
 
 __all__ = [
     "Missed",
+    "TensorState",
     "averaged_counters",
     "missed_entries",
     "tiny_gammas",
@@ -21,10 +22,10 @@ __all__ = [
     "zero_at_first",
 ]
 
-State = Mapping[str, Tensor]
+TensorState = Mapping[str, Tensor]
 
 
-def averaged_counters(parts: Parts, state: State) -> dict[str, str]:
+def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
     """Return the counters that are no int64, or no whole number of at least 0: name to what it holds instead.
 
     A mean of counters is a float: 9.999999 loads as 9 into an int64 buffer, and with it ``momentum=None`` averages
@@ -40,7 +41,7 @@ def averaged_counters(parts: Parts, state: State) -> dict[str, str]:
     return found
 
 
-def unusable_statistics(parts: Parts, state: State) -> dict[str, str]:
+def unusable_statistics(parts: Parts, state: TensorState) -> dict[str, str]:
     """Return the entries with NaN or infinity, and negative running variances: name to what was seen."""
     found = {}
     for name in parts.names:
@@ -54,7 +55,7 @@ def unusable_statistics(parts: Parts, state: State) -> dict[str, str]:
     return found
 
 
-def variance_extremes(parts: Parts, state: State, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:
+def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:
     """Return, by layer, how many channels have a running variance below eps, above 1e8, and how many there are.
 
     Below eps BatchNorm divides by sqrt(eps), which no longer depends on the data. Layers with neither are left out.
@@ -75,7 +76,7 @@ def variance_extremes(parts: Parts, state: State, eps: Mapping[str, float]) -> d
     return found
 
 
-def tiny_gammas(parts: Parts, state: State) -> dict[str, tuple[int, int]]:
+def tiny_gammas(parts: Parts, state: TensorState) -> dict[str, tuple[int, int]]:
     """Return, by layer, how many gammas are 0 (abs below 1e-4), and how many there are; layers with none are left out.
 
     A layer that has not seen a batch is left out, too: some networks start their last BatchNorm of a block at 0.
@@ -89,7 +90,7 @@ def tiny_gammas(parts: Parts, state: State) -> dict[str, tuple[int, int]]:
     return found
 
 
-def zero_at_first(parts: Parts, state: State) -> set[str]:
+def zero_at_first(parts: Parts, state: TensorState) -> set[str]:
     """Return the layers that have not seen a batch and have a gamma of 0: it is how some networks start."""
     return {
         layer.path
@@ -98,7 +99,7 @@ def zero_at_first(parts: Parts, state: State) -> set[str]:
     }
 
 
-def _untrained(layer: BatchNormLayer, state: State) -> bool:
+def _untrained(layer: BatchNormLayer, state: TensorState) -> bool:
     name = layer.entries.get("num_batches_tracked")
     return name is not None and float(state[name]) == 0
 

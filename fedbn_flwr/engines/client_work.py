@@ -19,7 +19,7 @@ from fedbn_flwr.messages.protocol import message_seed
 from fedbn_flwr.training.randomness import turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
 
-__all__ = ["Done", "Job", "Member", "OwnProcess", "work"]
+__all__ = ["Done", "Job", "LocalMember", "OwnProcess", "work"]
 
 logger = logging.getLogger("flwr")
 
@@ -27,7 +27,7 @@ Done = Callable[[Message, Context | None], None]
 """``done(reply, context)``: the reply, and the changed context; None = the client failed, and its context stays."""
 
 
-class Member(NamedTuple):
+class LocalMember(NamedTuple):
     """A client that takes part in a synchronised step."""
 
     barrier_id: str
@@ -45,7 +45,7 @@ class Job:
 
     message: Message
     context: Context
-    member: Member | None
+    member: LocalMember | None
     done: Done
 
 

@@ -55,7 +55,7 @@ def flower_run(
         runs = flower_runs(env, "private")
         if len(runs) != 1 or runs[0].get("status") != "finished:completed":
             status = runs[0].get("status", "unknown") if runs else "refused by Flower"
-            raise EngineError(f"flwr run: {status}. Its last words:\n" + "\n".join(tail))
+            raise EngineError(f"flwr run: {status}. The last lines of its log:\n" + "\n".join(tail))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from fedbn_flwr.compat.flower import (
     set_reply_address,
     stamped,
 )
-from fedbn_flwr.engines.client_work import Job, Member, OwnProcess
+from fedbn_flwr.engines.client_work import Job, LocalMember, OwnProcess
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
@@ -203,7 +203,7 @@ class InProcessGrid(ImmediateGrid):
     def _work(self, node_id: int, message: Message, reply_id: str, result: Future[Message]) -> Callable[[], None]:
         """Return the call that begins a node's work on a message; at its end it begins the node's next one."""
         found = (item for item in self._barriers.items() if node_id in item[1].members)
-        member = next((Member(barrier_id, barrier, node_id) for barrier_id, barrier in found), None)
+        member = next((LocalMember(barrier_id, barrier, node_id) for barrier_id, barrier in found), None)
 
         def begin() -> None:
             try:

@@ -25,7 +25,7 @@ from flwr.app import Array as FlowerArray
 
 from fedbn_flwr.compat.flower import BufferArray
 
-__all__ = ["Broadcasts", "Link", "Packed"]
+__all__ = ["Broadcasts", "Packed", "WorkerPipe"]
 
 _LARGE = 2**10  # bytes; smaller arrays are in the pickle
 _ALIGNED = 64  # bytes: where each array begins in shared memory
@@ -118,7 +118,7 @@ class Broadcasts:
 
 
 @dataclass
-class Link:
+class WorkerPipe:
     """One end of a pipe. Any thread may send; one thread receives."""
 
     pipe: Connection
@@ -149,7 +149,7 @@ class Link:
                     os.close(file)
             for packed in values:
                 if packed.key:
-                    _remember(self._sent, packed.key, None)
+                    _save(self._sent, packed.key, None)
 
     def receive(self) -> tuple[Any, list[Any]]:
         """Return the next small value and the unpacked ones; their large arrays lie in the shared memory.
@@ -166,7 +166,7 @@ class Link:
             elif sizes:
                 memory = self._received[key]
             if key:
-                _remember(self._received, key, memory)
+                _save(self._received, key, memory)
             values.append(pickle.loads(body, buffers=_slices(memory, sizes)))
         return head, values
 
@@ -176,8 +176,8 @@ class Link:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _remember(known: OrderedDict[int, Any], key: int, value: Any) -> None:
-    """Remember a broadcast; both ends do this in the same order, so they forget the same ones."""
+def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
+    """Save a broadcast; both ends do this in the same order, so they forget the same ones."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > _REMEMBERED:

@@ -36,8 +36,8 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error, identify_process
-from fedbn_flwr.engines.client_work import Job, Member, work
-from fedbn_flwr.engines.link import Broadcasts, Link, Packed
+from fedbn_flwr.engines.client_work import Job, LocalMember, work
+from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.transport import Dropped, Reducer
@@ -161,7 +161,7 @@ class WorkerProcesses:
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see ``_serve``
             process.start()
         others.close()
-        worker = _Worker(process, Link(own, process.pid or 0))
+        worker = _Worker(process, WorkerPipe(own, process.pid or 0))
         threading.Thread(target=self._attend, args=(worker,), name="worker", daemon=True).start()
         return worker
 
@@ -236,7 +236,7 @@ class _Worker:
     """A process, the link to it, and the jobs that it works on by number."""
 
     process: BaseProcess
-    link: Link
+    link: WorkerPipe
     jobs: dict[int, Job] = field(default_factory=dict)
     reducers: dict[int, Reducer] = field(default_factory=dict)
     ready: bool = False
@@ -247,7 +247,7 @@ class _Worker:
         self.jobs[number] = job
         return number
 
-    def answer(self, number: int, member: Member, method: str, args: tuple[Any, ...]) -> None:
+    def answer(self, number: int, member: LocalMember, method: str, args: tuple[Any, ...]) -> None:
         """Do a member's call of its reducer, and send the result, or the exception."""
         reducer = self.reducers.setdefault(number, member.reducer())
         try:
@@ -300,7 +300,7 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
     torch.set_num_threads(torch_threads)
     identify_process(run_id)
     client_app: ClientApp = pickle.loads(app) if isinstance(app, bytes) else app
-    link, members = Link(pipe), _Members(torch_threads)
+    link, members = WorkerPipe(pipe), _Members(torch_threads)
     link.send((READY, 0))
     while True:
         try:
@@ -315,7 +315,7 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
             members.begin(link, number, client_app, *values, barrier_id)
 
 
-def _reply(link: Link, number: int, app: ClientApp, message: Message, *rest: Any) -> None:
+def _reply(link: WorkerPipe, number: int, app: ClientApp, message: Message, *rest: Any) -> None:
     try:
         done = [Packed.of(value) for value in work(app, message, *rest)]
     except Exception as error:  # what the app has put into its reply cannot be pickled
@@ -332,7 +332,7 @@ class _Members:
         set_threads = functools.partial(torch.set_num_threads, torch_threads)
         self._threads = ThreadPoolExecutor(_MOST_MEMBERS, "member", initializer=set_threads)
 
-    def begin(self, link: Link, number: int, *job: Any) -> None:
+    def begin(self, link: WorkerPipe, number: int, *job: Any) -> None:
         *client, barrier_id = job
         self.answers[number] = SimpleQueue()
         reducer = _RemoteReducer(functools.partial(self._call, link, number))
@@ -347,7 +347,7 @@ class _Members:
 
         self._threads.submit(reply)
 
-    def _call(self, link: Link, number: int, method: str, *args: Any) -> Any:
+    def _call(self, link: WorkerPipe, number: int, method: str, *args: Any) -> Any:
         link.send((CALL, number), Packed.of((method, args)))
         with interrupted():
             result, error = self.answers[number].get()

@@ -79,7 +79,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: E
     if saved:
         logger.info("resumed after round %d from %s", saved.server_round, checkpoints.folder)
         _restore(optimizer, saved.strategy[_OPTIMIZER])
-        checkpoints.go_on(saved.server_round)
+        checkpoints.set_aside_after(saved.server_round)
     after = saved.server_round if saved else 0
     folder = closing.enter_context(RunFolder(out, config, after if begun else None))
     report_data(folder, config, data)
@@ -87,7 +87,7 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: E
     stopping = recorder.stopping
     best = checkpoints.best(stopping) if saved and stopping else None
     kept: State = best.state if best else {}
-    run, resumed_after = (saved.run, saved.resumptions) if saved else (uuid4().hex[:16], [])
+    run, resumed_after = (saved.run, saved.resumed_after_with_this) if saved else (uuid4().hex[:16], [])
 
     def save(server_round: int, last: bool) -> None:
         if checkpoints.due(server_round, last, stopping):

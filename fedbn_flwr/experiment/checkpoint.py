@@ -56,7 +56,7 @@ class Checkpoint:
     resumed_after: list[int] = field(default_factory=list)
 
     @property
-    def resumptions(self) -> list[int]:
+    def resumed_after_with_this(self) -> list[int]:
         """The rounds after which the run was resumed, this one included."""
         return [*self.resumed_after, self.server_round]
 
@@ -117,7 +117,7 @@ class Checkpoints:
         reasons: list[str] = []
         for server_round in reversed(self.rounds):
             try:
-                found = self._read(server_round)
+                found = self.read(server_round)
             except (StateError, ConfigError) as error:
                 logger.warning("checkpoint of round %d refused: %s", server_round, error)
                 reasons.append(str(error))
@@ -170,14 +170,6 @@ class Checkpoints:
             StateError: it is missing or damaged, or belongs to another model.
             ConfigError: it belongs to a run with other settings.
         """
-        return self._read(server_round)
-
-    def go_on(self, server_round: int) -> None:
-        """Rename checkpoints after the round of a resume: they were refused, and must not count among the last two."""
-        for later in (r for r in self.rounds if r > server_round):
-            self._path(later).rename(self._path(later).with_suffix(".refused"))
-
-    def _read(self, server_round: int) -> Checkpoint:
         path = self._path(server_round)
         content = read_checked(path)
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
@@ -199,6 +191,11 @@ class Checkpoints:
         if other := [f"{k} {v}, now {here.get(k)}" for k, v in content["versions"].items() if here.get(k) != v]:
             logger.warning("the checkpoint was written with %s: the last bits may differ", "; ".join(other))
         return Checkpoint(**{key: content[key] for key in Checkpoint.__dataclass_fields__})
+
+    def set_aside_after(self, server_round: int) -> None:
+        """Rename checkpoints after the round of a resume: they were refused, and must not count among the last two."""
+        for later in (r for r in self.rounds if r > server_round):
+            self._path(later).rename(self._path(later).with_suffix(".refused"))
 
     def _path(self, server_round: int) -> Path:
         return self.folder / f"round-{server_round:06d}.safetensors"
@@ -246,7 +243,7 @@ class CheckpointManager:
     ) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
         self._warned = False
-        self.resumed_after = saved.resumptions if saved else []
+        self.resumed_after = saved.resumed_after_with_this if saved else []
         if saved and (volatile := saved.strategy["volatile"]):
             raise NotResumableError(
                 f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "
@@ -255,7 +252,7 @@ class CheckpointManager:
         if saved:
             logger.info("resumed after round %d from %s", saved.server_round, checkpoints.folder)
             strategy.load_state_dict(saved.strategy, saved.server_round)
-            checkpoints.go_on(saved.server_round)
+            checkpoints.set_aside_after(saved.server_round)
         self._run = saved.run if saved else uuid4().hex[:16]
         self._update_continuity()
 

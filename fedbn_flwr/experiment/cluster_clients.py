@@ -101,7 +101,7 @@ def cluster_client_app(address: str, pyproject: Path) -> ClientApp:
     session = stack.enter_context(cluster([config], address, log_to_driver=True, checked=True))
     open_folder: OpenFolder | None = None
     if config.state_dir == STATE_IN_OUT:
-        actor: Any = ray.remote(_Keeper)
+        actor: Any = ray.remote(_StateFolderActor)
         options = {"num_cpus": 0, "max_concurrency": _CALLS, "scheduling_strategy": on_this_machine()}
         open_folder = functools.partial(_RemoteFolder, actor.options(**options).remote(), state_in_out(config))
     return client_app(functools.partial(_client, session.share([config]), open_folder))
@@ -113,20 +113,20 @@ def _client(shared: SharedData, open_folder: OpenFolder | None, context: Context
     return client_fn(context, open_folder)
 
 
-class _Keeper:
+class _StateFolderActor:
     """A Ray actor on the server's machine that reads and writes the files of all clients."""
 
-    def call(self, of: tuple[Path, Continuity, int, str], method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of the state folder with these arguments."""
-        return getattr(StateFolder(*of), method)(*args)
+    def call(self, folder_args: tuple[Path, Continuity, int, str], method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of the state folder that was made with ``folder_args``."""
+        return getattr(StateFolder(*folder_args), method)(*args)
 
 
 class _RemoteFolder:
     """A client's state folder on the server's machine; see ``StateFolder``, whose errors it raises."""
 
-    def __init__(self, keeper: Any, root: Path, continuity: Continuity, partition_id: int, fingerprint: str) -> None:
+    def __init__(self, actor: Any, root: Path, continuity: Continuity, partition_id: int, fingerprint: str) -> None:
         self.path = partition_folder(root, continuity, partition_id)
-        self._keeper, self._of = keeper, (root, continuity, partition_id, fingerprint)
+        self._actor, self._folder_args = actor, (root, continuity, partition_id, fingerprint)
 
     def newest(self) -> dict[str, Any] | None:
         """Return the newest content of any run."""
@@ -144,7 +144,7 @@ class _RemoteFolder:
         import ray
 
         try:
-            result: dict[str, Any] | None = ray.get(self._keeper.call.remote(self._of, method, args))
+            result: dict[str, Any] | None = ray.get(self._actor.call.remote(self._folder_args, method, args))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         return result

@@ -37,7 +37,6 @@ from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "fitting", "read_names", "training_of"]
 
-State = Mapping[str, Tensor]
 Split = Mapping[str, Any]
 
 

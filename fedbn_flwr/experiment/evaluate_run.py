@@ -129,7 +129,7 @@ def evaluate_run(
             numbers = {"train": own.train, "test": own.test, "all": np.concatenate([own.train, own.test])}[part]
             place = _Place(own.column, own.names, numbers)
         text = (
-            _predictions(outputs.last(len(chosen)), chosen, task, saved.interface.classes, place)
+            _predictions(outputs.last(len(chosen)), chosen, task, saved.description.classes, place)
             if outputs.wanted
             else ""
         )
@@ -159,7 +159,7 @@ def _config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Conf
             f"{', '.join(others)}: evaluate takes keys that describe the data ({', '.join(_OF_DATA)}); all others are "
             "those of the run, and the new data are not split over clients. Leave them out."
         )
-    of_run, taken = saved.config.to_mapping(), saved.interface
+    of_run, taken = saved.config.to_mapping(), saved.description
     shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *_OF_READING) if key in of_run}
     dataset = str(data.get("dataset"))
     if is_own(dataset) and not taken.classes and taken.task in ("classification", "segmentation"):
@@ -185,7 +185,7 @@ def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[P
     Raises:
         ConfigError: the data do not fit the model.
     """
-    ran, taken = saved.config, saved.interface
+    ran, taken = saved.config, saved.description
     problems = []
     if taken.task != config.learning_task().name:
         problems.append(f"the model is for {taken.task}, the data are for {config.learning_task().name}")
@@ -292,7 +292,7 @@ class _Outputs:
             self._found.append(output.cpu())
 
     def last(self, count: int) -> Tensor:
-        """Return those of the last ``count`` examples, (count, ...); those of a pass for statistics stand before."""
+        """Return those of the last ``count`` examples, (count, ...); those of a pass for statistics come before."""
         return torch.cat(self._found)[-count:]
 
 
@@ -308,7 +308,7 @@ def _reestimate(model: nn.Module, data: Subset | _Joined, task: Task, saved: Sav
 
 
 class _Place(NamedTuple):
-    """Where the examples stand in the user's data: the first column of ``predictions.csv``, and its order."""
+    """Where the examples are in the user's data: the first column of ``predictions.csv``, and its order."""
 
     column: str
     names: Sequence[int | str]  # of all rows

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fedbn_flwr.checked_file import encode_safetensors, write_atomically
 from fedbn_flwr.client.saved_state import read_state
 from fedbn_flwr.errors import ConfigError, DataError, EngineError, FedBNError, StateError, unknown_name
-from fedbn_flwr.experiment.interface import INTERFACE, Interface
 from fedbn_flwr.experiment.model_card import CARD, dataset_name, model_card
+from fedbn_flwr.experiment.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.export import (
@@ -125,7 +125,7 @@ def export(
     model, folding = copy.deepcopy(saved.model).to(memory_format=torch.contiguous_format), None
     if fold_bn:
         model, folding = fold(model, examples[:2])
-    layer = saved.interface.normalise()
+    layer = saved.description.normalise()
     given = raw if normalise else examples
     packed = with_normalise(model, layer if normalise else None)
     about = _about(saved, folding, normalise)
@@ -156,7 +156,7 @@ def load_exported(path: str | Path) -> nn.Module:
     state, about = read_state(Path(path))
     if _NORMALISED not in about:
         raise ConfigError(f"{path} was not written by `fedbn-flwr export --format torch`.")
-    taken = Interface.read(about)
+    taken = ModelDescription.read(about)
     model = taken.model()
     if about[_FOLDED] == "true":
         model, _ = fold(model, torch.zeros(2, *taken.shape))
@@ -185,7 +185,7 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
 
     Inputs are float32 (32, ...).
     """
-    count, config, taken = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"}), saved.interface
+    count, config, taken = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"}), saved.description
     why, data = "the data of the run are not here", None
     try:
         found = partitioned_data(config, count_clients(config))
@@ -209,7 +209,7 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
 def _about(saved: SavedModel, folding: Folding | None, normalise: bool) -> dict[str, str]:
     """Return the metadata of the file."""
     about = {"format": "pt", "model": saved.config.model, "what": saved.what}
-    about |= {INTERFACE: saved.interface.to_json()}
+    about |= {MODEL_DESCRIPTION: saved.description.to_json()}
     return about | {
         _FOLDED: json.dumps(bool(folding and (folding.folded or folding.baked))),
         _NORMALISED: json.dumps(normalise),

@@ -111,7 +111,7 @@ def _list(items: Mapping[str, Any]) -> str:
 
 def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[str, str]]:
     """Yield what the model takes and gives."""
-    taken = saved.interface
+    taken = saved.description
     shape = f"({', '.join(['N', *map(str, taken.shape)])}), any number N"
     own = not taken.mean and saved.config.standardise == "local"
     values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them"

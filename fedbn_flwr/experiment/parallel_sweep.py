@@ -151,7 +151,7 @@ def _on_ray(
             watched = running.pop(task)
             try:
                 error, warnings = ray.get(task)
-            except ray.exceptions.RayError as lost:  # the process died: killed for its memory, say
+            except ray.exceptions.RayError as lost:  # the process died, for example for lack of memory
                 error, warnings = f"its process ended: {str(lost).strip().splitlines()[-1]}", []
                 if not finished(watched.folder):
                     note_failure(watched.folder, str(lost), type(lost).__name__)

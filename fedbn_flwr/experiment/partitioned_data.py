@@ -33,6 +33,10 @@ from fedbn_flwr.seeds import derive_seed
 __all__ = ["PartitionedData", "count_clients", "load_data", "partitioned_data", "put_aside", "whole_data"]
 
 DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
+_SPLIT_KEYS = (
+    *("augment", "seed", "validation_share", "partition", "partition_alpha"),
+    *("classes_per_client", "num_shards", "shards_per_client", "domain_share", "standardise", "held_out_clients"),
+)
 
 
 @dataclass(frozen=True)
@@ -175,12 +179,6 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         originals=augment is not None and RESIZED_CROP in augment.each,
         workers=config.data_workers,
     )
-
-
-_SPLIT_KEYS = (
-    *("augment", "seed", "validation_share", "partition", "partition_alpha"),
-    *("classes_per_client", "num_shards", "shards_per_client", "domain_share", "standardise", "held_out_clients"),
-)
 
 
 # Cached, because Flower calls client_fn for every message; all clients of a process share one copy of the images.

@@ -24,7 +24,7 @@ from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.definitions import CLIENTS, definitions
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.held_out import HELD_OUT, HeldOut
-from fedbn_flwr.experiment.interface import INTERFACE, Interface
+from fedbn_flwr.experiment.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, read_metrics, versions
 from fedbn_flwr.experiment.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import (
@@ -82,9 +82,9 @@ class Recorder:
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
-        self._interface = Interface.of(config, data.dataset if data else None)
+        self._model_description = ModelDescription.of(config, data.dataset if data else None)
         if strategy and (scale := strategy.input_scale):
-            self._interface = replace(self._interface, mean=scale.mean, std=scale.std)
+            self._model_description = replace(self._model_description, mean=scale.mean, std=scale.std)
         self._test, self._task = ((data.test_view() if data else None) or None), config.learning_task()
         self._validation = data.validation_view() if data else None
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
@@ -281,7 +281,7 @@ class Recorder:
             state = {name: array for name, array in state.items() if strategy.run.parts.part_of[name] not in absent}
         more = {
             "sha256": summary["sha256"],
-            INTERFACE: self._interface.to_json(),
+            MODEL_DESCRIPTION: self._model_description.to_json(),
         }  # what using the model elsewhere needs
         more |= {KEPT_HASHES: json.dumps(dict(sorted(local.items())))} if strategy and strategy.local and local else {}
         more |= {DIVERGED_AT: str(since)} if since and (kept_round or len(lines)) >= since else {}

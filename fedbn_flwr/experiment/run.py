@@ -25,6 +25,8 @@ __all__ = ["ENGINES", "Engine", "default_workers", "preflight", "run", "work_of"
 Engine = Literal["in-process", "simulation"]
 ENGINES: tuple[Engine, ...] = ("in-process", "simulation")
 
+_WORTH_PROCESSES = 1e8  # of ``work_of``, a tenth of a second of the smallest models
+
 
 def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     """Check a run before anything is written; return the resolved config and the absolute folder.
@@ -63,9 +65,6 @@ def default_workers(config: Config) -> int:
     if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
         return 0
     return min(cores, clients) if work_of(config) > _WORTH_PROCESSES else 0
-
-
-_WORTH_PROCESSES = 1e8  # of ``work_of``, a tenth of a second of the smallest models
 
 
 def work_of(config: Config) -> float:

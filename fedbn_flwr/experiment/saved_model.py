@@ -13,7 +13,7 @@ from fedbn_flwr.client.saved_state import AVERAGED, client_file, global_state, m
 from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.interface import Interface
+from fedbn_flwr.experiment.model_description import ModelDescription
 from fedbn_flwr.experiment.output import RunFolder
 from fedbn_flwr.training.memory_format import set_memory_format
 
@@ -46,7 +46,7 @@ class SavedModel:
         run: the run's folder.
         config: the run's settings.
         model: in eval mode, on the CPU, in the run's memory format.
-        interface: what it is built from, takes and gives.
+        description: what it is built from, takes and gives.
         about: the metadata of ``model.safetensors``.
         what: which model it is, and where its BN entries are from.
     """
@@ -54,7 +54,7 @@ class SavedModel:
     run: Path
     config: Config
     model: nn.Module
-    interface: Interface
+    description: ModelDescription
     about: Mapping[str, str]
     what: str
 
@@ -86,8 +86,8 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         StateError: the folder lacks the model or a part of it; the error says what to do.
     """
     config, about = run_config(run), metadata(run)
-    interface = Interface.saved(config, about)
-    model = interface.model()
+    description = ModelDescription.saved(config, about)
+    model = description.model()
     state, what = _state(run, config, model, about, choice)
     try:
         model.load_state_dict(state)
@@ -97,7 +97,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
             f"both files from the same run. {error}"
         ) from error
     model = set_memory_format(model.eval(), config.memory_format)
-    return SavedModel(run, config, model, interface, about, what)
+    return SavedModel(run, config, model, description, about, what)
 
 
 def _state(

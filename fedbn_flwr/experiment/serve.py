@@ -176,9 +176,16 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
         return MaskedSums(config.mask_settings(), clients)
     if not records:
         return clients
-    steps, batch_size, delta = config.local_steps, config.batch_size, config.dp_delta
-    epsilons = config.record_dp_target_epsilon, config.dp_max_epsilon
-    return RecordLevelDP(records, steps, batch_size, delta, out / PRIVACY, clients, *epsilons)
+    return RecordLevelDP(
+        records,
+        steps=config.local_steps,
+        batch_size=config.batch_size,
+        delta=config.dp_delta,
+        file=out / PRIVACY,
+        until_frozen=clients,
+        target_epsilon=config.record_dp_target_epsilon,
+        max_epsilon=config.dp_max_epsilon,
+    )
 
 
 def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:

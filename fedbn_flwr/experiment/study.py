@@ -59,8 +59,8 @@ __all__ = [
     "FAILED",
     "STUDY_FILE",
     "Cell",
-    "Settings",
     "Study",
+    "StudySettings",
     "Tuning",
     "failure_of",
     "finished",
@@ -71,7 +71,7 @@ __all__ = [
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
 FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
-Settings = dict[str, Scalar]
+StudySettings = dict[str, Scalar]
 
 
 class Tuning(BaseModel):
@@ -80,10 +80,10 @@ class Tuning(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field(min_length=1)
-    base: Settings = Field(default_factory=dict)
+    base: StudySettings = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
 
-    def points(self) -> list[Settings]:
+    def points(self) -> list[StudySettings]:
         """Return every combination of the grid, the last key changing first."""
         return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
 
@@ -94,14 +94,14 @@ class Study(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    base: Settings = Field(default_factory=dict)
-    methods: dict[str, Settings] = Field(min_length=1)
-    splits: dict[str, Settings] = {"all": {}}
+    base: StudySettings = Field(default_factory=dict)
+    methods: dict[str, StudySettings] = Field(min_length=1)
+    splits: dict[str, StudySettings] = {"all": {}}
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     skip: list[str] = Field(default_factory=list)
     metrics: list[str] = Field(default_factory=list)
     paper: dict[str, float | dict[str, float]] = Field(default_factory=dict)
-    overrides: dict[str, Settings] = Field(default_factory=dict)
+    overrides: dict[str, StudySettings] = Field(default_factory=dict)
     target: float | dict[str, float] | None = None
     tune: Tuning | None = None
 
@@ -145,7 +145,7 @@ class Study(BaseModel):
         """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
         for what, values in self._lists():
             if repeated := {str(value) for value in values if values.count(value) > 1}:
-                yield f"{what}: {', '.join(sorted(repeated))} stands there twice"
+                yield f"{what}: {', '.join(sorted(repeated))} is listed twice"
         for name in (*self.skip, *self.paper, *self.overrides):
             if name not in self.names():
                 yield f"'{name}' names no METHOD/SPLIT"
@@ -204,7 +204,7 @@ class Study(BaseModel):
                 for point in self.tune.points():
                     yield from self._cells(seed, point)
 
-    def _cells(self, seed: int, point: Settings) -> Iterator[Cell]:
+    def _cells(self, seed: int, point: StudySettings) -> Iterator[Cell]:
         more = {**self.tune.base, **point} if self.tune and point else {}
         trial = trial_name(point)
         for split, of_split in self.splits.items():
@@ -213,7 +213,7 @@ class Study(BaseModel):
                     settings = {**of_split, **of_method, **self.overrides.get(name, {}), **more, "seed": seed}
                     yield Cell(method, split, seed, settings, self.base, trial)
 
-    def with_chosen(self, chosen: Mapping[str, Settings]) -> Study:
+    def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
         """Return the study with the settings that ``tune`` chose, by METHOD/SPLIT, and without ``tune``."""
         overrides = {name: {**self.overrides.get(name, {}), **settings} for name, settings in chosen.items()}
         return self.model_copy(update={"overrides": {**self.overrides, **overrides}, "tune": None})
@@ -255,7 +255,7 @@ class Cell:
         return out.joinpath(*(re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")))
 
 
-def trial_name(point: Settings) -> str:
+def trial_name(point: StudySettings) -> str:
     """Return the name of a point of ``tune``, such as "learning-rate=0.1"."""
     return ",".join(f"{key}={value}" for key, value in point.items())
 

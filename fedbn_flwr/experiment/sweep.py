@@ -150,7 +150,7 @@ def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / FAILED, json.dumps(content, indent=2) + "\n")
-    except OSError as problem:  # a full disk, say
+    except OSError as problem:  # for example a full disk
         logger.warning("%s cannot be written: %s", folder / FAILED, problem)
 
 

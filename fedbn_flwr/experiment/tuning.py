@@ -12,7 +12,7 @@ from typing import Any
 
 from fedbn_flwr.experiment.early_stopping import validation_metric
 from fedbn_flwr.experiment.output import DIVERGED_AT
-from fedbn_flwr.experiment.study import Cell, Settings, Study, finished, summary_of, trial_name
+from fedbn_flwr.experiment.study import Cell, Study, StudySettings, finished, summary_of, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["Tuned", "tuned", "tuning_markdown"]
@@ -39,7 +39,7 @@ class Tuned:
     rejected: dict[str, int]
 
 
-def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, Settings]]:
+def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
     """Return the scores of the trials, and by METHOD/SPLIT the settings of the best point.
 
     A METHOD/SPLIT whose trials all failed keeps the study's own settings, with a warning; so does, with its best point,
@@ -47,7 +47,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, Settings]]:
     """
     cells = list(study.trials())
     points = {trial_name(point): point for point in study.tune.points()} if study.tune else {}
-    chosen: dict[str, Settings] = {}
+    chosen: dict[str, StudySettings] = {}
     found = []
     for name in dict.fromkeys(f"{cell.method}/{cell.split}" for cell in cells):
         own = [cell for cell in cells if f"{cell.method}/{cell.split}" == name]

@@ -24,7 +24,7 @@ def read_yaml(path: Path, what: str) -> Any:
         what: "config" or "study", for errors.
 
     Raises:
-        ConfigError: the file is absent or not YAML, or all keys that stand twice in one mapping. Readers of YAML
+        ConfigError: the file is absent or not YAML, or all keys that occur twice in one mapping. Readers of YAML
             usually take the last value of such a key.
     """
     try:
@@ -41,7 +41,7 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
-    """Yield each key that stands again in its mapping, with both lines; ``seen`` holds ids of nodes (YAML aliases)."""
+    """Yield each key that occurs again in its mapping, with both lines; ``seen`` holds ids of nodes (YAML aliases)."""
     if node is None or id(node) in seen:
         return
     seen.add(id(node))

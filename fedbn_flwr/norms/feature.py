@@ -6,7 +6,7 @@ Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Le
 
 Under label skew a client with one class lowers its loss without end by longer features; this closes that way. FN of the
 paper is ``norm=none`` with it. Its FedLN is ``norm=layer`` with it: ``norm=layer`` alone bounds the features only if no
-ReLU, sum or pooling stands between its last layer and the classifier, as in every residual network here.
+ReLU, sum or pooling comes between its last layer and the classifier, as in every residual network here.
 
 ## Algorithm
 

@@ -35,8 +35,8 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
 __all__ = [
-    "Ledger",
     "Neighbours",
+    "PrivacyAccountant",
     "Release",
     "Steps",
     "epsilon_of_steps",
@@ -105,7 +105,7 @@ def restored(file: Path | None, kind: type[R], *known: list[R]) -> list[R]:
 
 
 @dataclass
-class Ledger:
+class PrivacyAccountant:
     """The releases of a run, and what they cost.
 
     Attributes:

@@ -51,7 +51,7 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.privacy.accounting import Ledger, Neighbours, Release, require_dp_accounting
+from fedbn_flwr.privacy.accounting import Neighbours, PrivacyAccountant, Release, require_dp_accounting
 from fedbn_flwr.privacy.coordinates import Coordinates, Update, norm
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import Settings, setting
@@ -179,7 +179,7 @@ class ClientLevelDP(Protection):
     Args:
         settings: clipping, noise and accounting; ``dp`` says who clips.
         noise: the source of noise; another one than ``SystemNoise`` is for tests, and no epsilon is stated then.
-        file: a file for the releases, see ``Ledger``.
+        file: a file for the releases, see ``PrivacyAccountant``.
         fixed: names of the entries that no client trains (a frozen backbone): they get no noise, and a reply that
             changed them is refused.
         tied: names of the entries that are the same tensor as another one, and its name.
@@ -187,7 +187,7 @@ class ClientLevelDP(Protection):
     Attributes:
         clipping_norm: C of the next round.
         noise_multiplier: z; None before the first round, where it comes from a target epsilon.
-        ledger: the releases so far, of all runs with this object.
+        accountant: the releases so far, of all runs with this object.
         tells: whether it logs and reports epsilon; not where another protection does so for the whole run.
 
     Raises:
@@ -213,13 +213,13 @@ class ClientLevelDP(Protection):
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
-        self.ledger = Ledger(settings.dp_delta, settings.dp_neighbours, file)
-        self.ledger.restore(())
+        self.accountant = PrivacyAccountant(settings.dp_delta, settings.dp_neighbours, file)
+        self.accountant.restore(())
         self._local: frozenset[Part] = frozenset()
         self._begin()
 
     def begin(self, method: Method[Any]) -> None:
-        """Start with the first clipping norm; check that nothing of the clients goes round the noise.
+        """Start with the first clipping norm; check that nothing of the clients bypasses the noise.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
@@ -311,31 +311,31 @@ class ClientLevelDP(Protection):
         Raises:
             ConfigError: not even one round does.
         """
-        own, ledger = self.settings, self.ledger
+        own, accountant = self.settings, self.accountant
         limit = own.dp_max_epsilon or own.dp_target_epsilon
-        if self.noise_multiplier is None and ledger.epsilon() < own.dp_target_epsilon:
+        if self.noise_multiplier is None and accountant.epsilon() < own.dp_target_epsilon:
             left = run.total_rounds - len(run.reports) + 1 - run.after
-            self.noise_multiplier = ledger.noise_for(
+            self.noise_multiplier = accountant.noise_for(
                 own.dp_target_epsilon, asked, run.num_able, left, self.secret_sampling
             )
             logger.info("dp-target-epsilon=%g: noise multiplier %.4g", own.dp_target_epsilon, self.noise_multiplier)
-        if not ledger.releases:
+        if not accountant.releases:
             self._warn(run, asked)
         if not limit:
             return True
         z = self.noise_multiplier
-        cost = math.inf if z is None else ledger.epsilon([Release(z, asked, run.num_able, self.secret_sampling)])
+        cost = math.inf if z is None else accountant.epsilon([Release(z, asked, run.num_able, self.secret_sampling)])
         self._spent = cost > limit * (1 + 1e-9)
         if not self._spent:
             return True
-        if not ledger.releases:
+        if not accountant.releases:
             raise ConfigError(
                 f"dp-max-epsilon={own.dp_max_epsilon}: round {run.report.server_round} would bring epsilon to "
                 f"{cost:.4g}. Use more noise (dp-noise-multiplier), or more clients."
             )
         logger.warning(
             "epsilon is %.4g, and a round with %d of %d clients would bring it above %g: the run ends.",
-            ledger.epsilon(),
+            accountant.epsilon(),
             asked,
             run.num_able,
             limit,
@@ -367,47 +367,47 @@ class ClientLevelDP(Protection):
             raise ConfigError("no noise was chosen for this round: admits() was not called")
         z = self.noise_multiplier if self.noise.secret else 0.0
         release = Release(z, run.report.asked, run.num_able, self.secret_sampling)
-        self.ledger.add(release)
+        self.accountant.add(release)
         run.report.privacy = {"clipping-norm": self.clipping_norm, "noise-multiplier": self.noise_multiplier}
         if self.tells and self.guarantees:
-            run.report.privacy |= {"epsilon": self.ledger.epsilon(), "delta": self.settings.dp_delta}
+            run.report.privacy |= {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
             logger.info("%s", self.guarantee())
 
     @property
     def guarantees(self) -> bool:
         """Whether there are releases, with a finite epsilon: all have noise, which nobody can repeat."""
-        return bool(self.ledger.releases) and self.noise.secret and math.isfinite(self.ledger.epsilon())
+        return bool(self.accountant.releases) and self.noise.secret and math.isfinite(self.accountant.epsilon())
 
     def guarantee(self) -> str:
         """Return what is guaranteed, in a sentence."""
-        own, ledger = self.settings, self.ledger
+        own, accountant = self.settings, self.accountant
         if not self.noise.secret:
             return "No privacy is guaranteed: the noise can be repeated."
         if not own.dp_noise_multiplier and not own.dp_target_epsilon:
             return "No privacy is guaranteed: updates are clipped, without noise."
-        if not ledger.releases:
+        if not accountant.releases:
             return NO_ROUND
-        if not math.isfinite(epsilon := ledger.epsilon()):
+        if not math.isfinite(epsilon := accountant.epsilon()):
             return "No privacy is guaranteed: there were releases without noise, or with noise that can be repeated."
         what = (
             "whether a client's update is in the sums" if own.dp_neighbours == "zero-out" else "which data a client has"
         )
-        against = ", from all but clients" if any(release.secret for release in ledger.releases) else ""
+        against = ", from all but clients" if any(release.secret for release in accountant.releases) else ""
         return (
-            f"epsilon = {epsilon:.4g} at delta = {own.dp_delta:g} after {len(ledger.releases)} releases: the "
+            f"epsilon = {epsilon:.4g} at delta = {own.dp_delta:g} after {len(accountant.releases)} releases: the "
             f"models hide {what}{against}."
         )
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether a further round, with as many clients as the last, would cost too much in total."""
-        limit, releases = self.settings.dp_max_epsilon or self.settings.dp_target_epsilon, self.ledger.releases
-        return self._spent or (bool(limit and releases) and self.ledger.epsilon(releases[-1:]) > limit)
+        limit, releases = self.settings.dp_max_epsilon or self.settings.dp_target_epsilon, self.accountant.releases
+        return self._spent or (bool(limit and releases) and self.accountant.epsilon(releases[-1:]) > limit)
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
         found: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.noise_multiplier}
         if self.guarantees:
-            found |= {"epsilon": self.ledger.epsilon(), "delta": self.settings.dp_delta}
+            found |= {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
         return {"privacy": found}
 
     def state_dict(self) -> dict[str, Any]:
@@ -415,14 +415,14 @@ class ClientLevelDP(Protection):
         return {
             "clipping_norm": self.clipping_norm,
             "noise_multiplier": self.noise_multiplier,
-            "releases": [list(release) for release in self.ledger.releases],
+            "releases": [list(release) for release in self.accountant.releases],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore C, z and the releases; a target epsilon chooses z anew, for the rounds that are left."""
         self.clipping_norm = state["clipping_norm"]
         self.noise_multiplier = None if self.settings.dp_target_epsilon else state["noise_multiplier"]
-        self.ledger.restore(Release(*release) for release in state["releases"])
+        self.accountant.restore(Release(*release) for release in state["releases"])
 
 
 def clipping_factor(update: Update, clipping_norm: float) -> tuple[float, bool]:

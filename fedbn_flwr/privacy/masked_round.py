@@ -70,7 +70,7 @@ class MaskedRound:
     about: str = ""
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
     _neighbours: dict[int, frozenset[int]] = field(default_factory=dict)
-    _sealed: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by receiver, then by sender
+    _encrypted: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by receiver, then by sender
 
     def prepare(self, asked: Sequence[int], share: float, neighbours: int) -> bool:
         """Exchange keys and shares; return whether enough clients are left in each neighbourhood.
@@ -170,8 +170,8 @@ class MaskedRound:
             self.lose(number, "it has sent shares for others than its neighbours")
             del found[number]
         for number, shares in found.items():
-            for other, sealed in shares.items():
-                self._sealed.setdefault(other, {})[number] = sealed
+            for other, encrypted in shares.items():
+                self._encrypted.setdefault(other, {})[number] = encrypted
         self.present = frozenset(found)
         return self.present
 
@@ -184,7 +184,7 @@ class MaskedRound:
                 MASK_ANSWERED: sorted(around & answered),
                 MASK_LOST: sorted(around - answered),
                 MASK_NUMBERS: others,
-                MASK_SHARES: [self._sealed[number][other] for other in others],
+                MASK_SHARES: [self._encrypted[number][other] for other in others],
             }
 
         def shares(answers: Mapping[int, Mapping[int, bytes]]) -> dict[int, list[bytes]]:

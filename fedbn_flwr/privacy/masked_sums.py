@@ -207,11 +207,11 @@ class MaskedSums(Protection):
         self._inner.begin(method)
 
     def admits(self, run: RunState, asked: int) -> bool:
-        """See ``Protection``; so also ``config``, ``stops_after`` and the calls after it."""
+        """Return whether differential privacy, if there is any, allows the round; masks allow each."""
         return self._inner.admits(run, asked)
 
     def config(self) -> Mapping[str, Any]:
-        """See ``admits``; a resumed run has other batches."""
+        """Return the config of differential privacy; in a resumed run also a number: clients draw new batches by it."""
         return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
 
     def open_round(
@@ -262,13 +262,13 @@ class MaskedSums(Protection):
         common |= {MASK_METRICS: self.publishes_metrics, MASK_EQUAL: bool(self._dp)}
         sent = []
         for number in sorted(masks.present):
-            told: dict[str, Any] = {MASK_PRESENT: masks.partners(number), MASK_WEIGHT: self._weight({number})}
-            sent.append(with_config(messages[number][1], {**common, **told}))
+            own_config: dict[str, Any] = {MASK_PRESENT: masks.partners(number), MASK_WEIGHT: self._weight({number})}
+            sent.append(with_config(messages[number][1], {**common, **own_config}))
         return sent
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
         """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
-        masks = self._masks
+        masks = self._round_or_raise
         if missing := {masks.nodes[number].node_id for number in masks.present} - members.keys():
             raise ConfigError(
                 f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
@@ -299,17 +299,17 @@ class MaskedSums(Protection):
         moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
         vectors = self._by_number([(reply.node, reply.state) for reply in replies])
         answered = frozenset(vectors)
-        shared = {name: before[name] for name in before if run.parts.part_of[name] not in self._of.local}
+        shared = {name: before[name] for name in before if run.parts.part_of[name] not in self._method_or_raise.local}
         try:
             mean, self._known = self._mean(vectors), self._model
             values = split(mean, self._like(shared, run.parts))
             state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
-            sends_buffers = self._of.params.momentum_scope == "global"
+            sends_buffers = self._method_or_raise.params.momentum_scope == "global"
             extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
             average = Reply(Node(0), self._weight(answered), state, {}, extras)
-            self._of.check(run.report.server_round, average, before)
+            self._method_or_raise.check(run.report.server_round, average, before)
         except (MaskingError, ReplyError) as error:  # one client can spoil a sum, and nobody knows which
-            self._masks.give_up(str(error))
+            self._round_or_raise.give_up(str(error))
             return self._inner.pool(run, [], before)
         state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
         return self._inner.pool(run, [average] * len(answered), before) if self._dp else [average]
@@ -331,26 +331,26 @@ class MaskedSums(Protection):
             values = split(self._mean(vectors), statistics_like(before))
             return [pooled_statistics(values, self._weight(frozenset(vectors)), before)]
         except (MaskingError, ReplyError) as error:
-            self._masks.give_up(str(error))
+            self._round_or_raise.give_up(str(error))
             return []
 
     def stops_after(self, server_round: int) -> bool:
-        """See ``admits``."""
+        """Return whether differential privacy ends the run after this round; masks end none."""
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """See ``admits``; whether a client answers is no part of what an epsilon hides."""
+        """Return what differential privacy says in the summary, and that masks do not hide whether a client answers."""
         found = self._inner.outcome()
         if self._dp and self._dp.guarantees:
             found["privacy"]["guarantee"] += f" {_ANSWERS_ARE_PUBLIC}"
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``admits``."""
+        """Return the state of differential privacy; masks last one round, and nothing of them is kept."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``admits``.
+        """Restore the state of differential privacy, and let clients draw new batches.
 
         Rounds may be repeated now. With the same batches and without a client that is lost this time, the difference of
         the two sums would be that client's update: the clients draw others, and those that cannot are left out.
@@ -359,36 +359,40 @@ class MaskedSums(Protection):
         self._inner.load_state_dict(state)
 
     @property
-    def _of(self) -> Method[Any]:
+    def _method_or_raise(self) -> Method[Any]:
         if self._method is None:
-            raise ConfigError("masked sums begin with a run")
+            raise ConfigError(
+                "MaskedSums has no method yet: call begin(method) first; a strategy does so when a run begins"
+            )
         return self._method
 
     @property
-    def _masks(self) -> MaskedRound:
+    def _round_or_raise(self) -> MaskedRound:
         if self._round is None:
-            raise ConfigError("masked sums begin with a round")
+            raise ConfigError("MaskedSums has no masks yet: call open_round() or open_statistics() first")
         return self._round
 
     def _by_number(self, replies: Sequence[tuple[Node, State]]) -> dict[int, Array]:
         """Return the masked vectors by the number of the client."""
-        number_of = {node.node_id: number for number, node in enumerate(self._masks.nodes)}
+        number_of = {node.node_id: number for number, node in enumerate(self._round_or_raise.nodes)}
         return {number_of[node.node_id]: state[MASKED] for node, state in replies}
 
     def _mean(self, vectors: Mapping[int, Array]) -> Array:
         """Return the weighted mean of what these clients have masked (step 4)."""
         answered, total = frozenset(vectors), _sum(list(vectors.values()))
-        return self._point.mean(total - self._masks.left_over(answered, total.size), self._weight(answered))
+        return self._point.mean(total - self._round_or_raise.left_over(answered, total.size), self._weight(answered))
 
     def _like(self, shared: State, parts: Parts) -> dict[str, Array]:
         """Return arrays like the values of a client in training."""
-        return model_values(shared, shared, {} if self._of.params.momentum_scope == "global" else None, parts)
+        return model_values(
+            shared, shared, {} if self._method_or_raise.params.momentum_scope == "global" else None, parts
+        )
 
     def _weight(self, numbers: Collection[int]) -> float:
         """Return the sum of these clients' weights."""
         if self._dp:
             return float(len(numbers))
-        return float(sum(self._masks.nodes[number].num_examples or 0 for number in numbers))
+        return float(sum(self._round_or_raise.nodes[number].num_examples or 0 for number in numbers))
 
 
 def _has_one_batch(node: Node) -> bool:

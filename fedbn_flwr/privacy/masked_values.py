@@ -114,8 +114,8 @@ def pooled_statistics(values: Mapping[str, Array], total: float, before: State) 
         level, square = values[f"{path}|l"]
         if abs(square - level**2) > 1e-6:
             raise ReplyError(
-                f"layer '{path}' has different numbers of values per example at the clients (images of different "
-                "sizes, say), and masked statistics need equal ones"
+                f"layer '{path}' has different numbers of values per example at the clients (for "
+                "example images of different sizes), and masked statistics need equal ones"
             )
         if level < _NOT_CALLED / 2:
             continue

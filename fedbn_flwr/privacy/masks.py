@@ -120,9 +120,9 @@ class Party:
         pairs = dict(zip(sorted(keys), map(list, zip(*shares, strict=True)), strict=True))
         self._own_shares = pairs.pop(number)
         self._channels = {other: _agreed(self._secrets[1], pair[1]) for other, pair in self._neighbours.items()}
-        return {other: self._seal(other, pair) for other, pair in pairs.items()}
+        return {other: self._encrypted(other, pair) for other, pair in pairs.items()}
 
-    def meet(self, present: Collection[int], about: str = "") -> None:
+    def set_present(self, present: Collection[int], about: str = "") -> None:
         """Note the neighbours that are still there; called with each message of the training.
 
         Args:
@@ -154,13 +154,13 @@ class Party:
             raise MaskingError(f"exchange '{tag}' was asked for twice, with other values")
         masked = vector.copy()
         purpose = f"exchange|{self.server_round}|{self._about}|{tag}"
-        for other in self._met():
+        for other in self._present_neighbours():
             _add(masked, self.number, other, _stream(self._channels[other], purpose, vector.size))
         return masked
 
     def masked(self, vector: Array) -> Array:
         """Return the vector of the model, int64, with its masks."""
-        present = self._met()
+        present = self._present_neighbours()
         self._go("shares", "masked")
         masked = vector + seed_mask(self._seed, self.server_round, vector.size)
         for other in present:
@@ -168,26 +168,28 @@ class Party:
             add_pair_mask(masked, self.number, other, self._secrets[0], key, self.server_round, self._about)
         return masked
 
-    def reveal(self, answered: Collection[int], lost: Collection[int], sealed: Mapping[int, bytes]) -> dict[int, bytes]:
+    def reveal(
+        self, answered: Collection[int], lost: Collection[int], encrypted: Mapping[int, bytes]
+    ) -> dict[int, bytes]:
         """Return this client's share of b for each client that answered, and of s for each lost one.
 
         Args:
             answered: the numbers of those whose vector has arrived, in the neighbourhood of this client, with itself.
             lost: the others.
-            sealed: what each neighbour has encrypted for this client.
+            encrypted: what each neighbour has encrypted for this client.
         """
         self._go("masked", "revealed")
         if len({*answered, *lost}) < len(answered) + len(lost) and not set(answered) & set(lost):
             raise MaskingError("the server names a client twice")
         if set(answered) & set(lost):
             raise MaskingError("the server calls a client both answered and lost: the shares of both would unmask it")
-        if {*answered, *lost} != {self.number, *self._met()} or self.number not in answered:
+        if {*answered, *lost} != {self.number, *self._present_neighbours()} or self.number not in answered:
             raise MaskingError("the server names others than the clients with which this one has masked its vector")
         if len(answered) < self.threshold:
             raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed: nothing is revealed")
         found = {}
         for other in sorted({*answered, *lost}):
-            of_seed, of_key = self._own_shares if other == self.number else self._open(other, sealed)
+            of_seed, of_key = self._own_shares if other == self.number else self._decrypted(other, encrypted)
             found[other] = of_seed if other in answered else of_key
         self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}  # of no use any more
         return found
@@ -219,18 +221,18 @@ class Party:
             )
         self._stage = stage
 
-    def _met(self) -> Sequence[int]:
+    def _present_neighbours(self) -> Sequence[int]:
         if self._present is None:
             raise MaskingError("the members of the round are not known yet")
         return self._present
 
-    def _seal(self, other: int, shares: Sequence[bytes]) -> bytes:
+    def _encrypted(self, other: int, shares: Sequence[bytes]) -> bytes:
         text = json.dumps([self.number, other, *(share.hex() for share in shares)])
         return encrypt(self._envelope(other), text.encode())
 
-    def _open(self, other: int, sealed: Mapping[int, bytes]) -> list[bytes]:
+    def _decrypted(self, other: int, encrypted: Mapping[int, bytes]) -> list[bytes]:
         try:
-            sender, receiver, *shares = json.loads(decrypt(self._envelope(other), sealed[other]))
+            sender, receiver, *shares = json.loads(decrypt(self._envelope(other), encrypted[other]))
         except (KeyError, InvalidToken, ValueError) as error:
             raise MaskingError(f"the shares of client {other} cannot be read: {type(error).__name__}") from error
         if (sender, receiver) != (other, self.number):

@@ -1,6 +1,6 @@
 """Gaussian noise from the operating system's entropy. NumPy only.
 
-A run's seed stands in its config: whoever knows it could compute a noise that comes from it, and subtract it. So the
+A run's seed is in its config: whoever knows it could compute a noise that comes from it, and subtract it. So the
 noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it. ``SeededNoise`` is for tests.
 """
 

@@ -73,7 +73,7 @@ from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = [
     "DPSGD",
-    "LASTING_HOOKS",
+    "HOOKS_WITH_STATE",
     "NOISE",
     "PROTECTED_HOOKS",
     "WAY_OUT",
@@ -92,8 +92,8 @@ WAY_OUT = (
 )
 PROTECTED_HOOKS = ("freeze-bn", "proximal", "momentum", "agc")
 """Client hooks that use nothing of the data but the gradients with noise."""
-LASTING_HOOKS = ("momentum",)
-"""Those of them that keep something for the client's next round."""
+HOOKS_WITH_STATE = ("momentum",)
+"""The ``PROTECTED_HOOKS`` that keep a state for the client's next round."""
 
 _STATE = slice(24, 24 + 624 * 8)  # of torch's generator on the CPU: the words of the Mersenne Twister
 _AT_ONCE = 2**26  # numbers in the gradients of the examples that are in memory at the same time
@@ -267,7 +267,7 @@ class DPSGD(StepRule):
     def reply(self, steps: int) -> dict[str, str]:
         """Return the entry with which a reply says that so many steps were done: the server asks for it.
 
-        It stands in ``metrics`` of ``NumPyClient.fit``, or in the ConfigRecord ``properties`` of a reply of the Message
+        Put it in ``metrics`` of ``NumPyClient.fit``, or in the ConfigRecord ``properties`` of a reply of the Message
         API. Noise that can be repeated counts as none.
         """
         noise = self._noise_multiplier if self.settings.noise.secret else 0.0

@@ -43,7 +43,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import with_config
 
-__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP", "carried_over", "uncovered"]
+__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP", "kept_between_rounds", "uncovered"]
 
 logger = logging.getLogger("flwr")
 
@@ -142,7 +142,7 @@ class RecordLevelDP(Protection):
         subject = f"strategy {method.name!r} with record-dp"
         problems = [f"{subject}: {what}" for what in uncovered(method)]
         if self._until_frozen:
-            problems += [f"{subject} until BN is frozen: {what}" for what in carried_over(method)]
+            problems += [f"{subject} until BN is frozen: {what}" for what in kept_between_rounds(method)]
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -276,7 +276,7 @@ class RecordLevelDP(Protection):
     @property
     def _counted(self) -> list[Steps]:
         """All rounds so far; one with client-level noise is one step over all examples."""
-        before = self._until_frozen.ledger.releases if self._until_frozen else ()
+        before = self._until_frozen.accountant.releases if self._until_frozen else ()
         return [*(Steps(release.noise_multiplier / 2, 1.0, 1) for release in before), *self.releases]
 
     def _cost(self, *more: Steps) -> float:
@@ -294,7 +294,7 @@ class RecordLevelDP(Protection):
             return NO_ROUND
         if not math.isfinite(epsilon := self.epsilon()):
             return "No privacy is guaranteed: there were rounds without noise, or with noise that can be repeated."
-        before = len(self._until_frozen.ledger.releases) if self._until_frozen else 0
+        before = len(self._until_frozen.accountant.releases) if self._until_frozen else 0
         what = "the models hide" if before else "what a client sends hides"
         trusted = "; the server is trusted while BN is not frozen" if before else ""
         return (
@@ -343,8 +343,8 @@ def uncovered(method: Method[Any]) -> list[str]:
     ]
 
 
-def carried_over(method: Method[Any]) -> list[str]:
-    """Return what clients carry from rounds with client-level noise, which does not cover it, into DP-SGD."""
+def kept_between_rounds(method: Method[Any]) -> list[str]:
+    """Return what clients keep from rounds with client-level noise, which does not cover it, for rounds of DP-SGD."""
     found, scope = [], method.params.momentum_scope
     if method.local:
         found.append(

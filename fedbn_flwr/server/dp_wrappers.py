@@ -23,7 +23,7 @@ def check_wrapper(method: Method[Any], parts: Parts, warn: bool) -> None:
     ``warn``: warn of the weights of the clients, and of counters, which the wrapper treats as weights of the model.
 
     Raises:
-        ConfigError: something of the clients goes round the wrapper, or the wrapper would fail or break the method.
+        ConfigError: something of the clients bypasses the wrapper, or the wrapper would fail or break the method.
     """
     wrapper = calling_dp_wrapper()
     if not wrapper:

@@ -233,7 +233,7 @@ class Server(Method[P]):
         """
         self.run = RunState(self.name, self.parts, self.continuity, num_rounds)
         self._connect(timeout)
-        self.run.know(initial_arrays)
+        self.run.set_model(initial_arrays)
         self._begin()
         if self._saved is None:
             return 0
@@ -273,11 +273,11 @@ class Server(Method[P]):
     @property
     def parts(self) -> Parts | None:
         """The split of the model's state; without ``parts=`` it is None before the first arrays."""
-        return self.run.known_parts
+        return self.run.parts_or_none
 
     @parts.setter
     def parts(self, parts: Parts | None) -> None:
-        self.run.known_parts = parts
+        self.run.parts_or_none = parts
 
     @property
     def continuity(self) -> Continuity | None:
@@ -325,12 +325,12 @@ class Server(Method[P]):
         such a loop it runs completely in this call, which then returns no messages.
         """
         refuse_own_keys(config=config)
-        self.run.know(arrays)
+        self.run.set_model(arrays)
         check_wrapper(self, self.run.parts, warn=not self.run.begun)
         if not self.run.begun:
             self._begin()
         self.run.before, self.run.metrics = views(arrays), {}
-        self.run.keep_reestimated()
+        self.run.begin_round_statistics()
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
         messages = self._training_messages(server_round, arrays, config, grid)
         self.run.report.asked = len(messages)
@@ -565,8 +565,8 @@ class Server(Method[P]):
     def _reestimate(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
         """Re-estimate the statistics of ``arrays`` from all clients with data; none below ``min_replies``."""
         report, like, parts = self.run.report, views(arrays), self.run.parts
-        if report.kept_previous and self.run.known_statistics:  # they are those of the same weights on the same data
-            self.run.reestimated = self.run.known_statistics
+        if report.kept_previous and self.run.statistics_at_start:  # they are those of the same weights on the same data
+            self.run.reestimated = self.run.statistics_at_start
             return
         # Re-estimation that the method needs counts as training traffic, else as evaluation traffic.
         traffic = report.train if self.recalibrates else report.evaluate

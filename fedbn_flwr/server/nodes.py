@@ -38,7 +38,7 @@ class Node:
         batch_size: examples in its first local step.
         unusable: why it cannot take part; "" if it can.
         refusal: why a mod of its app has refused the query; "" if none has.
-        behind_mod: whether that mod stands before ``local_bn``, which would have answered all the same.
+        behind_mod: whether that mod comes before ``local_bn``, which would have answered all the same.
     """
 
     node_id: int
@@ -70,16 +70,16 @@ class NodeRegistry:
     Args:
         seed: seed of the sampling; each (purpose, round) has a random stream of its own.
         timeout: seconds to wait for enough nodes, and for their answers.
-        told: entries of the query: what a node must know to say whether it can take part.
+        query_config: entries of the query: what a node must know to say whether it can take part.
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
         silent: node id to the reason why a node did not answer the last query; it is asked again.
     """
 
-    def __init__(self, seed: int, timeout: float, told: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, seed: int, timeout: float, query_config: Mapping[str, Any] | None = None) -> None:
         self._seed = seed
-        self._told = dict(told or {})
+        self._query_config = dict(query_config or {})
         self._timeout = timeout
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
@@ -101,7 +101,7 @@ class NodeRegistry:
 
         Raises:
             EngineError: too few nodes are connected after the timeout.
-            ConfigError: all nodes raised this error, or two claim the same partition.
+            ConfigError: all nodes raised this error, or two have the same partition id.
         """
         node_ids = self._wait(grid, at_least)
         if node_ids == self._sorted[0]:
@@ -157,7 +157,7 @@ class NodeRegistry:
         """Return the new nodes whose partition no other connected node holds; query the others again later.
 
         Raises:
-            ConfigError: two nodes claim the same partition from the start.
+            ConfigError: two nodes have the same partition id from the start.
         """
         holders = {n.partition_id: n for n in self._nodes.values() if n.node_id in connected}
         distinct: dict[int, Node] = {}
@@ -167,7 +167,7 @@ class NodeRegistry:
                 distinct[node.node_id] = holders[node.partition_id] = node
                 continue
             problem = (
-                f"{holder} and {node} both claim partition-id={node.partition_id}: give each SuperNode its own in "
+                f"{holder} and {node} both have partition-id={node.partition_id}: give each SuperNode its own in "
                 "--node-config."
             )
             if not self._nodes:
@@ -176,9 +176,9 @@ class NodeRegistry:
         return distinct
 
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
-        answered = grid.node_properties(self._told, node_ids) if isinstance(grid, ImmediateGrid) else {}
+        answered = grid.node_properties(self._query_config, node_ids) if isinstance(grid, ImmediateGrid) else {}
         found = {node_id: _node(node_id, properties) for node_id, properties in answered.items()}
-        content = RecordDict({"config": ConfigRecord(self._told)} if self._told else {})
+        content = RecordDict({"config": ConfigRecord(self._query_config)} if self._query_config else {})
         asked = set(node_ids) - found.keys()
         messages = [Message(content, node_id, MessageType.QUERY) for node_id in node_ids if node_id in asked]
         reasons: list[str] = []

@@ -150,7 +150,8 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
         # A mod refuses the next message of this kind, too.
         raise (ClientPartError if is_mod_refusal(message) else ReplyError)(error_text(message))
     if len(message.content.metric_records) != 1:
-        raise ReplyError(f"{len(message.content.metric_records)} MetricRecords, expected 1")
+        found = len(message.content.metric_records)
+        raise ReplyError(f"the reply has {found} MetricRecords; return exactly one, which contains '{count_key}'")
     (metrics,) = message.content.metric_records.values()
     count = metrics.get(count_key)
     if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:

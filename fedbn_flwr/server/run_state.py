@@ -28,7 +28,7 @@ class RunState:
 
     Attributes:
         strategy: the name of the strategy, for errors.
-        known_parts: the split of the model's state; if not given, None before the first arrays.
+        parts_or_none: the split of the model's state; if the user gives none, None before the first arrays.
         continuity: the run as it is sent to clients with a state folder.
         num_rounds: R; None if Flower's loop does not say.
         by_run_rounds: whether the loop over the rounds is ``server.rounds``, and not one of Flower's.
@@ -42,7 +42,7 @@ class RunState:
         num_able: number of nodes with training data, N of the papers.
         smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
-        known_statistics: those of the model that this round began with.
+        statistics_at_start: those of the model at the start of this round.
         latest_bn: the BN parts that clients shared for tests.
         local_hashes: the SHA-256 of each client's kept state, by label.
         volatile: labels of clients whose kept state is in memory only.
@@ -52,7 +52,7 @@ class RunState:
     """
 
     strategy: str
-    known_parts: Parts | None = None
+    parts_or_none: Parts | None = None
     continuity: Continuity | None = None
     num_rounds: int | None = None
     by_run_rounds: bool = False
@@ -66,7 +66,7 @@ class RunState:
     num_able: int = 0
     smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
-    known_statistics: dict[str, Any] = field(default_factory=dict)
+    statistics_at_start: dict[str, Any] = field(default_factory=dict)
     latest_bn: LatestBN = field(default_factory=LatestBN)
     local_hashes: dict[str, str] = field(default_factory=dict)
     volatile: set[str] = field(default_factory=set)
@@ -82,11 +82,11 @@ class RunState:
     @property
     def parts(self) -> Parts:
         """The split of the model's state; ConfigError if it is not known yet."""
-        if self.known_parts is None:
+        if self.parts_or_none is None:
             raise ConfigError(
                 "the split of the state is not known before the first arrays; pass parts=split_state(model)"
             )
-        return self.known_parts
+        return self.parts_or_none
 
     @property
     def total_rounds(self) -> int:
@@ -103,21 +103,21 @@ class RunState:
         """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
         return self.total_rounds - self.after - len(self.reports) + 1
 
-    def keep_reestimated(self) -> None:
+    def begin_round_statistics(self) -> None:
         """Begin a round: what was re-estimated after the last one is of the model that this one begins with."""
-        kept = self.known_statistics if self.reports and self.reports[-1].kept_previous else {}
-        self.known_statistics, self.reestimated = self.reestimated or kept, {}
+        kept = self.statistics_at_start if self.reports and self.reports[-1].kept_previous else {}
+        self.statistics_at_start, self.reestimated = self.reestimated or kept, {}
 
-    def know(self, arrays: ArrayRecord) -> None:
+    def set_model(self, arrays: ArrayRecord) -> None:
         """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.
 
         Raises:
             ConfigError: the given split does not fit.
         """
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        if self.known_parts is None or self.known_parts.by_names:  # an earlier run may have had another model
-            self.known_parts = split_state(arrays)
-        if unknown := [name for name in arrays if name not in self.known_parts.part_of]:
+        if self.parts_or_none is None or self.parts_or_none.by_names:  # an earlier run may have had another model
+            self.parts_or_none = split_state(arrays)
+        if unknown := [name for name in arrays if name not in self.parts_or_none.part_of]:
             raise ConfigError(
                 f"parts= does not know {len(unknown)} of the arrays ({unknown[0]}, ...): it was made from another model"
             )

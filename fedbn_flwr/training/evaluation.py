@@ -33,7 +33,7 @@ class EvalResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of the targets that count that is right."""
+        """Accuracy: the share of counted targets that are predicted correctly."""
         return self.metrics["accuracy"]
 
     @property
@@ -93,7 +93,7 @@ def evaluate(
             if "miou" in task.metrics:
                 counts = confusion(outputs, targets, task.ignore)
                 matrix = counts if matrix is None else matrix + counts
-            if task.gathers:
+            if task.metrics_of_all_outputs:
                 gathered.append((outputs, targets))
             if (wrong := task.unusable(targets)) is not None:
                 unusable.append(wrong)

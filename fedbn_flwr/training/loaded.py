@@ -119,7 +119,7 @@ def as_batches(data: Any, plain: Dataset[Any] | None = None) -> Batches:
 
     Raises:
         DataError: the data set has no length; it is a ``DataLoader``, whose batches are not those of the settings;
-            ``plain`` has another length, or stands beside ``Batches``.
+            ``plain`` has another length, or is given with ``Batches``.
     """
     if _has_batches(data):
         if plain is not None:

@@ -193,7 +193,7 @@ class TrainResult:
     Attributes:
         loss: mean of the batch losses before each step over the processed examples, without penalties; NaN if all
             batches are empty.
-        accuracy: share of the processed targets that count that is right before each step; None for a task without
+        accuracy: the share of counted targets that are predicted correctly, before each step; None for a task without
             accuracy.
         num_processed: processed examples; an example counts in each step that uses it.
         num_steps: optimizer steps.

@@ -89,7 +89,8 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 _TURN = threading.Lock()
-os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.Lock()))  # its holder stays behind
+# After a fork the child has a copy of a held lock, but not the thread that would release it.
+os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.Lock()))
 _OUTSIDE: ContextVar[Generators | None] = ContextVar("outside", default=None)
 
 

@@ -131,7 +131,7 @@ class Task:
         return self.score != "mae"
 
     @property
-    def gathers(self) -> list[str]:
+    def metrics_of_all_outputs(self) -> list[str]:
         """The metrics that need all outputs and targets of a test at once."""
         return [name for name in self.metrics if name not in _COUNTED]
 
@@ -163,9 +163,9 @@ class Task:
         """Raise DataError if there are unusable targets."""
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics of ``gathers`` for all outputs (N, ...) and targets (N, ...) of a test."""
+        """Return the ``metrics_of_all_outputs`` for all outputs (N, ...) and targets (N, ...) of a test."""
         kept = targets != self.ignore
-        return of_classes(self.gathers, outputs[kept].double(), targets[kept])
+        return of_classes(self.metrics_of_all_outputs, outputs[kept].double(), targets[kept])
 
     @staticmethod
     def on_device(targets: Any, device: torch.device) -> Tensor:
@@ -270,8 +270,8 @@ class LabelTask(_ColumnTask):
             )
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics of ``gathers`` for all outputs and targets of a test."""
-        return of_labels(self.gathers, self._columns(outputs), self._columns(targets))
+        """Return the ``metrics_of_all_outputs`` for all outputs and targets of a test."""
+        return of_labels(self.metrics_of_all_outputs, self._columns(outputs), self._columns(targets))
 
     def _takes(self, columns: int) -> bool:
         return columns == 1 or not self.single
@@ -313,8 +313,8 @@ class RegressionTask(_ColumnTask):
             raise DataError(f"{unusable} targets are infinite: give numbers, or NaN where the target is unknown.")
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics of ``gathers`` for all outputs and targets of a test."""
-        return of_numbers(self.gathers, self._columns(outputs), self._columns(targets))
+        """Return the ``metrics_of_all_outputs`` for all outputs and targets of a test."""
+        return of_numbers(self.metrics_of_all_outputs, self._columns(outputs), self._columns(targets))
 
 
 CLASSIFICATION = Task()

@@ -112,7 +112,8 @@ class Barrier:
             while exchange.answer is None and not exchange.aborted:
                 now = time.monotonic()
                 self._changed.wait(min(_LOOK, exchange.deadline - now))
-                exchange.deadline += max(0.0, time.monotonic() - now - _LOOK)  # this process was paused: nobody is late
+                # If this process was paused, extend the deadline by that time.
+                exchange.deadline += max(0.0, time.monotonic() - now - _LOOK)
                 late = time.monotonic() >= exchange.deadline
                 if late and exchange is self._exchange:  # no other thread has noticed it yet
                     missing = {i: self._late(i, tag) for i in self._remaining() if i not in exchange.sent}

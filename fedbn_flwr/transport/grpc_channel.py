@@ -113,7 +113,7 @@ class ChannelServer:
         try:
             return _answer(barrier, node_id, operation, attempt, tag, tensor, context)
         except RetryStep as error:
-            return _pack({"status": "redo", "message": str(error)})
+            return _pack({"status": "retry", "message": str(error)})
         except FedBNError as error:
             return _pack({"status": "dropped", "message": str(error)})
 
@@ -168,7 +168,10 @@ class ChannelReducer:
         elif is_loopback(address):
             self._channel = grpc.insecure_channel(address, _OPTIONS)
         else:
-            raise ConfigError(f"the channel at {address!r} is not on loopback and has no TLS: refused")
+            raise ConfigError(
+                f"the channel at {address!r} is not on loopback and has no TLS: refused. Set the run's fedtan-tls-dir "
+                "to a folder on the server with ca.crt, server.crt and server.key, or use fedtan-transport=messages."
+            )
         self._address, self._token, self._deadline = address, token, timeout + 30
         self._call = self._channel.unary_unary(f"/{_SERVICE}/{_METHOD}")
         self._attempt = 0
@@ -202,7 +205,7 @@ class ChannelReducer:
             details = getattr(error, "details", lambda: "")()
             raise EngineError(f"channel at {self._address}: {code}: {details}") from error
         answer, result = _unpack(reply)
-        if answer["status"] == "redo":
+        if answer["status"] == "retry":
             raise RetryStep(answer["message"])
         if answer["status"] == "dropped":
             raise Dropped(answer["message"])

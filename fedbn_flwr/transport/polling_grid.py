@@ -166,7 +166,8 @@ def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
     message_ids = list(grid.push_messages(messages))
     if len(message_ids) != len(messages):  # Flower refused all messages
         raise EngineError(
-            f"only {len(message_ids)} of {len(messages)} messages could be pushed (too large? the log says why)"
+            f"only {len(message_ids)} of {len(messages)} messages could be sent; Flower's log gives the reason. A "
+            "message may be too large."
         )
     if lost := [str(node_id) for i, node_id in zip(message_ids, node_ids, strict=True) if not i]:
         logger.warning("Messages to node(s) %s could not be pushed; continuing without them.", ", ".join(lost))

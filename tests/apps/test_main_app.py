@@ -84,8 +84,8 @@ def test_the_demo_fails_where_the_engines_differ(short_demo: dict[str, Any], tmp
 
 def test_the_demo_fails_with_flowers_message(short_demo, tmp_path: Path, capsys, monkeypatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
-        raise EngineError("flwr run: finished:failed. Its last words:\nOops")
+        raise EngineError("flwr run: finished:failed. The last lines of its log:\nOops")
 
     monkeypatch.setattr(module, "flower_run", fails)
     assert module.demo(tmp_path / "demo") == 1
-    assert "Its last words:\nOops" in capsys.readouterr().out
+    assert "The last lines of its log:\nOops" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def test_another_model_is_refused() -> None:
         store(context, nn.Sequential(nn.BatchNorm1d(5))).load(NAMES)
     assert str(error.value) == (
         "what this client kept (version 1, round 4) belongs to another model: its names, layer types or "
-        "shapes changed (first of ours: '0.weight'). Start a new run, or give the model back."
+        "shapes changed (its first entry is now '0.weight'). Start a new run, or use the earlier model again."
     )
 
 

@@ -77,7 +77,7 @@ def test_an_unusable_file_is_named_and_the_previous_one_is_loaded(tmp_path: Path
     with caplog.at_level(logging.WARNING, "flwr"):
         assert folder(tmp_path).newest()["round"] == 3
     assert "000001.r1." in caplog.text
-    assert "looking for an earlier one" in caplog.text
+    assert "looking for an earlier file" in caplog.text
 
 
 @pytest.mark.parametrize("series", ["", "..", ".a", "a/b", "a\\b", "a b", "x" * 65, "a\n"])

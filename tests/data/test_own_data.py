@@ -409,7 +409,7 @@ BAD = {
             **_npz(p, x=np.zeros((4, 2)), y=np.arange(4) % 2, group=np.zeros(4), split=np.array([0, 0, 1, 1])),
             "num-clients": 1,
         },
-        r"1 values of the group column stand on both sides of the split",
+        r"1 values of the group column are on both sides of the split",
     ),
     "a key of tables": (
         lambda p: _folder(p, {"a": 2, "b": 2}, **{"label-column": "y"}),

@@ -20,7 +20,7 @@ from flwr.app import Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid, client_work
-from fedbn_flwr.engines.link import Broadcasts, Link, Packed
+from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.workers import WorkerProcesses, _reply
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.norms import use_feature_norm
@@ -58,7 +58,7 @@ def test_links_carry_arrays_of_every_kind_and_remember_broadcasts() -> None:
     import multiprocessing
 
     a, b = multiprocessing.Pipe()
-    sender, receiver = Link(a, os.getpid()), Link(b)
+    sender, receiver = WorkerPipe(a, os.getpid()), WorkerPipe(b)
     broadcasts = Broadcasts()
     draw = np.random.default_rng(0)
     states = [
@@ -285,7 +285,7 @@ def test_a_worker_says_nothing_when_the_command_was_killed() -> None:
     context = Context(1, 1, {}, RecordDict(), {})
     theirs.close()
     app = app_of(lambda message, context: Message(RecordDict(), reply_to=message))
-    _reply(Link(ours), 0, app, message, context, {})
+    _reply(WorkerPipe(ours), 0, app, message, context, {})
     ours.close()
 
 
@@ -339,7 +339,7 @@ def test_an_app_that_returns_nothing_or_exits_fails_its_client_only(workers: int
 
 
 def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
-    """No room for its arrays, say; the next one arrives."""
+    """For example for lack of room for its arrays; the next one arrives."""
     tries = []
     whole = Packed.write
 

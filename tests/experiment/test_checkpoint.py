@@ -65,7 +65,7 @@ def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
         data = bytearray(newest.read_bytes())
         data[-5] ^= 1
         newest.write_bytes(data)
-        reason = "SHA-256 does not fit"
+        reason = "SHA-256 does not match"
     elif harm == "renamed":
         newest.write_bytes((out / "checkpoint/round-000004.safetensors").read_bytes())
         reason = "holds round 4"

@@ -22,7 +22,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.experiment.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.interface import Interface
+from fedbn_flwr.experiment.model_description import ModelDescription
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.output import read_metrics
 from fedbn_flwr.experiment.run import run
@@ -123,7 +123,7 @@ def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
     alone, _ = served({**settings, "dataset": "folder:", "class-names": "cat,dog"}, nodes)
     whole = run(Config.make({**settings, "dataset": f"folder:{tmp_path / 'all'}"}), tmp_path / "whole", workers=0)
     assert alone["sha256"] == whole["sha256"]
-    assert Interface.read(metadata(tmp_path / "out")).classes == ("cat", "dog")
+    assert ModelDescription.read(metadata(tmp_path / "out")).classes == ("cat", "dog")
 
 
 def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
@@ -232,7 +232,7 @@ def test_the_agreed_mean_and_std_give_the_bits_of_a_run_that_has_all_data(
     whole = together({key: value for key, value in settings.items() if key != "fedtan-transport"}, tmp_path)
     assert alone["sha256"] == whole["sha256"]
     assert alone["final"] == {key: value for key, value in whole["final"].items() if key != "domains"}
-    found, wanted = (Interface.read(metadata(tmp_path / name)) for name in ("out", "together"))
+    found, wanted = (ModelDescription.read(metadata(tmp_path / name)) for name in ("out", "together"))
     assert len(found.mean) == 4
     assert (found.mean, found.std, found.features) == (wanted.mean, wanted.std, wanted.features)
 
@@ -240,11 +240,11 @@ def test_the_agreed_mean_and_std_give_the_bits_of_a_run_that_has_all_data(
 def test_the_agreed_mean_and_std_are_the_same_in_a_resumed_run_without_a_node(served, tables, tmp_path) -> None:
     settings = {**TABLE, "dataset": "csv:", "checkpoint-every": 1, "strategy": "fedavg"}
     served({**settings, "num-server-rounds": 1}, at(tables))
-    agreed = Interface.read(metadata(tmp_path / "out"))
+    agreed = ModelDescription.read(metadata(tmp_path / "out"))
     tables[2].unlink()
     _, lines = served({**settings, "num-server-rounds": 2, "resume": True}, at(tables))
     assert [line["participants"] for line in lines] == [[0, 1, 2], [0, 1]]
-    assert Interface.read(metadata(tmp_path / "out")) == agreed
+    assert ModelDescription.read(metadata(tmp_path / "out")) == agreed
 
 
 def test_a_node_that_cannot_say_its_sums_is_named_and_left_out(served, tables, tmp_path, caplog) -> None:
@@ -255,7 +255,7 @@ def test_a_node_that_cannot_say_its_sums_is_named_and_left_out(served, tables, t
     assert "(partition 2) has no part in the mean and std of the inputs: data-path=" in left_out[0]
     rows = [line.split(",") for path in tables[:2] for line in path.read_text().splitlines()[1:] if ",train," in line]
     ages = np.array([row[0] for row in rows], np.float32).astype(np.float64)
-    found = Interface.read(metadata(tmp_path / "out"))
+    found = ModelDescription.read(metadata(tmp_path / "out"))
     assert (found.mean[0], found.std[0]) == (pytest.approx(ages.mean()), pytest.approx(ages.std()))
     with pytest.raises(ConfigError, match=r"standardise=federated needs the sums .*no node .*nowhere.csv"):
         served(settings, [{"data-path": str(tmp_path / "nowhere.csv")}], "none")
@@ -291,7 +291,7 @@ def test_images_have_the_federations_mean_where_asked(served, tmp_path) -> None:
     settings = {**SETTINGS, "dataset": "npz:", "image-size": 28, "num-classes": 2, "task": "classification"}
     settings |= {"standardise": "federated", "num-server-rounds": 1}
     served(settings, at([tmp_path / f"{client}.npz" for client in range(2)]))
-    found, pixels = Interface.read(metadata(tmp_path / "out")), np.concatenate(values) / 255
+    found, pixels = ModelDescription.read(metadata(tmp_path / "out")), np.concatenate(values) / 255
     assert found.mean == pytest.approx((pixels.mean(),))
     assert found.std == pytest.approx((pixels.std(),))
 

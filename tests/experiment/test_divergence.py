@@ -200,13 +200,13 @@ def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(tmp_path: Path, 
     def ends(summary: str):
         def flower_run(*arguments: Any, **options: Any) -> None:
             (tmp_path / "summary.json").write_text(summary)
-            raise EngineError("flwr run: finished:failed. Its last words: loss is nan")
+            raise EngineError("flwr run: finished:failed. The last lines of its log: loss is nan")
 
         monkeypatch.setattr(simulation, "flower_run", flower_run)
 
     config = Config.make({"num-clients": 2, "out": str(tmp_path)})
     ends('{"diverged-at": 3}')
-    with pytest.raises(DivergedError, match="Its last words: loss is nan") as caught:
+    with pytest.raises(DivergedError, match="The last lines of its log: loss is nan") as caught:
         simulation.simulate(config, tmp_path)
     assert caught.value.diverged_at == 3
     with pytest.raises(EngineError) as failed:  # the summary is that of the run before

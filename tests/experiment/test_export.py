@@ -23,7 +23,7 @@ from fedbn_flwr.experiment import export as export_module
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.evaluate_run import evaluate_run
 from fedbn_flwr.experiment.export import FORMATS, SUFFIXES, export, load_exported
-from fedbn_flwr.experiment.interface import INTERFACE, Interface
+from fedbn_flwr.experiment.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.experiment.output import RunFolder, read_metrics
 from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.saved_model import Choice
@@ -48,7 +48,7 @@ def finished(folder: Path, old: bool = False, **settings: Any) -> tuple[Path, nn
     with torch.no_grad():
         model.train()(data.train_view().batch(torch.arange(64))[0])
     RunFolder(folder, config)
-    about = {"format": "pt"} | ({} if old else {INTERFACE: Interface.of(config, data.dataset).to_json()})
+    about = {"format": "pt"} | ({} if old else {MODEL_DESCRIPTION: ModelDescription.of(config, data.dataset).to_json()})
     (folder / "model.safetensors").write_bytes(encode_safetensors(to_state(model.state_dict()), about))
     return folder, model.eval(), data
 

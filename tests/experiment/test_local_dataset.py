@@ -119,7 +119,7 @@ def test_two_nodes_with_one_partition_are_refused_by_name(served) -> None:
         served(config_of(), nodes)
     said = str(caught.value)
     assert said.count("(partition 0)") == 2
-    assert said.endswith("both claim partition-id=0: give each SuperNode its own in --node-config.")
+    assert said.endswith("both have partition-id=0: give each SuperNode its own in --node-config.")
 
 
 # --- the data themselves ---------------------------------------------------------------------------------------------

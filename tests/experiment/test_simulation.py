@@ -133,7 +133,7 @@ def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(tmp_path: P
     with pytest.raises(EngineError) as caught:
         flower_run(ROOT, run_config=settings, federation_config={"num-supernodes": 4})
     said = str(caught.value)
-    assert said.startswith("flwr run: finished:failed. Its last words:\n")
+    assert said.startswith("flwr run: finished:failed. The last lines of its log:\n")
     assert (
         "num-clients=3, but the federation has 4 node(s). In simulation add --federation-config 'num-supernodes=3' to "
         "`flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all nodes."
@@ -145,5 +145,5 @@ def test_a_run_that_flower_refuses_is_an_error() -> None:
     with pytest.raises(EngineError) as caught:
         flower_run(ROOT, run_config={"learning-rat": 1.0}, federation_config={"num-supernodes": 2})
     said = str(caught.value)
-    assert said.startswith("flwr run: refused by Flower. Its last words:\n")
+    assert said.startswith("flwr run: refused by Flower. The last lines of its log:\n")
     assert "[code: 15]" in said

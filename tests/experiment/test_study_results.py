@@ -203,7 +203,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
     assert chosen["BN/all"] == {"learning-rate": 0.1} != chosen["FedBN/all"]
     with pytest.raises(RunFailedError, match=r"1 of 6 trials of tune failed: tune/FedBN/all/learning-rate=0.1/seed-0"):
         sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
-    with pytest.raises(ConfigError, match=r"tune\.grid: learning-rate: 0\.1 stands there twice"):
+    with pytest.raises(ConfigError, match=r"tune\.grid: learning-rate: 0\.1 is listed twice"):
         load(tmp_path, TUNE.replace("1.0e-6", "0.1"))
     with pytest.raises(ConfigError, match=r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"):
         load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))

@@ -118,7 +118,7 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
         (("skip: [FedBN/own/iid]", "skip: [FedBN/idd]"), "'FedBN/idd' names no METHOD/SPLIT"),
         (("FedAvg/iid: 91", "FedAvg: 91"), "'FedAvg' names no METHOD/SPLIT"),
         (("strategy: fedbn", "strategy: silobm"), "FedBN/own/two classes/seed-0: unknown strategy 'silobm'"),
-        (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: 0 stands there twice"),
+        (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: 0 is listed twice"),
         (("seeds: [0, 1]", "seeds: []"), "seeds: list should have at least 1 item"),
         (("name: small", "nome: small"), "nome: extra inputs are not permitted"),
         (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),

@@ -11,7 +11,7 @@ from dp_accounting import pld
 from scipy.stats import norm
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.privacy.accounting import Ledger, Release
+from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release
 
 
 def delta_of(epsilon: float, noises: list[float]) -> float:
@@ -22,8 +22,8 @@ def delta_of(epsilon: float, noises: list[float]) -> float:
 
 @pytest.mark.parametrize("noises", [[0.7], [4.0] * 3, [0.5, 2.0, 4.0, 4.0]])
 def test_epsilon_is_that_of_the_analytic_gaussian_and_of_a_second_accountant(noises: list[float]) -> None:
-    ledger = Ledger(1e-5, "zero-out", releases=[Release(z, 8, 8) for z in noises])
-    epsilon = ledger.epsilon()
+    accountant = PrivacyAccountant(1e-5, "zero-out", releases=[Release(z, 8, 8) for z in noises])
+    epsilon = accountant.epsilon()
     assert delta_of(epsilon, noises) == pytest.approx(1e-5, rel=1e-6)
     second = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     for z in dict.fromkeys(noises):
@@ -32,15 +32,15 @@ def test_epsilon_is_that_of_the_analytic_gaussian_and_of_a_second_accountant(noi
 
 
 def test_another_client_s_data_costs_twice_the_change() -> None:
-    halved = Ledger(1e-5, "zero-out", releases=[Release(0.5, 8, 8)] * 5).epsilon()
-    assert Ledger(1e-5, "replace-one", releases=[Release(1.0, 4, 8)] * 5).epsilon() == halved
-    assert Ledger(1e-5, "zero-out", releases=[Release(0.5, 4, 8)] * 5).epsilon() == halved
+    halved = PrivacyAccountant(1e-5, "zero-out", releases=[Release(0.5, 8, 8)] * 5).epsilon()
+    assert PrivacyAccountant(1e-5, "replace-one", releases=[Release(1.0, 4, 8)] * 5).epsilon() == halved
+    assert PrivacyAccountant(1e-5, "zero-out", releases=[Release(0.5, 4, 8)] * 5).epsilon() == halved
 
 
 def test_secret_samples_cost_less_and_never_less_than_samples_of_the_removed_client_alone() -> None:
     """The bound for m of n lies between that of Poisson sampling at half the change and that without sampling."""
     known, secret = (
-        Ledger(1e-5, "replace-one", releases=[Release(4.0, 10, 1000, hidden)] * 50).epsilon()
+        PrivacyAccountant(1e-5, "replace-one", releases=[Release(4.0, 10, 1000, hidden)] * 50).epsilon()
         for hidden in (False, True)
     )
     poisson = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
@@ -54,30 +54,30 @@ def test_secret_samples_cost_less_and_never_less_than_samples_of_the_removed_cli
 
 
 def test_a_release_without_noise_has_no_epsilon() -> None:
-    assert Ledger(1e-5, "zero-out").epsilon() == 0
-    assert Ledger(1e-5, "zero-out", releases=[Release(1.0, 4, 4), Release(0.0, 4, 4)]).epsilon() == math.inf
+    assert PrivacyAccountant(1e-5, "zero-out").epsilon() == 0
+    assert PrivacyAccountant(1e-5, "zero-out", releases=[Release(1.0, 4, 4), Release(0.0, 4, 4)]).epsilon() == math.inf
 
 
 def test_the_noise_for_an_epsilon_is_the_smallest() -> None:
-    ledger = Ledger(1e-5, "zero-out")
-    z = ledger.noise_for(3.0, 10, 10, 20)
-    assert ledger.epsilon([Release(z, 10, 10)] * 20) <= 3.0 < ledger.epsilon([Release(0.998 * z, 10, 10)] * 20)
+    accountant = PrivacyAccountant(1e-5, "zero-out")
+    z = accountant.noise_for(3.0, 10, 10, 20)
+    assert accountant.epsilon([Release(z, 10, 10)] * 20) <= 3.0 < accountant.epsilon([Release(0.998 * z, 10, 10)] * 20)
     with pytest.raises(ConfigError, match="dp-target-epsilon=1e-06 over 1000 rounds"):
-        ledger.noise_for(1e-6, 10, 10, 1000)
+        accountant.noise_for(1e-6, 10, 10, 1000)
 
 
 def test_releases_outlive_a_crash(tmp_path: Path) -> None:
     file = tmp_path / "privacy.jsonl"
-    first = Ledger(1e-5, "zero-out", file=file)
+    first = PrivacyAccountant(1e-5, "zero-out", file=file)
     for z in (1.0, 2.0):
         first.add(Release(z, 3, 4))
     with file.open("a") as lines:
         lines.write('{"noise_multip')  # killed in mid-write: the result of this release was never used
-    second = Ledger(1e-5, "zero-out", file=file)
+    second = PrivacyAccountant(1e-5, "zero-out", file=file)
     second.restore([Release(1.0, 3, 4)])  # of an older checkpoint
     assert second.releases == [Release(1.0, 3, 4), Release(2.0, 3, 4)]
     second.add(Release(3.0, 3, 4))
-    third = Ledger(1e-5, "zero-out", file=file)
+    third = PrivacyAccountant(1e-5, "zero-out", file=file)
     third.restore(())
     assert third.releases == second.releases
     file.write_text(file.read_text().splitlines(keepends=True)[0])  # a copy of an older file

@@ -27,7 +27,7 @@ from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import clipped_update, local_bn
 from fedbn_flwr.privacy import DPWrapper
-from fedbn_flwr.privacy.accounting import Ledger, Release
+from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SeededNoise, SystemNoise
@@ -263,14 +263,14 @@ def test_settings_that_take_more_are_refused_by_name(
 
 
 def test_a_round_is_released_whoever_answers(federate: Any, mlp: Any, datasets: Any) -> None:
-    """All replies hold NaN: the model gets noise all the same, and the ledger counts it."""
+    """All replies hold NaN: the model gets noise all the same, and the accountant counts it."""
     bad = [type(data)(data.inputs * float("nan"), data.targets) for data in datasets]
     strategy = FedAvg(min_replies=3, on_divergence="continue")
     wrapper = DPWrapper(strategy, 1.0, 1.0)
     got = federate(strategy, mlp, bad, rounds=2)
     assert all(len(report.rejected) == 3 and not report.kept_previous for report in strategy.reports)
     assert distance(got.history[0], got.history[1], got.history[0]) > 0.1
-    assert len(wrapper.privacy.ledger.releases) == 2
+    assert len(wrapper.privacy.accountant.releases) == 2
 
 
 def test_an_update_that_is_not_finite_in_its_units_adds_nothing(mlp: Any) -> None:
@@ -357,9 +357,9 @@ def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> Non
     privacy = ClientLevelDP(DPSettings(dp="server", dp_target_epsilon=8.0))
     ends = []
     for releases in (1, 2, 3):
-        privacy.ledger.releases = [Release(1.0, 4, 4)] * releases
+        privacy.accountant.releases = [Release(1.0, 4, 4)] * releases
         ends.append(privacy.stops_after(releases))
-    costs = [Ledger(1e-5, "zero-out", releases=[Release(1.0, 4, 4)] * n).epsilon() for n in (2, 3, 4)]
+    costs = [PrivacyAccountant(1e-5, "zero-out", releases=[Release(1.0, 4, 4)] * n).epsilon() for n in (2, 3, 4)]
     assert ends == [cost > 8.0 for cost in costs] == [False, True, True]
 
 
@@ -375,7 +375,7 @@ def test_a_budget_ends_the_run_before_clients_train_if_fewer_are_left_to_hide_am
     settings = {"dp_sampling": "secret", "dp_neighbours": "replace-one", "dp_max_epsilon": 1.0}
     privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=4.0, **settings))
     assert privacy.admits(of_round(1, 100), 2)
-    privacy.ledger.releases = [Release(4.0, 2, 100, secret=True)] * 6
+    privacy.accountant.releases = [Release(4.0, 2, 100, secret=True)] * 6
     assert privacy.admits(of_round(7, 100), 2)
     assert not privacy.stops_after(6)
     assert not privacy.admits(of_round(7, 2), 2)  # who is left takes part for sure
@@ -393,7 +393,7 @@ def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(federate: Any
 
     def second_costs_too_much(state: RunState, asked: int) -> bool:
         if state.report.server_round == 2:
-            wrapper.privacy.ledger.releases += [Release(0.05, 3, 3)]
+            wrapper.privacy.accountant.releases += [Release(0.05, 3, 3)]
         return admits(state, asked)
 
     wrapper.privacy.admits = second_costs_too_much  # type: ignore[method-assign]
@@ -408,14 +408,14 @@ def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
     assert first.admits(of_round(1, 4), 4)
     planned = first.noise_multiplier
     assert planned is not None
-    first.ledger.releases = [Release(planned, 4, 4)] * 5  # four rounds, and one that a crash repeated
+    first.accountant.releases = [Release(planned, 4, 4)] * 5  # four rounds, and one that a crash repeated
     resumed = ClientLevelDP(settings)
     resumed.load_state_dict(first.state_dict())
     assert resumed.admits(of_round(5, 4, after=4), 4)
     assert resumed.noise_multiplier is not None
     assert resumed.noise_multiplier > 1.01 * planned
     left = [Release(resumed.noise_multiplier, 4, 4)] * 6
-    assert 7.97 < resumed.ledger.epsilon(left) <= 8.0
+    assert 7.97 < resumed.accountant.epsilon(left) <= 8.0
 
 
 def test_noise_that_ruins_the_statistics_is_told_before_the_first_round(caplog: pytest.LogCaptureFixture) -> None:
@@ -641,16 +641,16 @@ def test_a_ledger_keeps_what_its_releases_were(mlp: Any, tmp_path: Path) -> None
         file.unlink(missing_ok=True)
         first = ClientLevelDP(DPSettings(**keys), noise, file)
         pooled(first, before, states, asked=10)
-        first.ledger.releases = first.ledger.releases * 50
-        first.ledger.releases = [one._replace(population=1000) for one in first.ledger.releases]
-        first.ledger.restore([])  # which writes them into the file
+        first.accountant.releases = first.accountant.releases * 50
+        first.accountant.releases = [one._replace(population=1000) for one in first.accountant.releases]
+        first.accountant.restore([])  # which writes them into the file
         return first, ClientLevelDP(DPSettings(**keys, dp_sampling="secret"), file=file)
 
     first, other = known_and_next()
-    assert len(other.ledger.releases) == 50
-    assert other.ledger.epsilon() == first.ledger.epsilon()
+    assert len(other.accountant.releases) == 50
+    assert other.accountant.epsilon() == first.accountant.epsilon()
     pooled(other, before, states, asked=4)
-    assert first.ledger.epsilon() < other.ledger.epsilon()
+    assert first.accountant.epsilon() < other.accountant.epsilon()
     first, other = known_and_next(SeededNoise(0))
     assert not other.guarantees
     assert other.guarantee() == (
@@ -660,7 +660,7 @@ def test_a_ledger_keeps_what_its_releases_were(mlp: Any, tmp_path: Path) -> None
     kept.load_state_dict(first.state_dict())
     assert not kept.guarantees
     hidden = ClientLevelDP(DPSettings(**keys))
-    hidden.ledger.releases = [Release(4.0, 10, 1000, secret=True)]
+    hidden.accountant.releases = [Release(4.0, 10, 1000, secret=True)]
     assert hidden.guarantee().endswith("which data a client has, from all but clients.")
 
 

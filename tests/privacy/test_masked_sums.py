@@ -283,7 +283,7 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[in
         strategy, dp = FedAvg(fraction_evaluate=0.0), protection()
         strategy.protect(protected(dp))
         runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
-        assert [release.sampled for release in dp.ledger.releases] == [5, 5]
+        assert [release.sampled for release in dp.accountant.releases] == [5, 5]
         found, plain = (protection.outcome()["privacy"] for protection in (strategy.protection, dp))
         assert found.pop("guarantee").startswith(plain.pop("guarantee"))
         assert found == plain
@@ -419,7 +419,7 @@ def test_statistics_of_a_kept_model_are_not_summed_a_second_time(federate, datas
     assert [report.kept_previous for report in made.reports] == [False, True, True]
     asked = [config["server-round"] for config in run.grid.config("query.statistics")]
     assert set(asked) == {1}
-    assert made.run.reestimated == made.run.known_statistics != {}
+    assert made.run.reestimated == made.run.statistics_at_start != {}
 
 
 def test_a_ring_of_neighbours(federate, points, mlp) -> None:

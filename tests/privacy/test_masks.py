@@ -20,32 +20,34 @@ from fedbn_flwr.privacy.masks import Party, PublicKeys, add_pair_mask, recovered
 THRESHOLD = 3
 
 
-def met(size: int, threshold: int = THRESHOLD, server_round: int = 1) -> tuple[list[Party], list[dict[int, bytes]]]:
+def parties_of(
+    size: int, threshold: int = THRESHOLD, server_round: int = 1
+) -> tuple[list[Party], list[dict[int, bytes]]]:
     """Clients that have exchanged keys and shares, and what each has encrypted for the others."""
     parties = [Party.new(server_round) for _ in range(size)]
     keys = keys_of(parties)
-    sealed = [party.shares(number, keys, threshold) for number, party in enumerate(parties)]
+    encrypted = [party.shares(number, keys, threshold) for number, party in enumerate(parties)]
     for number, party in enumerate(parties):
-        party.meet(set(range(size)) - {number})
-    return parties, sealed
+        party.set_present(set(range(size)) - {number})
+    return parties, encrypted
 
 
 def keys_of(parties: list[Party]) -> dict[int, PublicKeys]:
     return {number: PublicKeys(*party.publics) for number, party in enumerate(parties)}
 
 
-def for_(receiver: int, sealed: list[dict[int, bytes]]) -> dict[int, bytes]:
-    return {sender: own[receiver] for sender, own in enumerate(sealed) if sender != receiver}
+def for_(receiver: int, encrypted: list[dict[int, bytes]]) -> dict[int, bytes]:
+    return {sender: own[receiver] for sender, own in enumerate(encrypted) if sender != receiver}
 
 
 def unmasked(
-    parties: list[Party], sealed: list[dict[int, bytes]], vectors: Mapping[int, Array], threshold: int = THRESHOLD
+    parties: list[Party], encrypted: list[dict[int, bytes]], vectors: Mapping[int, Array], threshold: int = THRESHOLD
 ) -> Array:
     """What the server does: ask for shares, rebuild secrets, remove the masks that are left."""
     answered, lost = sorted(vectors), sorted(set(range(len(parties))) - set(vectors))
     shares: dict[int, list[bytes]] = {number: [] for number in range(len(parties))}
     for number in answered:
-        for owner, share in parties[number].reveal(answered, lost, for_(number, sealed)).items():
+        for owner, share in parties[number].reveal(answered, lost, for_(number, encrypted)).items():
             shares[owner].append(share)
     total = np.sum(list(vectors.values()), axis=0, dtype=np.int64)
     keys = keys_of(parties)
@@ -63,18 +65,18 @@ def unmasked(
 def test_the_masks_cancel_whoever_is_lost(size: int, lost: int, length: int, seed: int) -> None:
     threshold = size // 2 + 1
     lost = min(lost, size - threshold)
-    parties, sealed = met(size, threshold)
+    parties, encrypted = parties_of(size, threshold)
     generator = np.random.default_rng(seed)
     plain = generator.integers(-(2**61), 2**61, (size, length))
     masked = {number: party.masked(plain[number]) for number, party in enumerate(parties)}
     for number in generator.choice(size, lost, replace=False):
         del masked[int(number)]
-    found = unmasked(parties, sealed, masked, threshold)
+    found = unmasked(parties, encrypted, masked, threshold)
     assert np.array_equal(found, np.sum([plain[number] for number in masked], axis=0, dtype=np.int64))
 
 
 def test_the_masks_of_an_exchange_cancel() -> None:
-    parties, _ = met(4)
+    parties, _ = parties_of(4)
     plain = np.random.default_rng(0).integers(-(2**61), 2**61, (4, 9))
     for tag in ("mean/0", "variance/0"):
         sent = [party.exchange(tag, own) for party, own in zip(parties, plain, strict=True)]
@@ -88,7 +90,7 @@ def test_a_masked_vector_is_uniform_and_no_stream_comes_twice() -> None:
     zero = np.zeros(size, np.int64)
     streams = []
     for server_round in (1, 2):
-        parties, _ = met(3, 2, server_round)
+        parties, _ = parties_of(3, 2, server_round)
         streams += [parties[0].exchange(tag, zero) for tag in ("mean/0", "mean/1", "variance/0")]
         streams += [party.masked(zero) for party in parties]
     for stream in streams:
@@ -100,21 +102,21 @@ def test_a_masked_vector_is_uniform_and_no_stream_comes_twice() -> None:
 
 
 def test_a_client_survives_between_two_messages() -> None:
-    parties, sealed = met(3, 2)
+    parties, encrypted = parties_of(3, 2)
     plain = np.arange(6).reshape(3, 2)
     kept = [Party.load(party.dump()) for party in parties]
     tensors = [Party.load(party.dump()).exchange("mean/0", own) for party, own in zip(kept, plain, strict=True)]
     assert np.sum(tensors, axis=0).tolist() == [6, 9]
     masked = {number: party.masked(plain[number]) for number, party in enumerate(kept)}
     kept = [Party.load(party.dump()) for party in kept]
-    assert unmasked(kept, sealed, masked, 2).tolist() == [6, 9]
+    assert unmasked(kept, encrypted, masked, 2).tolist() == [6, 9]
 
 
 def test_fewer_shares_than_the_threshold_give_no_secret() -> None:
-    parties, sealed = met(4)
+    parties, encrypted = parties_of(4)
     for party in parties:
         party.masked(np.zeros(1, np.int64))
-    shares = [party.reveal(range(4), [], for_(number, sealed))[0] for number, party in enumerate(parties)]
+    shares = [party.reveal(range(4), [], for_(number, encrypted))[0] for number, party in enumerate(parties)]
     seeds = [recovered_seed(list(some)) for some in combinations(shares, 3)]
     assert len(set(seeds)) == 1
     for two in combinations(shares, 2):
@@ -125,10 +127,10 @@ def test_fewer_shares_than_the_threshold_give_no_secret() -> None:
 
 
 def test_a_share_of_another_key_is_noticed() -> None:
-    parties, sealed = met(4)
+    parties, encrypted = parties_of(4)
     for party in parties:
         party.masked(np.zeros(1, np.int64))
-    shares = [parties[n].reveal([0, 1, 2], [3], for_(n, sealed))[3] for n in (0, 1, 2)]
+    shares = [parties[n].reveal([0, 1, 2], [3], for_(n, encrypted))[3] for n in (0, 1, 2)]
     assert recovered_key(shares, parties[3].publics[0])
     with pytest.raises(MaskingError, match="not those of its key"):
         recovered_key(shares, parties[2].publics[0])
@@ -165,42 +167,42 @@ def test_a_client_refuses_to_share_its_secrets(case: str) -> None:
     ],
 )
 def test_a_client_refuses_to_reveal(answered: Collection[int], lost: Collection[int], message: str) -> None:
-    parties, sealed = met(4)
+    parties, encrypted = parties_of(4)
     parties[0].masked(np.zeros(1, np.int64))
     with pytest.raises(MaskingError, match=message):
-        parties[0].reveal(answered, lost, for_(0, sealed))
+        parties[0].reveal(answered, lost, for_(0, encrypted))
 
 
 def test_a_client_does_each_step_once() -> None:
     """A second vector under the same masks, or a second answer with other lists, would unmask the first."""
-    parties, sealed = met(3, 2)
+    parties, encrypted = parties_of(3, 2)
     zero, everyone = np.zeros(1, np.int64), keys_of(parties)
     with pytest.raises(MaskingError, match="step 'shares' of a masked sum follows 'keys'"):
         parties[0].shares(0, everyone, 2)
     with pytest.raises(MaskingError, match="step 'revealed' of a masked sum follows 'masked'"):
-        parties[1].reveal([0, 1, 2], [], for_(1, sealed))
+        parties[1].reveal([0, 1, 2], [], for_(1, encrypted))
     parties[0].masked(zero)
     with pytest.raises(MaskingError, match="training with masks comes once a round"):
-        parties[0].meet([1, 2])
+        parties[0].set_present([1, 2])
     with pytest.raises(MaskingError, match="step 'masked' of a masked sum follows 'shares'"):
         parties[0].masked(zero)
-    parties[0].reveal([0, 1], [2], for_(0, sealed))
+    parties[0].reveal([0, 1], [2], for_(0, encrypted))
     with pytest.raises(MaskingError, match="step 'revealed' of a masked sum follows 'masked'"):
-        parties[0].reveal([0, 1, 2], [], for_(0, sealed))
+        parties[0].reveal([0, 1, 2], [], for_(0, encrypted))
 
 
 def test_a_client_refuses_other_or_too_few_members() -> None:
-    parties, _ = met(4)
+    parties, _ = parties_of(4)
     with pytest.raises(MaskingError, match="2 clients are left in this client's neighbourhood, 3 needed"):
-        parties[0].meet([1])
+        parties[0].set_present([1])
     with pytest.raises(MaskingError, match="client 7 is not a neighbour"):
-        parties[0].meet([1, 2, 7])
+        parties[0].set_present([1, 2, 7])
     with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
-        parties[0].meet([1, 2])
+        parties[0].set_present([1, 2])
     with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
-        parties[0].meet([1, 2, 3], "other range")
+        parties[0].set_present([1, 2, 3], "other range")
     with pytest.raises(MaskingError, match="names a neighbour twice"):
-        parties[0].meet([1, 1])
+        parties[0].set_present([1, 1])
 
 
 def test_masks_of_clients_that_were_told_different_things_do_not_cancel() -> None:
@@ -211,14 +213,14 @@ def test_masks_of_clients_that_were_told_different_things_do_not_cancel() -> Non
     for same in (True, False):
         for number, party in enumerate(parties):
             party._present = None
-            party.meet({0, 1, 2} - {number}, "same" if same else f"about {number}")
+            party.set_present({0, 1, 2} - {number}, "same" if same else f"about {number}")
         zero = np.zeros(50, np.int64)
         total = np.sum([party.exchange(f"{same}", zero) for party in parties], axis=0, dtype=np.int64)
         assert (total == 0).all() == same
 
 
 def test_an_exchange_is_not_repeated_with_other_values() -> None:
-    parties, _ = met(3, 2)
+    parties, _ = parties_of(3, 2)
     first = parties[0].exchange("mean/0", np.zeros(2, np.int64))
     assert np.array_equal(parties[0].exchange("mean/0", np.zeros(2, np.int64)), first)
     with pytest.raises(MaskingError, match="exchange 'mean/0' was asked for twice, with other values"):
@@ -239,8 +241,8 @@ def test_a_secret_that_is_no_key_is_an_error_of_the_masks() -> None:
 
 
 def test_shares_that_were_sent_to_another_client_are_refused() -> None:
-    parties, sealed = met(3, 2)
+    parties, encrypted = parties_of(3, 2)
     for party in parties:
         party.masked(np.zeros(1, np.int64))
     with pytest.raises(MaskingError, match="the shares of client 1 cannot be read"):
-        parties[0].reveal([0, 1, 2], [], {1: sealed[1][2], 2: sealed[2][0]})
+        parties[0].reveal([0, 1, 2], [], {1: encrypted[1][2], 2: encrypted[2][0]})

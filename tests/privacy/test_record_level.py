@@ -32,7 +32,7 @@ from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.privacy import record_level
-from fedbn_flwr.privacy.accounting import Ledger, Release, Steps, epsilon_of_steps
+from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
 from fedbn_flwr.privacy.differential import CLIP, ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.noise import SeededNoise
@@ -754,12 +754,12 @@ def test_a_resumed_run_with_a_target_chooses_the_noise_for_the_rounds_that_are_l
 
 
 def test_a_budget_for_clients_is_that_of_the_rounds_with_noise_for_them() -> None:
-    one, two = (Ledger(1e-5, "zero-out", releases=[Release(5.0, 3, 3)] * n).epsilon() for n in (1, 2))
+    one, two = (PrivacyAccountant(1e-5, "zero-out", releases=[Release(5.0, 3, 3)] * n).epsilon() for n in (1, 2))
     settings = DPSettings(dp="server", dp_noise_multiplier=5.0, dp_max_epsilon=(one + two) / 2)
     until = ClientLevelDP(settings)
     protection = RecordLevelDP(RecordLevel(1.0, frozen_only=True), 2, 0, until_frozen=until)
     assert protection.admits(state_in(1), 3)
-    until.ledger.releases = [Release(5.0, 3, 3)]
+    until.accountant.releases = [Release(5.0, 3, 3)]
     assert protection.admits(state_in(2, phase="frozen"), 3)
     assert not protection.stops_after(2)
     assert not protection.admits(state_in(2), 3)

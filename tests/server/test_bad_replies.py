@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "no count": (count(None), "'num-examples' is None, which must be a finite number above 0"),
     "error": (fail, "error 2: <class 'flwr.clientapp.client_app.ClientAppException'>:<'\nException "),
     "no arrays": (no_arrays, "no ArrayRecord 'arrays'"),
-    "two metrics": (two_metrics, "2 MetricRecords, expected 1"),
+    "two metrics": (two_metrics, "the reply has 2 MetricRecords; return exactly one, which contains 'num-examples'"),
     "text": (garbage(b"not an array"), "arrays that cannot be read: ValueError: "),
     "empty": (garbage(b""), "arrays that cannot be read: EOFError: "),
     "zip": (garbage(b"PK\x03\x04nonsense"), "arrays that cannot be read: BadZipFile: "),

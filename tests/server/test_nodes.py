@@ -57,7 +57,7 @@ def test_two_nodes_with_one_partition_are_refused_at_the_start(nodes: NodeRegist
     with pytest.raises(ConfigError) as caught:
         nodes.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)
     assert str(caught.value) == (
-        "node 11 (partition 0) and node 13 (partition 0) both claim partition-id=0: give each SuperNode its own in "
+        "node 11 (partition 0) and node 13 (partition 0) both have partition-id=0: give each SuperNode its own in "
         "--node-config."
     )
 

@@ -68,5 +68,5 @@ def test_messages_that_could_not_be_pushed_are_left_out_or_an_error() -> None:
     grid = Slow({7: 0.0, 8: 0.0}, "not the first")
     assert list(send_until(grid, asked(grid), lambda replies, seconds: seconds > 5)) == [8]
     grid = Slow({7: 0.0, 8: 0.0}, "none")
-    with pytest.raises(EngineError, match="only 0 of 2 messages could be pushed"):
+    with pytest.raises(EngineError, match="only 0 of 2 messages could be sent"):
         send_until(grid, asked(grid), lambda replies, seconds: True)

@@ -234,7 +234,7 @@ def test_a_client_that_lost_what_it_kept_is_named(loses: bool, federate, mlp, po
 
 
 def test_the_report_says_why_no_node_was_identified(federate, mlp, points, monkeypatch) -> None:
-    """An app that cannot be imported, say: else every round would be empty without a reason."""
+    """For example an app that cannot be imported: else every round would be empty without a reason."""
     ask = InProcessGrid.send_and_receive
 
     def broken(self, messages, *, timeout=None):

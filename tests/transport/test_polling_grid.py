@@ -207,7 +207,7 @@ def test_messages_that_could_not_be_pushed_are_named(caplog) -> None:
         replies = list(PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1))
     assert [r.metadata.src_node_id for r in replies] == [4]
     assert caplog.messages == ["Messages to node(s) 5 could not be pushed; continuing without them."]
-    with pytest.raises(EngineError, match=r"^only 0 of 3 messages could be pushed"):
+    with pytest.raises(EngineError, match=r"^only 0 of 3 messages could be sent"):
         PollingGrid(Refusing()).send_and_receive(messages(4, 5, 6), timeout=1)
 
 

@@ -75,7 +75,7 @@ def test_a_new_attempt_drops_the_answers_and_a_new_round_the_model(context) -> N
     received(context, {"fedtan/mean/0": np.ones(1)}, attempt=1)
     _, answers = received(context, {**MODEL, "w": np.zeros(3)}, server_round=2)
     assert answers == {}
-    with pytest.raises(StateError, match="the model of round 3 was sent to this client in an earlier message"):
+    with pytest.raises(StateError, match="the model of round 3 came in an earlier message"):
         log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, server_round=3))
 
 

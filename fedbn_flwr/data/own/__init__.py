@@ -77,7 +77,7 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """Where the examples stand in the user's files.
+    """Where the examples are in the user's files.
 
     Attributes:
         column: "file" for image files, else "row".
@@ -95,7 +95,7 @@ class OwnRows:
 
 
 def own_rows(request: OwnData) -> OwnRows:
-    """Return where the training and test examples of own data stand in the files.
+    """Return where the training and test examples of own data are in the files.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -106,7 +106,7 @@ def own_rows(request: OwnData) -> OwnRows:
     if not isinstance(found.inputs, Tensor):
         column, names = "file", [path.relative_to(request.path).as_posix() for path in found.inputs]
     elif request.kind == "csv" and Path(request.path).is_dir() and found.clients is not None:
-        starts = np.searchsorted(found.clients, found.clients)  # the tables stand one after the other
+        starts = np.searchsorted(found.clients, found.clients)  # the tables follow one another
         names = [
             f"{found.client_names[c]}:{at - start}"
             for at, (c, start) in enumerate(zip(found.clients, starts, strict=True))
@@ -233,7 +233,7 @@ def _split(request: OwnData, found: Found) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training and of the test examples.
 
     Raises:
-        ConfigError: the units of one patient stand on both sides of the split that the data have.
+        ConfigError: the units of one patient are on both sides of the split that the data have.
     """
     everything = np.arange(len(found), dtype=np.int64)
     if found.tests is not None:
@@ -242,7 +242,7 @@ def _split(request: OwnData, found: Found) -> tuple[np.ndarray, np.ndarray]:
             and (both := np.intersect1d(found.units[found.tests], found.units[~found.tests])).size
         ):
             raise ConfigError(
-                f"dataset={request.name!r}: {both.size} values of the group column stand on both sides of the split "
+                f"dataset={request.name!r}: {both.size} values of the group column are on both sides of the split "
                 "that the data have. Correct the split, or leave split-column out: then a split by group is made."
             )
         return everything[~found.tests], everything[found.tests]

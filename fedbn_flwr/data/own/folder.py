@@ -66,7 +66,7 @@ def read_folder(request: OwnData) -> Found:
         if not request.skip_unreadable:
             raise DataError(
                 f"dataset={request.name!r}: {len(problems)} of {len(paths)} image files cannot be read:\n{listed}\n"
-                "Mend or remove them, or leave them out with skip-unreadable=true."
+                "Repair or remove them, or leave them out with skip-unreadable=true."
             )
         notes.append(f"{len(problems)} of {len(paths)} image files are left out, they cannot be read:\n{listed}")
         kept = [at for at in range(len(paths)) if at not in problems]

@@ -23,6 +23,8 @@ MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "None")
 """Texts in a CSV file that mean a missing value."""
 
 _MOST_CATEGORIES = 50
+_CLIENT = "(file)"
+_NAMELESS = re.compile(r"Unnamed: \d+|__index_level_\d+__")  # pandas' names; as a rule the numbers of the rows
 
 
 def read_table(request: OwnData) -> Found:
@@ -91,10 +93,6 @@ def read_table(request: OwnData) -> Found:
         names,
         notes=notes,
     )
-
-
-_CLIENT = "(file)"
-_NAMELESS = re.compile(r"Unnamed: \d+|__index_level_\d+__")  # pandas' names; as a rule the numbers of the rows
 
 
 def table_columns(request: OwnData) -> list[str]:

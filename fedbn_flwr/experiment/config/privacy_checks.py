@@ -9,7 +9,7 @@ from fedbn_flwr.data import decided_by_records, is_own
 from fedbn_flwr.experiment.config.fields import CENTRALIZED
 from fedbn_flwr.experiment.config.values import Values
 from fedbn_flwr.privacy import differential, masked_sums
-from fedbn_flwr.privacy.record_server import TWO_NOISES, carried_over
+from fedbn_flwr.privacy.record_server import TWO_NOISES, kept_between_rounds
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
 
@@ -17,7 +17,7 @@ __all__ = ["dp_problems", "mask_problems"]
 
 
 def dp_problems(config: Values) -> list[str]:
-    """Return what of this run goes round the noise, or does not fit it."""
+    """Return what of this run bypasses the noise, or does not fit it."""
     asked = f"dp={config.dp}" if config.dp != "off" else "record-dp=true"
     if config.strategy == CENTRALIZED:
         return [f"{asked}: strategy=centralized has no clients"]
@@ -98,7 +98,7 @@ def _record_problems(config: Values) -> list[str]:
             f"record-dp=true: standardise={config.standardise_as()} brings the mean and std of the training examples "
             "into the model, without noise. Use standardise=none with features of a known range"
         )
-    if config.series and carried_over(_made(config)):
+    if config.series and kept_between_rounds(_made(config)):
         found.append(
             f"record-dp=true with series={config.series}: what clients kept in earlier runs may have had no noise. "
             "Leave series out"
@@ -139,7 +139,7 @@ def _both_problems(config: Values) -> list[str]:
     found = []
     if after >= config.num_server_rounds:
         found.append(f"{both}: with {setting} BN is never frozen, so there is no DP-SGD")
-    found += [f"{both}: {what}" for what in carried_over(_made(config))]
+    found += [f"{both}: {what}" for what in kept_between_rounds(_made(config))]
     if config.dp_target_epsilon:
         found.append(
             f"{both}: dp-target-epsilon={config.dp_target_epsilon} is for clients, and epsilon is that of an example "

@@ -92,7 +92,7 @@ def _of_model(config: Values) -> Conditions:
 
 
 def _of_data(config: Values) -> Conditions:
-    """Return the same for the keys of the data, their task and their split."""
+    """Return whether the keys of the data, the task and the split have an effect, and what they need."""
     info, task = config.data_info(), config.plain_task()
     own, partition = is_own(config.dataset), config.split_name()
     tables = own and config.dataset.startswith(("csv:", "hf:"))
@@ -129,7 +129,7 @@ def _of_data(config: Values) -> Conditions:
 
 
 def _of_training(config: Values) -> Conditions:
-    """Return the same for the keys of rounds and local training, and of what is protected there."""
+    """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
     tracks, steps = _tracks(config), config.learning_rate_schedule in ("", "step")
     hides = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true" if config.masked_sums else ""
     return {

@@ -176,12 +176,12 @@ class Values(Fields):
     def run_settings(self) -> RunSettings:
         """Return the settings of the run that the method checks its own against."""
         return RunSettings(
-            self.num_server_rounds,
-            self.norm,
-            self.sgd_momentum,
-            self.evaluations(),
-            self.optimizer,
-            self.gradient_clip_norm,
+            num_rounds=self.num_server_rounds,
+            norm=self.norm,
+            sgd_momentum=self.sgd_momentum,
+            tests=self.evaluations(),
+            optimizer=self.optimizer,
+            gradient_clip_norm=self.gradient_clip_norm,
         )
 
     def params(self) -> Params:

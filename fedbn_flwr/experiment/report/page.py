@@ -170,7 +170,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class More:
-    """Blocks that the reader opens; with an ``anchor`` they are linked to, and stand open on paper."""
+    """Blocks that the reader opens; with an ``anchor`` they are linked to, and are open on paper."""
 
     summary: str
     blocks: Sequence[Block]
@@ -248,7 +248,7 @@ class Page:
 {"".join(block.html() for block in self.lead)}
 <nav aria-label="Contents"><ul>{contents}</ul></nav>
 </header>
-<noscript><p class="note">The figures need JavaScript. Their numbers stand in the tables below them.</p></noscript>
+<noscript><p class="note">The figures need JavaScript. Their numbers are in the tables below them.</p></noscript>
 <main>
 {"".join(section.html() for section in self.sections)}
 </main>

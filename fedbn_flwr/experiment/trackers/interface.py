@@ -14,6 +14,8 @@ from fedbn_flwr.experiment.study import STUDY_FILE
 
 __all__ = ["Memory", "Tracker", "group_of", "name_of", "numbers_of", "summary_of_run", "tags_of"]
 
+_DEEPEST = 8  # folders between a study's and a run's; names of methods and splits may have "/"
+
 
 class Tracker(Protocol):
     """Shows the numbers of one run. Its methods may be slow and may fail: ``Delivery`` calls them from a thread.
@@ -102,9 +104,6 @@ def _depth(config: Config, folder: Path) -> int:
         return 1
     above = folder.absolute().parents[:_DEEPEST]
     return next((depth for depth, parent in enumerate(above, 1) if (parent / STUDY_FILE).is_file()), 1)
-
-
-_DEEPEST = 8  # folders between a study's and a run's; names of methods and splits may have "/"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """Files that version 0.1.0 wrote before its modules moved can be read, and give the same bits.
 
-``tests/fixtures/before_the_move`` was written by the commit ce002ea: a run of FedBN with momentum, cut after round 2 (a
+``tests/fixtures/files_of_0_1_0`` was written by the commit ce002ea: a run of FedBN with momentum, cut after round 2 (a
 checkpoint, and what clients keep), the state folder of two nodes with the mod after two rounds, and the replay log of
 a synchronised step after its first exchange. ``expected.json`` holds what that commit makes of them.
 """
@@ -30,7 +30,7 @@ from fedbn_flwr.mods import bn_rules, local_bn
 from fedbn_flwr.strategies import FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 
-FIXTURES = Path(__file__).parent / "fixtures/before_the_move"
+FIXTURES = Path(__file__).parent / "fixtures/files_of_0_1_0"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
 
 

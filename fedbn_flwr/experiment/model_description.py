@@ -18,16 +18,16 @@ from fedbn_flwr.experiment.setup import build_options
 from fedbn_flwr.export import Normalise
 from fedbn_flwr.models import build_model
 
-__all__ = ["INTERFACE", "Interface"]
+__all__ = ["MODEL_DESCRIPTION", "ModelDescription"]
 
-INTERFACE = "interface"
-"""The metadata of ``model.safetensors`` with the interface, JSON."""
+MODEL_DESCRIPTION = "interface"
+"""The key of the description, JSON, in the metadata of ``model.safetensors``."""
 
 _BYTES = 255.0
 
 
 @dataclass(frozen=True)
-class Interface:
+class ModelDescription:
     """A model and its inputs, which become (x / scale - mean) / std, per channel or feature.
 
     Attributes:
@@ -53,7 +53,7 @@ class Interface:
     features: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, data: Dataset | None) -> Interface:
+    def of(cls, config: Config, data: Dataset | None) -> ModelDescription:
         """Return that of a run; ``data`` None = its data are not here, only the description of the data set is."""
         shape, info = config.example_shape(), config.data_info()
         mean, std = (data.mean, data.std) if data else (info.mean, info.std)
@@ -73,14 +73,14 @@ class Interface:
         )
 
     @classmethod
-    def saved(cls, config: Config, about: Mapping[str, str]) -> Interface:
+    def saved(cls, config: Config, about: Mapping[str, str]) -> ModelDescription:
         """Return that of the metadata of ``model.safetensors``; for a file of an older version that of the config."""
-        return cls.read(about) if INTERFACE in about else cls.of(config, None)
+        return cls.read(about) if MODEL_DESCRIPTION in about else cls.of(config, None)
 
     @classmethod
-    def read(cls, about: Mapping[str, str]) -> Interface:
+    def read(cls, about: Mapping[str, str]) -> ModelDescription:
         """Return that of the metadata of a file."""
-        values: dict[str, Any] = json.loads(about[INTERFACE])
+        values: dict[str, Any] = json.loads(about[MODEL_DESCRIPTION])
         values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         return cls(**values)
 
