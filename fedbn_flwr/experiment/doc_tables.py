@@ -43,7 +43,7 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/methods/index.md": {"strategies": strategy_table(""), "norms": norm_table()},
         "docs/reference/strategies.md": {"classes": class_list()},
         "docs/guides/privacy.md": {"protections": privacy_table(), "refusals": refusals_table()},
-        "fedbn_flwr/messages/protocol.py": {"protocol": protocol_table()},
+        "docs/reference/messages.md": {"keys": key_table()},
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)
@@ -93,9 +93,9 @@ def class_list() -> str:
     return "\n".join([*lines, ""])
 
 
-def protocol_table() -> str:
+def key_table() -> str:
     """Return a table of every key that travels: those of all methods, then those of single methods, by file."""
-    head = ["| key | type | writes | reads | since |", "|---|---|---|---|---|"]
+    head = ["| key | type | writes | reads |", "|---|---|---|---|"]
     lines = ["", *head, *(_row(key) for key in _declared(protocol))]
     kinds = [kind for strategy in STRATEGIES.values() for kind in (strategy, *strategy.__mro__)]
     own = {key: None for kind in kinds for key in getattr(kind, "keys", ())}
@@ -106,7 +106,7 @@ def protocol_table() -> str:
 
 
 def _row(key: Key) -> str:
-    return f"| `{key}` | {key.kind} | {key.writer} | {key.reader} | {key.since} |"
+    return f"| `{key}` | {key.kind} | {key.writer} | {key.reader} |"
 
 
 def _declared(module: object) -> list[Key]:
