@@ -41,7 +41,7 @@ from fedbn_flwr.server.failures import account, all_not_finite, divergence, loss
 from fedbn_flwr.server.method import Method, P, tests_in
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.recalibration import pooled
+from fedbn_flwr.server.recalibration import running_statistics_of
 from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.replies import Reply, Terms, read_arrays, read_metrics, sort_out, tested_nothing
 from fedbn_flwr.server.report import RoundReport, Traffic
@@ -587,7 +587,7 @@ class Server(Method[P]):
         good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
         self._raise_shared_test_error(refused)
         found = self.protection.statistics(self.run, [(node, state) for node, _, state in good], like)
-        self.run.reestimated = pooled(found, like, parts) if len(good) >= self.params.min_replies else {}
+        self.run.reestimated = running_statistics_of(found, like, parts) if len(good) >= self.params.min_replies else {}
         if not self.run.reestimated:
             logger.warning("round %d: no statistics re-estimated from %d usable replies", server_round, len(good))
 

@@ -91,9 +91,9 @@ from fedbn_flwr.batchnorm.taken_forward import (
     normalise,
     take_forward,
 )
+from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Need, RunSettings, setting
-from fedbn_flwr.server.recalibration import from_entries, to_entries
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.strategies.scaffold import ControlVariates, Scaffold, ScaffoldParams
@@ -181,7 +181,7 @@ class BNControlVariates(ControlVariates):
         """Restore the layers; compute dc_i and the moments; return the share of channels and steps at the floor."""
         found = super().end(model)
         self._undo()
-        self._moments = to_entries(self._measured(model), model.state_dict())
+        self._moments = encode_moments(self._measured(model), model.state_dict())
         return {**found, FLOOR_SHARE: float(self._low) / max(self._seen, 1)}
 
     def reply(self) -> Extras:
@@ -356,7 +356,7 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply whose moments do not fit the model."""
         super().check(server_round, reply, before)
-        from_entries(reply.extras.get(BN_VARIATES, {}), before, self.run.parts)
+        decode_moments(reply.extras.get(BN_VARIATES, {}), before, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Do as SCAFFOLD; keep the clients' moments."""
@@ -377,7 +377,7 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
         """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client has sent moments."""
         entries: dict[str, Any] = {}
         like, parts = self.run.before, self.run.parts
-        sent = [(from_entries(state, like, parts), count) for state, count in self._latest.latest]
+        sent = [(decode_moments(state, like, parts), count) for state, count in self._latest.latest]
         for layer in parts.layers:
             if own := [(moments[layer.path], count) for moments, count in sent if layer.path in moments]:
                 clients, counts = zip(*own, strict=True)
