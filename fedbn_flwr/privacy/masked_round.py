@@ -237,7 +237,7 @@ class MaskedRound:
                         why[number] = f"its answer to '{stage}' of the masks cannot be read: {text}"
             return found, why
 
-        replies = polling(self.grid).send_until(
+        replies = polling(self.grid).send_and_receive_until(
             messages, lambda replies: enough(read_all(replies)[0]), timeout=self.timeout
         )
         found, why = read_all(replies)
