@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.loop import kept_modes
+from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = [
@@ -69,19 +70,16 @@ def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
     Raises:
         NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
     """
-    layers = replaceable_layers(model)
-    before = {layer: vars(layer).get("forward") for layer in layers.values()}
-    for layer in before:
-        forward = functools.partial(_forward, layer, layer.forward, compute)
-        layer.forward = not_compiled(forward)  # type: ignore[method-assign]
+    undo = [
+        replace_method(layer, "forward", not_compiled(functools.partial(_forward, layer, layer.forward, compute)))
+        for layer in replaceable_layers(model).values()
+    ]
 
-    def undo() -> None:
-        for layer, own in before.items():
-            del layer.forward  # the instance attribute; the class's method is used again
-            if own is not None:
-                layer.forward = own  # type: ignore[method-assign]
+    def undo_all() -> None:
+        for restore in undo:
+            restore()
 
-    return undo
+    return undo_all
 
 
 def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: Compute, input: Tensor) -> Tensor:
@@ -97,21 +95,13 @@ def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) 
     Not a hook of torch's: a compiled model does not look for hooks that come after its compilation. It runs ``note``
     between its compiled parts.
     """
-    before = vars(layer).get("forward")
     own, noted = layer.forward, not_compiled(note)
 
     def forward(input: Tensor) -> Tensor:
         noted(layer, input)
         return own(input)
 
-    layer.forward = forward  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del layer.forward
-        if before is not None:
-            layer.forward = before  # type: ignore[method-assign]
-
-    return undo
+    return replace_method(layer, "forward", forward)
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

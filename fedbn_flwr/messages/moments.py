@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite
-from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ReplyError
 
@@ -24,10 +24,10 @@ def encode_moments(moments: Mapping[str, Moments], like: Mapping[str, torch.Tens
     """
     entries: dict[str, torch.Tensor] = {}
     for path, own in moments.items():
-        dtype = torch.promote_types(like[_join(path, "running_mean")].dtype, torch.float32)
-        entries[_join(path, "count")] = torch.tensor(own.count)
-        entries[_join(path, "mean")] = own.mean.to(dtype)
-        entries[_join(path, "m2")] = own.m2.to(dtype)
+        dtype = torch.promote_types(like[entry_name(path, "running_mean")].dtype, torch.float32)
+        entries[entry_name(path, "count")] = torch.tensor(own.count)
+        entries[entry_name(path, "mean")] = own.mean.to(dtype)
+        entries[entry_name(path, "m2")] = own.m2.to(dtype)
     return entries
 
 
@@ -46,7 +46,7 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
     found: dict[str, Moments] = {}
     left = dict(state)
     for layer in parts.layers:
-        names = [_join(layer.path, leaf) for leaf in ("count", "mean", "m2")]
+        names = [entry_name(layer.path, leaf) for leaf in ("count", "mean", "m2")]
         mine = [left.pop(name) for name in names if name in left]
         if not mine:
             continue
@@ -67,7 +67,3 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
     if left:
         raise ReplyError(f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer")
     return found
-
-
-def _join(path: str, leaf: str) -> str:
-    return f"{path}.{leaf}" if path else leaf

@@ -82,7 +82,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State, Variance
-from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.parts import Part, entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, survey_statistics
 from fedbn_flwr.batchnorm.taken_forward import (
     MomentSums,
@@ -197,8 +197,8 @@ class BNControlVariates(ControlVariates):
 
     def _correction_of(self, path: str, layer: _BatchNorm) -> _Correction | None:
         like = layer.running_mean
-        names = [_join(path, leaf) for leaf in ("mean", "var")]
-        own = [_join(path, leaf) for leaf in ("count", "mean", "m2")]
+        names = [entry_name(path, leaf) for leaf in ("mean", "var")]
+        own = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
         if like is None or not (self._common.keys() >= {*names} and self._before.keys() >= {*own}):
             return None
         u, s = (self._common[name] for name in names)
@@ -262,10 +262,6 @@ _KEPT = f"{BN_VARIATES}/"  # before the names of (u_i, s_i) in what the hook kee
 
 def _variance(m2: Tensor, count: Tensor | int) -> Tensor:
     return m2.double() / count
-
-
-def _join(path: str, leaf: str) -> str:
-    return f"{path}.{leaf}" if path else leaf
 
 
 def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
@@ -384,5 +380,5 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
                 u, s = pooled_variates(clients, counts, self.params.variates_variance)
                 dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
                 for leaf, value in (("mean", u), ("var", s)):
-                    entries[_join(layer.path, leaf)] = value.numpy().astype(dtype)
+                    entries[entry_name(layer.path, leaf)] = value.numpy().astype(dtype)
         return entries

@@ -85,7 +85,7 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.batchnorm.reestimation import Moments, pool, survey_statistics
+from fedbn_flwr.batchnorm.reestimation import Moments, pool, stop_tracking, survey_statistics
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
@@ -165,7 +165,7 @@ class GlobalStatistics(ClientHook):
         return self._sums.by_path(model)
 
     def _hold(self) -> None:
-        self._undo = [without_tracking(layer) if self._warm_up else hold_eval(layer) for layer in self._layers]
+        self._undo = [stop_tracking(self._layers)] if self._warm_up else [hold_eval(layer) for layer in self._layers]
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _release(self) -> None:
@@ -197,16 +197,6 @@ class SurveyedStatistics(GlobalStatistics):
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         """Leave the inputs of the steps out."""
-
-
-def without_tracking(layer: _BatchNorm) -> Callable[[], None]:
-    """Let a layer in train mode leave its running statistics and counter as they are; return the undo."""
-    layer.track_running_stats = False
-
-    def undo() -> None:
-        layer.track_running_stats = True
-
-    return undo
 
 
 def trimmed(moments: Sequence[Moments], share: float) -> Moments:
