@@ -20,7 +20,7 @@ from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = [
-    "Compute",
+    "ForwardFunction",
     "MomentSums",
     "batch_statistics",
     "layers_in_training",
@@ -29,7 +29,7 @@ __all__ = [
     "watch_inputs",
 ]
 
-Compute = Callable[[_BatchNorm, Tensor], Tensor]
+ForwardFunction = Callable[[_BatchNorm, Tensor], Tensor]
 """``compute(layer, x)`` returns the output of a layer in training for its input (N, C, *), in the input's dtype."""
 
 
@@ -60,7 +60,7 @@ def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     return layers
 
 
-def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
+def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
     """Let ``compute`` be the forward pass of the layers of ``layers_in_training``; return the function that undoes it.
 
     A layer that does not track when it is called (in eval mode, or while ``reestimate_statistics`` passes the data
@@ -82,7 +82,7 @@ def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
     return undo_all
 
 
-def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: Compute, input: Tensor) -> Tensor:
+def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: ForwardFunction, input: Tensor) -> Tensor:
     if not (layer.training and layer.track_running_stats):
         return own(input)
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]

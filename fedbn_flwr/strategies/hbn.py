@@ -80,11 +80,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
+from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, pool
-from fedbn_flwr.batchnorm.taken_forward import batch_statistics, replaceable_layers, take_forward
-from fedbn_flwr.batchnorm.taken_forward import normalise as normalised
+from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import setting
@@ -205,7 +204,7 @@ class HybridStatistics(SurveyedStatistics):
         share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)
         old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
         old_var: Tensor = layer.running_var  # type: ignore[assignment]
-        return normalised(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
+        return normalise(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
 
 
 class HBN(PooledStatistics[HBNParams]):
@@ -279,7 +278,7 @@ class HBN(PooledStatistics[HBNParams]):
             own = [(r.extras[ALPHA][name], w) for r, w in zip(replies, weights, strict=True) if name in _alpha_of(r)]
             if own:
                 arrays, shares = zip(*own, strict=True)
-                self.alpha[name] = weighted_sum(arrays, normalise(shares)).astype(arrays[0].dtype)
+                self.alpha[name] = weighted_sum(arrays, to_shares(shares)).astype(arrays[0].dtype)
         return state
 
     def _shapes(self, before: State) -> dict[str, tuple[int, ...]]:
