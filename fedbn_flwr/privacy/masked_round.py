@@ -31,8 +31,8 @@ from fedbn_flwr.messages.protocol import (
     SERVER_ROUND,
 )
 from fedbn_flwr.privacy.masks import PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
+from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.transport.polling_grid import polling
 

@@ -37,12 +37,18 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.dp_wrappers import check_wrapper
-from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
+from fedbn_flwr.server.failures import (
+    MOD_ORDER,
+    account,
+    all_not_finite,
+    divergence,
+    losses_not_finite,
+    nothing_trained,
+)
 from fedbn_flwr.server.method import Method, P, tests_in
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.recalibration import running_statistics_of
-from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.replies import Reply, Terms, read_arrays, read_metrics, sort_out, tested_nothing
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.rounds import run_rounds

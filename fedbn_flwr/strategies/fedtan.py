@@ -91,8 +91,8 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
 )
 from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings, setting
-from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.synchronised_step import (
     Limits,
     StepResult,
