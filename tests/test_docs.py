@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from doc_tables import changed, main
 
 import fedbn_flwr
-from fedbn_flwr.experiment.doc_tables import changed, main
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
