@@ -82,7 +82,7 @@ check: .venv/installed-dev
 
 # Everything that is derived from the code: config defaults, tables, the pages of config keys and methods.
 generate: .venv/installed
-	$(BIN)/python -m fedbn_flwr.experiment.doc_tables
+	$(BIN)/python docs/generate
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict

@@ -34,7 +34,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from measure import facts, table, write_block
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import average, check_state, normalise
+from fedbn_flwr.batchnorm.averaging import average, check_state, to_shares
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.records import tensors, to_record, views
 
@@ -98,7 +98,7 @@ class Round:
         start = time.perf_counter()
         states = [tensors(views(reply.array_records["arrays"])) for reply in self.replies]
         sums = {name: torch.zeros(x.shape, dtype=dtype) for name, x in states[0].items() if x.is_floating_point()}
-        for share, state in zip(normalise(self.weights), states, strict=True):
+        for share, state in zip(to_shares(self.weights), states, strict=True):
             for name, total in sums.items():
                 total.add_(state[name], alpha=share)
         return {f"add_ in {str(dtype).removeprefix('torch.')}": time.perf_counter() - start}

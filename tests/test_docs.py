@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from doc_tables import changed, main
 
 import fedbn_flwr
-from fedbn_flwr.experiment.doc_tables import changed, main
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -186,7 +186,7 @@ def test_what_a_method_reached_stands_in_the_results() -> None:
 def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("docs", "fedbn_flwr/messages", "apps/main/recipes"):
+    for name in ("docs", "apps/main/recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1"))
     (tmp_path / "docs/methods/fedtan.md").unlink()

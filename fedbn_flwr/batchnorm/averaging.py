@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ReplyError
 
-__all__ = ["Array", "State", "Variance", "average", "check_finite", "check_state", "normalise", "weighted_sum"]
+__all__ = ["Array", "State", "Variance", "average", "check_finite", "check_state", "to_shares", "weighted_sum"]
 
 Array = NDArray[Any]
 State = Mapping[str, Array]
@@ -24,7 +24,7 @@ Variance = Literal["mean", "pooled"]
 _BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache while the clients' values are added
 
 
-def normalise(weights: Sequence[float]) -> list[float]:
+def to_shares(weights: Sequence[float]) -> list[float]:
     """Return p_i = w_i / sum(w).
 
     Raises:
@@ -103,7 +103,7 @@ def average(
         For floating entries sum_i p_i x_i, accumulated in float64 and returned in their dtype. Integer and boolean
         entries (mostly counters) are not averaged: the result is their maximum, in their dtype.
     """
-    p, first = normalise(weights), states[0]
+    p, first = to_shares(weights), states[0]
     pairs = list(parts.moments()) if variance == "pooled" else []
     pairs = [pair for pair in pairs if all(name in first and first[name].dtype.kind in "fc" for name in pair)]
     exact = {name for pair in pairs for name in pair}

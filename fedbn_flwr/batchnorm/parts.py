@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.freezing import holds_eval
 
-__all__ = ["BatchNormLayer", "Part", "Parts", "fixed_entries", "learning_parts", "split_state"]
+__all__ = ["BatchNormLayer", "Part", "Parts", "entry_name", "fixed_entries", "learning_parts", "split_state"]
 
 
 class Part(StrEnum):
@@ -39,6 +39,11 @@ _LEAF = {
     "running_var": Part.STATISTICS,
     "num_batches_tracked": Part.COUNTERS,
 }
+
+
+def entry_name(path: str, leaf: str) -> str:
+    """Return the name of a layer's entry; the path is "" if the model itself is the layer."""
+    return f"{path}.{leaf}" if path else leaf
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,6 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     known = frozenset(names)
     layers = []
     for path in paths:
-        entries = {leaf: f"{path}.{leaf}" if path else leaf for leaf in _LEAF}
+        entries = {leaf: entry_name(path, leaf) for leaf in _LEAF}
         layers.append(BatchNormLayer(path, {leaf: name for leaf, name in entries.items() if name in known}))
     return Parts(names, tuple(layers), by_names)

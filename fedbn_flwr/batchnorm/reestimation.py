@@ -28,6 +28,7 @@ __all__ = [
     "moments_of",
     "pool",
     "reestimate_statistics",
+    "stop_tracking",
     "survey_statistics",
     "tracking_layers",
 ]
@@ -90,6 +91,19 @@ def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
     return [
         layer for layer in layers if layer.training and layer.track_running_stats and layer.running_mean is not None
     ]
+
+
+def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
+    """Let layers in train mode use the batch's statistics and change no buffer; return the function that undoes it."""
+    before = [(layer, layer.track_running_stats) for layer in layers]
+    for layer in layers:
+        layer.track_running_stats = False
+
+    def undo() -> None:
+        for layer, tracked in before:
+            layer.track_running_stats = tracked
+
+    return undo
 
 
 def reestimate_statistics(
@@ -168,13 +182,11 @@ def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Calla
 @contextmanager
 def _watched(layers: Collection[_BatchNorm], note: Any) -> Iterator[None]:
     """Call ``note`` before every call of these layers; they do not track inside the block."""
-    tracked = [layer.track_running_stats for layer in layers]
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    track_again = stop_tracking(layers)
     try:
-        for layer in layers:
-            layer.track_running_stats = False  # in train mode: use the batch's statistics, change no buffer
         yield
     finally:
-        for layer, handle, before in zip(layers, handles, tracked, strict=True):
-            layer.track_running_stats = before
+        track_again()
+        for handle in handles:
             handle.remove()

@@ -16,10 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.loop import kept_modes
+from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = [
-    "Compute",
+    "ForwardFunction",
     "MomentSums",
     "batch_statistics",
     "layers_in_training",
@@ -28,7 +29,7 @@ __all__ = [
     "watch_inputs",
 ]
 
-Compute = Callable[[_BatchNorm, Tensor], Tensor]
+ForwardFunction = Callable[[_BatchNorm, Tensor], Tensor]
 """``compute(layer, x)`` returns the output of a layer in training for its input (N, C, *), in the input's dtype."""
 
 
@@ -59,7 +60,7 @@ def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     return layers
 
 
-def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
+def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
     """Let ``compute`` be the forward pass of the layers of ``layers_in_training``; return the function that undoes it.
 
     A layer that does not track when it is called (in eval mode, or while ``reestimate_statistics`` passes the data
@@ -69,22 +70,19 @@ def take_forward(model: nn.Module, compute: Compute) -> Callable[[], None]:
     Raises:
         NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
     """
-    layers = replaceable_layers(model)
-    before = {layer: vars(layer).get("forward") for layer in layers.values()}
-    for layer in before:
-        forward = functools.partial(_forward, layer, layer.forward, compute)
-        layer.forward = not_compiled(forward)  # type: ignore[method-assign]
+    undo = [
+        replace_method(layer, "forward", not_compiled(functools.partial(_forward, layer, layer.forward, compute)))
+        for layer in replaceable_layers(model).values()
+    ]
 
-    def undo() -> None:
-        for layer, own in before.items():
-            del layer.forward  # the instance attribute; the class's method is used again
-            if own is not None:
-                layer.forward = own  # type: ignore[method-assign]
+    def undo_all() -> None:
+        for restore in undo:
+            restore()
 
-    return undo
+    return undo_all
 
 
-def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: Compute, input: Tensor) -> Tensor:
+def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: ForwardFunction, input: Tensor) -> Tensor:
     if not (layer.training and layer.track_running_stats):
         return own(input)
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -97,21 +95,13 @@ def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) 
     Not a hook of torch's: a compiled model does not look for hooks that come after its compilation. It runs ``note``
     between its compiled parts.
     """
-    before = vars(layer).get("forward")
     own, noted = layer.forward, not_compiled(note)
 
     def forward(input: Tensor) -> Tensor:
         noted(layer, input)
         return own(input)
 
-    layer.forward = forward  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del layer.forward
-        if before is not None:
-            layer.forward = before  # type: ignore[method-assign]
-
-    return undo
+    return replace_method(layer, "forward", forward)
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

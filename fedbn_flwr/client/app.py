@@ -10,10 +10,10 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from fedbn_flwr.client.clipping import clipped_update
 from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
+from fedbn_flwr.client.update_clipping import clipped_update
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (

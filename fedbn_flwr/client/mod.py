@@ -27,6 +27,7 @@ from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import NamedConfigErrors, StateError
 from fedbn_flwr.messages.legacy import with_names
+from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import open_message, to_records
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
@@ -43,7 +44,6 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
-from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
 from fedbn_flwr.transport import Pending, RetryStep, StepDone
@@ -250,7 +250,7 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
     data = LoadedBatches(loader)
     found = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size)
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
-    entries = {prefix + name: entry for name, entry in to_entries(found, unwrap(model).state_dict()).items()}
+    entries = {prefix + name: entry for name, entry in encode_moments(found, unwrap(model).state_dict()).items()}
     key = next(iter(message.content.array_records))
     metrics = MetricRecord({NUM_EXAMPLES: len(data)})
     return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)

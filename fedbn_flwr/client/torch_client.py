@@ -27,6 +27,7 @@ from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder
 from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
+from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import (
     APPLIED,
@@ -54,7 +55,6 @@ from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.record_level import DPSGD, HOOKS_WITH_STATE, NOISE, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
-from fedbn_flwr.server.recalibration import to_entries
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import as_batches
@@ -365,7 +365,7 @@ class TorchClient(NumPyClient):
             seed = self._stream(read.server_round, "statistics").initial_seed()
             batch_size = self.settings.batch_size
             found = reestimate_statistics(lent.plain, self.train_data, batch_size=batch_size, seed=seed)
-            entries = to_state(to_entries(found, lent.state))
+            entries = to_state(encode_moments(found, lent.state))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
 

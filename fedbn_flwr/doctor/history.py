@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
 from fedbn_flwr.doctor.state import TensorState
 
@@ -71,7 +72,7 @@ class Tracked(NamedTuple):
 
     def entry(self, leaf: str) -> str:
         """Return the name of an entry of the layer."""
-        return f"{self.path}.{leaf}" if self.path else leaf
+        return entry_name(self.path, leaf)
 
     def statistics(self, state: TensorState) -> Statistics:
         """Return the layer's running statistics."""

@@ -1,4 +1,4 @@
-"""Reading a saved state: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of NumPy; no code of a file is run.
+"""The saved state of a model to diagnose: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of NumPy.
 
 Flower's own projects save a state dict (``arrays.to_torch_state_dict()``), or a list of arrays without names
 (``np.savez(path, *parameters_to_ndarrays(parameters))``). A list gets the names of a model, if one is given.
@@ -9,19 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.training.state_file import load_file, tensors_by_name
 from fedbn_flwr.training.wrappers import wrapper_prefix
 
 __all__ = ["STATE_FILES", "named", "read_state_file"]
 
 STATE_FILES = (".safetensors", ".pt", ".pth", ".npz")
-_INSIDE = ("state_dict", "model_state_dict", "model")  # of what training programs save beside the epoch
 _NAMELESS = re.compile(r"(arr_)?\d+")
 
 
@@ -34,18 +32,14 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
     if path.suffix not in STATE_FILES or not path.is_file():
         raise StateError(f"{path} is no file of a saved state. Give one that ends in {', '.join(STATE_FILES)}.")
     try:
-        content = _read(path)
+        content = load_file(path)
     except Exception as error:  # a damaged file may raise anything in these readers
         raise StateError(
             f"{path} cannot be read: {error}. Save the weights alone: torch.save(model.state_dict(), path)."
         ) from error
-    while isinstance(content, Mapping) and (
-        key := next((k for k in _INSIDE if isinstance(content.get(k), Mapping)), "")
-    ):
-        content = content[key]
     if isinstance(content, (list, tuple)):
         content = {str(index): torch.as_tensor(value) for index, value in enumerate(content)}
-    entries = {str(k): v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
+    entries = tensors_by_name(content)
     if not entries:
         raise StateError(f"{path} holds no tensors, as torch.save(model.state_dict(), path) does.")
     if all(_NAMELESS.fullmatch(name) for name in entries):
@@ -78,14 +72,3 @@ def named(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, 
             "saved from."
         )
     return dict(state)
-
-
-def _read(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files}
-    return torch.load(path, map_location="cpu", weights_only=True)

@@ -38,8 +38,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
 from fedbn_flwr.server.failures import losses_not_finite
-from fedbn_flwr.server.flower import RECALIBRATED
-from fedbn_flwr.server.method import TEST_BN
+from fedbn_flwr.server.method import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg

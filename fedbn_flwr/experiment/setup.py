@@ -20,8 +20,7 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.models import InitReport, build_model, load_initial
 from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.privacy.record_level import WAY_OUT, mixes_examples
-from fedbn_flwr.server.flower import RECALIBRATED
-from fedbn_flwr.server.method import Misfit
+from fedbn_flwr.server.method import RECALIBRATED, Misfit
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg, FedBS
 from fedbn_flwr.strategies.fixbn import FreezeBN

@@ -1,176 +1,12 @@
 """All names in the messages between server and clients, and in a client's ``Context.state``.
 
 This file declares each record name and key that more than one module uses. The keys of a single method are declared in
-the method's file (its ``keys``) and listed here too. ``make generate`` writes the table from the declarations. No other
-file may write such a name (``tests/messages/test_protocol.py``).
+the method's file (its ``keys``). No other file may write such a name (``tests/messages/test_protocol.py``). ``make
+generate`` writes the table of all keys, ``docs/reference/messages.md``, from the declarations.
 
 Keys that the server or the codec adds to a config in which users have keys of their own begin with ``PREFIX``. The
 exceptions are Flower's own ``server-round``, and ``test-sets``, which the caller puts there. Some names are older than
 the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` and ``whole`` are the model's spec.
-
-<!-- protocol -->
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `metrics` | MetricRecord of a reply | client | server | 0.1 |
-| `properties` | ConfigRecord of a reply: ReplyInfo | client | server | 0.1 |
-| `fedtan` | ArrayRecord: one exchange of a synchronised step | server, client | client, server | 0.1 |
-| `query.exchange` | message type: one exchange of a synchronised step | server | client | 0.1 |
-| `query.statistics` | message type: re-estimated statistics | server | client | 0.1 |
-| `query.moments` | message type: sums of the inputs before round 1 | server | client | 0.1 |
-| `input-moments` | ArrayRecord: count, mean and m2 of each feature of the inputs | client | server | 0.1 |
-| `server-round` | int | server | client | 0.1 |
-| `fedbn-flwr.seed` | int: seed of the run, for the clients' default generators | server | client | 0.1 |
-| `fedbn-flwr.hooks` | str, comma list: client hooks to apply | server | client | 0.1 |
-| `fedbn-flwr.local-entries` | str, JSON list: names of the entries that stay | server | client | 0.1 |
-| `fedbn-flwr.local-sha256` | str: SHA-256 of the kept state | server, client | client, server | 0.1 |
-| `fedbn-flwr.series` | str: experiment id | server | client | 0.1 |
-| `fedbn-flwr.run` | str: this run and its resumptions | server | client | 0.1 |
-| `fedbn-flwr.committed` | str, comma list: rounds of the checkpoints | server | client | 0.1 |
-| `test-sets` | str, comma list | server | client | 0.1 |
-| `fedbn-flwr.input-mean` | list of float: mean of inputs over the nodes | server | client | 0.1 |
-| `fedbn-flwr.input-std` | list of float: standard deviation of inputs | server | client | 0.1 |
-| `fedbn-flwr.frozen` | bool: BN is frozen in this round | server | client | 0.1 |
-| `fedbn-flwr.fedtan-barrier` | str: id of the barrier in this process | server | client | 0.1 |
-| `fedbn-flwr.fedtan-address` | str, host:port | server | client | 0.1 |
-| `fedbn-flwr.fedtan-token` | str: this node's token for this round | server | client | 0.1 |
-| `fedbn-flwr.fedtan-ca` | bytes, PEM | server | client | 0.1 |
-| `fedbn-flwr.fedtan-timeout` | float, seconds | server | client | 0.1 |
-| `fedbn-flwr.fedtan-attempt` | int: attempt of a step that travels in messages | server | client | 0.1 |
-| `fedbn-flwr.fedtan-step-only` | bool: the training ends after its first step | server | client | 0.1 |
-| `fedbn-flwr.fedtan-union` | int: examples in the union of the first batches | server | client | 0.1 |
-| `fedbn-flwr.fedtan-batch-size` | int: examples of this client's first batch | server | client | 0.1 |
-| `fedbn-flwr.mask-stage` | str, in a query: keys, shares or reveal | server | client | 0.1 |
-| `masks` | ConfigRecord of the answer to such a query | client | server | 0.1 |
-| `fedbn-flwr.mask-number` | int: this client's number in the round | server | client | 0.1 |
-| `fedbn-flwr.mask-numbers` | list of int: clients, by number | server, client | client, server | 0.1 |
-| `fedbn-flwr.mask-keys` | list of bytes: two public keys of each | server, client | client, server | 0.1 |
-| `fedbn-flwr.mask-shares` | list of bytes: a share for or of each | server, client | client, server | 0.1 |
-| `fedbn-flwr.mask-threshold` | int: t | server | client | 0.1 |
-| `fedbn-flwr.mask-answered` | list of int: clients whose model has arrived | server | client | 0.1 |
-| `fedbn-flwr.mask-lost` | list of int: clients whose model has not | server | client | 0.1 |
-| `fedbn-flwr.mask-present` | list of int: clients to mask with | server | client | 0.1 |
-| `fedbn-flwr.mask-weight` | float: w_i | server | client | 0.1 |
-| `fedbn-flwr.mask-total-weight` | float: W | server | client | 0.1 |
-| `fedbn-flwr.mask-range` | float: R | server | client | 0.1 |
-| `fedbn-flwr.mask-equal-weights` | bool: all weights are 1 | server | client | 0.1 |
-| `fedbn-flwr.fresh-batches` | int: other batches than in an earlier pass over the round | server | client | 0.1 |
-| `fedbn-flwr.mask-metrics` | bool: the server may have the metrics | server | client | 0.1 |
-| `fedbn-flwr.masked` | int64 vector, in the model's record: the masked update | client | server | 0.1 |
-| `fedbn-flwr.array-names` | str, JSON list: names of the arrays, in order | codec, NumPyClient | NumPyClient | 0.1 |
-| `fedbn-flwr.client-mod` | str: name of the mod with the client part | mod | TorchClient | 0.1 |
-| `num-examples` | int: training examples, the weight | client | server | 0.1 |
-| `validation-loss` | float: after training, on the client's validation data | client | server | 0.1 |
-| `loss` | float: mean loss on the first test set | client | server | 0.1 |
-| `train-loss` | float | client | server | 0.1 |
-| `train-accuracy` | float | client | server | 0.1 |
-| `examples-processed` | int | client | server | 0.1 |
-| `steps` | int | client | server | 0.1 |
-| `dropped-batches` | int | client | server | 0.1 |
-| `examples-tested` | int | client | server | 0.1 |
-| `fedbn-flwr.hooks-applied` | str, comma list: client hooks applied | client | server | 0.1 |
-| `fedbn-flwr.local-home` | str: folder or memory | client | server | 0.1 |
-| `fedbn-flwr.local-began` | str: the kept state began in this round | client | server | 0.1 |
-| `fedbn-flwr.record-dp` | str, JSON: z, q and the number of steps of DP-SGD | client | server | 0.1 |
-| `partition-id` | int | client, node config | server, client | 0.1 |
-| `batch-size` | int: examples of the first batch | client | server | 0.1 |
-| `unusable` | str: why the node cannot take part | client | server | 0.1 |
-| `refusal` | str: why a mod of the app has refused the query | client | server | 0.1 |
-| `data-report` | str: what the node has read, if its owner allows it | client | server | 0.1 |
-| `fedbn-flwr.synchronises` | bool, in the query: BN layers are synchronised | server | client | 0.1 |
-| `num-partitions` | int | node config | client | 0.1 |
-| `state-dir` | str: absolute folder of the kept state | node config, run config | client | 0.1 |
-| `data-path` | str: the node's own data | node config | client | 0.1 |
-| `report-data` | bool: the server may have the data report | node config | client | 0.1 |
-| `data-classes` | str, comma list: classes of the node's own data | node config | client | 0.1 |
-| `fedbn-flwr.local` | ArrayRecord: entries that stay with the client | client | client | 0.1 |
-| `fedbn-flwr.rules` | ArrayRecord: HOOK/NAME, entries of client hooks | client | client | 0.1 |
-| `fedbn-flwr.local.about` | ConfigRecord: version, fingerprint, round, begun | client | client | 0.1 |
-| `fedbn-flwr.data-reported` | ConfigRecord: the node has logged what it has read | client | client | 0.1 |
-| `fedbn-flwr.inbox` | ArrayRecords inbox/RECORD: further records of the message | mod | bn_rules | 0.1 |
-| `fedbn-flwr.outbox` | ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply | bn_rules | mod | 0.1 |
-| `fedbn-flwr.whole` | ConfigRecord: names and shapes of the whole model | mod | mod | 0.1 |
-| `fedbn-flwr.step.model` | ArrayRecord: the round's model | client | client | 0.1 |
-| `fedbn-flwr.step.answers` | ArrayRecord: exchanges answered so far | client | client | 0.1 |
-| `fedbn-flwr.step.sent` | ArrayRecord: exchanges sent so far | mod | mod | 0.1 |
-| `fedbn-flwr.step` | ConfigRecord: round and attempt | client | client | 0.1 |
-| `version` | int, in KEPT_ABOUT: version of the format | client | client | 0.1 |
-| `fingerprint` | str, in KEPT_ABOUT: fingerprint of the model | client | client | 0.1 |
-| `begun` | int, in KEPT_ABOUT: the round that made the kept state anew, else 0 | client | client | 0.1 |
-| `attempt` | int, in STEP_ABOUT | client | client | 0.1 |
-| `fedbn-flwr.masks` | ConfigRecord: this client in a round of masked sums | client | client | 0.1 |
-| `secrets` | bytes, in MASK_PARTY | client | client | 0.1 |
-| `frame` | str, JSON, in MODEL_SPEC | mod | mod | 0.1 |
-
-`server/momentum.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `momentum` | ArrayRecord: SGD's buffers | server, client | client, server | 0.1 |
-| `fedbn-flwr.momentum-scope` | str | server | client | 0.1 |
-
-`server/gradient_clipping.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `fedbn-flwr.agc` | float: lambda | server | client | 0.1 |
-
-`server/shared_bn.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `averaged-bn` | ArrayRecord: a client's BN parts | client | server | 0.1 |
-
-`strategies/fedprox.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `fedbn-flwr.proximal-mu` | float: mu | server | client | 0.1 |
-
-`strategies/scaffold.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `variates` | ArrayRecord: c down, dc_i up | server, client | client, server | 0.1 |
-
-`strategies/bn_scaffold.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `bn-variates` | ArrayRecord: u and s down; count, mean, m2 of client i up | server, client | client, server | 0.1 |
-| `fedbn-flwr.variance-floor` | float: rho | server | client | 0.1 |
-| `variance-floor-share` | float: share of channels and steps at the floor | client | server | 0.1 |
-
-`strategies/fixbn.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `fedbn-flwr.freeze-statistics` | bool: the running statistics; missing = true | server | client | 0.1 |
-| `fedbn-flwr.freeze-affine` | bool: gamma and beta | server | client | 0.1 |
-| `statistics-delta` | float: delta_m | client | server | 0.1 |
-
-`strategies/fbn.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `bn-moments` | ArrayRecord: count, mean and m2 of the inputs of each BN layer | client | server | 0.1 |
-| `fedbn-flwr.statistics-warm-up` | bool: BN normalises with the batches' statistics | server | client | 0.1 |
-
-`strategies/hbn.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `bn-alpha` | ArrayRecord: alpha of each BN layer | server, client | client, server | 0.1 |
-| `fedbn-flwr.share-alpha` | bool: the client sends its alpha | server | client | 0.1 |
-
-`strategies/fedtan.py`:
-
-| key | type | writes | reads | since |
-|---|---|---|---|---|
-| `fedbn-flwr.fedtan-exchanges` | str: 3L+1 or 2L+1 | server | client | 0.1 |
-| `fedbn-flwr.fedtan-backward` | str: global or own | server | client | 0.1 |
-
-<!-- /protocol -->
 """
 
 from __future__ import annotations
@@ -205,17 +41,16 @@ PREFIX = "fedbn-flwr."
 
 
 class Key(str):
-    """The name of a record or of an entry, with the columns of the table above."""
+    """The name of a record or of an entry, with the columns of the table in ``docs/reference/messages.md``."""
 
     kind: str
     writer: str
     reader: str
-    since: str
 
-    def __new__(cls, name: str, kind: str, writer: str, reader: str, since: str = "0.1") -> Self:
+    def __new__(cls, name: str, kind: str, writer: str, reader: str) -> Self:
         """Make the key ``name``; the other arguments are its row in the table."""
         key = super().__new__(cls, name)
-        key.kind, key.writer, key.reader, key.since = kind, writer, reader, since
+        key.kind, key.writer, key.reader = kind, writer, reader
         return key
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:

@@ -23,12 +23,12 @@ from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.models.extras import SMP_PREFIX, TIMM_PREFIX, published_smp, published_timm
 from fedbn_flwr.models.segmentation import SEGMENTATION_PREFIX
 from fedbn_flwr.models.zoo import PREFIX
+from fedbn_flwr.training.state_file import load_file, tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
 
 FILES = (".safetensors", ".pt", ".pth")
-_INSIDE = ("state_dict", "model_state_dict", "model")  # of what training programs save beside the epoch
 _WRAPPERS = ("module", "_orig_mod", "model")
 _SHOWN = 6
 
@@ -191,12 +191,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"init={str(path)!r} is not a file. Write the absolute path of a {' or '.join(FILES)} file.")
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            content: Any = load_file(path)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_file(path)
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"init={str(path)!r} holds more than tensors, and reading it could run code from the file. Save the "
@@ -204,16 +199,10 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged file may raise anything in these readers
         raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
-    while isinstance(content, Mapping) and (key := next((k for k in _INSIDE if _is_state(content.get(k))), None)):
-        content = content[key]
-    entries = {str(k): v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
+    entries = tensors_by_name(content)
     if not entries:
         raise ConfigError(f"init={str(path)!r} holds no tensors by name, as torch.save(model.state_dict(), path) does.")
     return entries
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(entry, (Tensor, Mapping)) for entry in value.values())
 
 
 def _of_torchvision(init: str, which: str, name: str) -> dict[str, Tensor]:

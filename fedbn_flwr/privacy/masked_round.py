@@ -31,8 +31,8 @@ from fedbn_flwr.messages.protocol import (
     SERVER_ROUND,
 )
 from fedbn_flwr.privacy.masks import PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
+from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.transport.polling_grid import polling
 
@@ -237,7 +237,7 @@ class MaskedRound:
                         why[number] = f"its answer to '{stage}' of the masks cannot be read: {text}"
             return found, why
 
-        replies = polling(self.grid).send_until(
+        replies = polling(self.grid).send_and_receive_until(
             messages, lambda replies: enough(read_all(replies)[0]), timeout=self.timeout
         )
         found, why = read_all(replies)

@@ -3,7 +3,7 @@ r"""What clients sum under masks, as values by name: their update, SGD's buffers
 Every client sends the same names and shapes, whatever it has done, so that a sum is defined. The sum is weighted by
 $|D_i|$ (``privacy.ring``).
 
-A client's re-estimated statistics of a layer are $(n_i, m_i, M_i)$ (``server.recalibration``). With the layer's global
+A client's re-estimated statistics of a layer are $(n_i, m_i, M_i)$ (``messages.moments``). With the layer's global
 mean $m$, variance $v$ and $e$ as in ``privacy.coordinates`` it sends
 
 $$l_i = \log_2 \frac{n_i}{|D_i|}, \qquad l_i^2, \qquad a_i = \frac{m_i - m}{\sqrt{v + e}}, \qquad
@@ -25,8 +25,8 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import MaskingError, ReplyError
+from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.privacy.coordinates import Coordinates, E
-from fedbn_flwr.server.recalibration import from_entries
 
 __all__ = ["about", "buffers_of", "model_values", "pooled_statistics", "statistics_like", "statistics_values"]
 
@@ -81,7 +81,7 @@ def statistics_values(entries: State, num_examples: int, before: State) -> dict[
     Raises:
         ReplyError: the entries do not fit the model.
     """
-    own, values = from_entries(entries, before, split_state(before)), dict[str, Array]()
+    own, values = decode_moments(entries, before, split_state(before)), dict[str, Array]()
     for path, mean, unit in _layers(before):
         if (found := own.get(path)) is None:
             level, a, b = _NOT_CALLED, np.zeros_like(mean), np.zeros_like(mean)

@@ -14,9 +14,9 @@ from fedbn_flwr.batchnorm.averaging import State, check_state
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.flower import RECALIBRATED, Server
+from fedbn_flwr.server.flower import Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
-from fedbn_flwr.server.method import HookFactory, Misfit, Need, P, RunSettings, tests_in
+from fedbn_flwr.server.method import RECALIBRATED, HookFactory, Misfit, Need, P, RunSettings, tests_in
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN

@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.messages.protocol import LOCAL_SHA256
 from fedbn_flwr.messages.records import num_bytes, select
+from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node, NodeRegistry
-from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport, Traffic
 
 __all__ = ["Dispatcher"]

@@ -1,4 +1,4 @@
-"""Failures of a run: losses that are not finite, and rounds without enough usable replies."""
+"""Failures in words: error replies, losses that are not finite, and rounds without enough usable replies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flwr.app import Message
+
+from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.report import RoundReport
 
-__all__ = ["TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "losses_not_finite", "nothing_trained"]
+__all__ = ["MOD_ORDER", "TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "error_text"]
+__all__ += ["losses_not_finite", "nothing_trained"]
 
+MOD_ORDER = (
+    "A mod of the app refuses messages that it was not made for. Put local_bn first, ClientApp(mods=[local_bn]), and "
+    "give mods that act on training to the training function alone, @app.train(mods=[...]) or client_app(..., "
+    "train_mods=[...])"
+)
 TOO_LARGE_STEPS = (
     "Likely cause: the training steps are too large for the model. What helped in small runs: a lower learning-rate, a "
     "tenth or less; for a deep model without normalisation also norm=batch."
@@ -22,6 +31,17 @@ TOO_LARGE_STEPS = (
 _NOT_FINITE = re.compile(r"not finite|holds -?(nan|inf)|clients are left for the synchronised step")
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
+
+
+def error_text(reply: Message) -> str:
+    """Return the error of an error reply, with advice where its cause is known."""
+    reason = str(reply.error.reason)
+    advice = ""
+    if is_mod_refusal(reply):
+        advice = f"{'' if reason.endswith('.') else '.'} {MOD_ORDER}."
+    elif "fitins.parameters" in reason:
+        advice = ". This ClientApp is built from a NumPyClient: make it with fedbn_flwr.client_app(client_fn)"
+    return f"error {reply.error.code}: {reason}{advice}"
 
 
 def all_not_finite(report: RoundReport) -> bool:

@@ -37,12 +37,18 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.dp_wrappers import check_wrapper
-from fedbn_flwr.server.failures import account, all_not_finite, divergence, losses_not_finite, nothing_trained
-from fedbn_flwr.server.method import Method, P, tests_in
+from fedbn_flwr.server.failures import (
+    MOD_ORDER,
+    account,
+    all_not_finite,
+    divergence,
+    losses_not_finite,
+    nothing_trained,
+)
+from fedbn_flwr.server.method import RECALIBRATED, Method, P, tests_in
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.recalibration import pooled
-from fedbn_flwr.server.refusals import MOD_ORDER
+from fedbn_flwr.server.recalibration import running_statistics_of
 from fedbn_flwr.server.replies import Reply, Terms, read_arrays, read_metrics, sort_out, tested_nothing
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.rounds import run_rounds
@@ -51,9 +57,8 @@ from fedbn_flwr.server.shared_bn import SHARED_BN, LatestBN
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["RECALIBRATED", "Server"]
+__all__ = ["Server"]
 
-RECALIBRATED = "recalibrated"  # the name in eval-on
 _PROTECTION = "protection"  # in the state to checkpoint
 
 logger = logging.getLogger("flwr")
@@ -587,7 +592,7 @@ class Server(Method[P]):
         good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
         self._raise_shared_test_error(refused)
         found = self.protection.statistics(self.run, [(node, state) for node, _, state in good], like)
-        self.run.reestimated = pooled(found, like, parts) if len(good) >= self.params.min_replies else {}
+        self.run.reestimated = running_statistics_of(found, like, parts) if len(good) >= self.params.min_replies else {}
         if not self.run.reestimated:
             logger.warning("round %d: no statistics re-estimated from %d usable replies", server_round, len(good))
 

@@ -24,11 +24,13 @@ from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.server.momentum import MomentumScope
 from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.transport import Reducer
 
 __all__ = [
     "EVALUATIONS",
+    "RECALIBRATED",
     "TEST_BN",
     "HookContext",
     "HookFactory",
@@ -46,9 +48,11 @@ __all__ = [
 
 TEST_BN = "-test-bn"
 """Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test inputs."""
+RECALIBRATED = "recalibrated"
+"""The name of the test with re-estimated statistics in ``eval-on``."""
 EVALUATIONS = (
-    *("global", "global-batch-statistics", "personal-own", "personal-global", "averaged-bn", "recalibrated"),
-    *(f"global{TEST_BN}", f"averaged-bn{TEST_BN}"),
+    *("global", "global-batch-statistics", "personal-own", "personal-global", str(SHARED_BN), RECALIBRATED),
+    *(f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}"),
 )
 """The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and recalibrated, the recorder on all."""
 

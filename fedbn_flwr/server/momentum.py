@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
+from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.loop import ClientHook, Entries, Extras
@@ -97,10 +97,10 @@ class MomentumBuffers(ClientHook):
 
 def average_buffers(sent: Sequence[State], weights: Sequence[float]) -> dict[str, Any]:
     """Return the p-weighted mean of the clients' buffers, each entry over the clients that have it."""
-    p = normalise(weights)
+    p = to_shares(weights)
     averaged = {}
     for name in dict.fromkeys(name for state in sent for name in state):
         having = [(state[name], w) for state, w in zip(sent, p, strict=True) if name in state]
-        arrays, shares = [array for array, _ in having], normalise([w for _, w in having])
+        arrays, shares = [array for array, _ in having], to_shares([w for _, w in having])
         averaged[name] = weighted_sum(arrays, shares).astype(arrays[0].dtype)
     return averaged

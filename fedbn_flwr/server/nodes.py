@@ -19,7 +19,7 @@ from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal
 from fedbn_flwr.errors import ConfigError, EngineError, raise_shared_config_error
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.seeds import numpy_generator
-from fedbn_flwr.server.refusals import MOD_ORDER
+from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.transport.polling_grid import ImmediateGrid
 
 __all__ = ["Node", "NodeRegistry"]

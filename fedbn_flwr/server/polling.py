@@ -21,8 +21,9 @@ _SHARE, _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.001, 0.1
 def send_until(grid: Grid, messages: Sequence[Message], enough: Enough) -> dict[int, Message]:
     """Send all messages; return the replies by node id when all have arrived or ``enough`` returns True.
 
-    Unlike ``Grid.send_and_receive`` this does not wait for clients that the caller has given up. The pause between
-    polls is 2% of the time waited so far, at least 1 ms and at most 0.1 s.
+    ``enough`` also gets the time, so the caller gives up a client when it wants to and logs it itself;
+    ``ImmediateGrid.send_and_receive_until`` has one timeout and logs who is silent. A step has many exchanges of a few
+    milliseconds, so the pause between polls is 2% of the time waited so far, at least 1 ms and at most 0.1 s.
 
     Raises:
         EngineError: the messages could not be pushed.

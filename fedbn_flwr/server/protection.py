@@ -13,9 +13,9 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.recalibration import from_entries
 from fedbn_flwr.server.replies import Reply, Terms
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import Limits
@@ -114,11 +114,11 @@ class Protection:
             replies: the entries that each client sent; ``check_statistics`` has accepted them.
             before: the global state that was sent.
         """
-        return [from_entries(state, before, run.parts) for _, state in replies]
+        return [decode_moments(state, before, run.parts) for _, state in replies]
 
     def check_statistics(self, run: RunState, state: State, before: State) -> None:
         """Raise ReplyError for entries of re-estimated statistics that do not fit the model."""
-        from_entries(state, before, run.parts)
+        decode_moments(state, before, run.parts)
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round, because a further one would cost too much."""

@@ -17,8 +17,8 @@ from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import ClientPartError, ReplyError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, views
+from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.refusals import error_text
 from fedbn_flwr.server.report import RoundReport
 
 __all__ = ["Reply", "Terms", "read_arrays", "read_metrics", "refuse_changed", "sort_out", "tested_nothing"]

@@ -11,8 +11,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, ReplyInfo
+from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.server.flower import Server
-from fedbn_flwr.server.refusals import MOD_ORDER
 from fedbn_flwr.server.synchronised_step import (
     Limits,
     StepResult,

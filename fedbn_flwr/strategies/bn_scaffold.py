@@ -82,6 +82,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State, Variance
+from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, survey_statistics
 from fedbn_flwr.batchnorm.taken_forward import (
     MomentSums,
@@ -90,9 +91,9 @@ from fedbn_flwr.batchnorm.taken_forward import (
     normalise,
     take_forward,
 )
+from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import setting
-from fedbn_flwr.server.recalibration import from_entries, to_entries
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.strategies.scaffold import ControlVariates, Scaffold, ScaffoldParams
@@ -180,7 +181,7 @@ class BNControlVariates(ControlVariates):
         """Restore the layers; compute dc_i and the moments; return the share of channels and steps at the floor."""
         found = super().end(model)
         self._undo()
-        self._moments = to_entries(self._measured(model), model.state_dict())
+        self._moments = encode_moments(self._measured(model), model.state_dict())
         return {**found, FLOOR_SHARE: float(self._low) / max(self._seen, 1)}
 
     def reply(self) -> Extras:
@@ -196,8 +197,8 @@ class BNControlVariates(ControlVariates):
 
     def _correction_of(self, path: str, layer: _BatchNorm) -> _Correction | None:
         like = layer.running_mean
-        names = [_join(path, leaf) for leaf in ("mean", "var")]
-        own = [_join(path, leaf) for leaf in ("count", "mean", "m2")]
+        names = [entry_name(path, leaf) for leaf in ("mean", "var")]
+        own = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
         if like is None or not (self._common.keys() >= {*names} and self._before.keys() >= {*own}):
             return None
         u, s = (self._common[name] for name in names)
@@ -261,10 +262,6 @@ _KEPT = f"{BN_VARIATES}/"  # before the names of (u_i, s_i) in what the hook kee
 
 def _variance(m2: Tensor, count: Tensor | int) -> Tensor:
     return m2.double() / count
-
-
-def _join(path: str, leaf: str) -> str:
-    return f"{path}.{leaf}" if path else leaf
 
 
 def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
@@ -344,7 +341,7 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply whose moments do not fit the model."""
         super().check(server_round, reply, before)
-        from_entries(reply.extras.get(BN_VARIATES, {}), before, self.run.parts)
+        decode_moments(reply.extras.get(BN_VARIATES, {}), before, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Update x and c as SCAFFOLD does; store each client's moments, which give (u, s) of the next round."""
@@ -365,12 +362,12 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
         """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client has sent moments."""
         entries: dict[str, Any] = {}
         like, parts = self.run.before, self.run.parts
-        sent = [(from_entries(state, like, parts), count) for state, count in self._latest.latest]
+        sent = [(decode_moments(state, like, parts), count) for state, count in self._latest.latest]
         for layer in parts.layers:
             if own := [(moments[layer.path], count) for moments, count in sent if layer.path in moments]:
                 clients, counts = zip(*own, strict=True)
                 u, s = pooled_variates(clients, counts, self.params.variates_variance)
                 dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
                 for leaf, value in (("mean", u), ("var", s)):
-                    entries[_join(layer.path, leaf)] = value.numpy().astype(dtype)
+                    entries[entry_name(layer.path, leaf)] = value.numpy().astype(dtype)
         return entries

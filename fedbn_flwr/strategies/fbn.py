@@ -85,11 +85,11 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.batchnorm.reestimation import Moments, pool, survey_statistics
+from fedbn_flwr.batchnorm.reestimation import Moments, pool, stop_tracking, survey_statistics
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
+from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Method, RunSettings, setting
-from fedbn_flwr.server.recalibration import from_entries, to_entries
 from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.freezing import hold_eval
@@ -154,7 +154,7 @@ class GlobalStatistics(ClientHook):
     def end(self, model: nn.Module) -> dict[str, float]:
         """Restore the layers."""
         self._release()
-        self._moments = to_entries(self._measured(model), model.state_dict())
+        self._moments = encode_moments(self._measured(model), model.state_dict())
         return {}
 
     def reply(self) -> Extras:
@@ -165,7 +165,7 @@ class GlobalStatistics(ClientHook):
         return self._sums.by_path(model)
 
     def _hold(self) -> None:
-        self._undo = [without_tracking(layer) if self._warm_up else hold_eval(layer) for layer in self._layers]
+        self._undo = [stop_tracking(self._layers)] if self._warm_up else [hold_eval(layer) for layer in self._layers]
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _release(self) -> None:
@@ -197,16 +197,6 @@ class SurveyedStatistics(GlobalStatistics):
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         """Leave the inputs of the steps out."""
-
-
-def without_tracking(layer: _BatchNorm) -> Callable[[], None]:
-    """Let a layer in train mode leave its running statistics and counter as they are; return the undo."""
-    layer.track_running_stats = False
-
-    def undo() -> None:
-        layer.track_running_stats = True
-
-    return undo
 
 
 def trimmed(moments: Sequence[Moments], share: float) -> Moments:
@@ -328,14 +318,14 @@ class PooledStatistics(FedAvg[S]):
         super().check(server_round, reply, before)
         why = f"in training, which leaves the statistics to the server under {self.name}"
         refuse_changed(reply, before, self._kept_names(), why)
-        from_entries(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts)
+        decode_moments(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; move the statistics towards the pooled ones."""
         state = super().combine(server_round, replies, before)
         state |= {name: before[name] for name in self._kept_names()}
         share = 1.0 if self.warms_up() else self.params.statistics_momentum
-        sent = [from_entries(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts) for reply in replies]
+        sent = [decode_moments(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts) for reply in replies]
         weights = self.weights(replies)
         pooled = False
         for layer in self.run.parts.layers:

@@ -68,7 +68,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import State, normalise
+from fedbn_flwr.batchnorm.averaging import State, to_shares
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
@@ -366,7 +366,7 @@ class Freezing(FedAvg[W]):
             clients = dict.fromkeys(client for row in self.deltas for client in row)
             series = [[row[client] for row in self.deltas if client in row] for client in clients]
         else:
-            p = normalise(self.weights(replies))
+            p = to_shares(self.weights(replies))
             self.deltas.append(sum(w * reply.metrics[DELTA] for w, reply in zip(p, replies, strict=True)))
             series = [self.deltas]
         size = self.params.freeze_window

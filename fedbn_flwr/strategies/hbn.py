@@ -80,10 +80,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import State, normalise, weighted_sum
+from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
+from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, pool
-from fedbn_flwr.batchnorm.taken_forward import batch_statistics, replaceable_layers, take_forward
-from fedbn_flwr.batchnorm.taken_forward import normalise as normalised
+from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import setting
@@ -178,7 +178,7 @@ class HybridStatistics(SurveyedStatistics):
 
     def _by_path(self) -> Entries:
         paths = self._model.named_modules(remove_duplicate=False)
-        return {_name(path): self._alpha[m].detach() for path, m in paths if m in self._alpha}
+        return {entry_name(path, "alpha"): self._alpha[m].detach() for path, m in paths if m in self._alpha}
 
     def _hold(self) -> None:
         if not self._alpha:
@@ -192,7 +192,7 @@ class HybridStatistics(SurveyedStatistics):
     def _start_of(self, layer: _BatchNorm, path: str) -> nn.Parameter:
         like: Tensor = layer.running_mean  # type: ignore[assignment]
         zero = torch.full_like(like, self.initial, dtype=torch.promote_types(like.dtype, torch.float32))
-        given = self._given.get(_name(path))
+        given = self._given.get(entry_name(path, "alpha"))
         return nn.Parameter(zero if given is None else given.to(zero).clone())
 
     def _forget_gradients(self, *_: Any) -> None:
@@ -204,7 +204,7 @@ class HybridStatistics(SurveyedStatistics):
         share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)
         old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
         old_var: Tensor = layer.running_var  # type: ignore[assignment]
-        return normalised(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
+        return normalise(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
 
 
 class HBN(PooledStatistics[HBNParams]):
@@ -278,17 +278,13 @@ class HBN(PooledStatistics[HBNParams]):
             own = [(r.extras[ALPHA][name], w) for r, w in zip(replies, weights, strict=True) if name in _alpha_of(r)]
             if own:
                 arrays, shares = zip(*own, strict=True)
-                self.alpha[name] = weighted_sum(arrays, normalise(shares)).astype(arrays[0].dtype)
+                self.alpha[name] = weighted_sum(arrays, to_shares(shares)).astype(arrays[0].dtype)
         return state
 
     def _shapes(self, before: State) -> dict[str, tuple[int, ...]]:
         layers = [layer for layer in self.run.parts.layers if "running_mean" in layer.entries]
-        return {_name(layer.path): before[layer.entries["running_mean"]].shape for layer in layers}
+        return {entry_name(layer.path, "alpha"): before[layer.entries["running_mean"]].shape for layer in layers}
 
 
 def _alpha_of(reply: Reply) -> Mapping[str, Any]:
     return reply.extras.get(ALPHA, {})
-
-
-def _name(path: str) -> str:
-    return f"{path}.alpha".removeprefix(".")

@@ -46,13 +46,13 @@ The statistics of the first BN layer equal one pass over the union of the data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
 from fedbn_flwr.server.method import Method, RunSettings
 from fedbn_flwr.server.replies import Reply, refuse_changed
@@ -66,18 +66,15 @@ class Untracked(ClientHook):
     """Client half: BN uses the batch's statistics; running statistics and counters stay as received."""
 
     def __init__(self) -> None:
-        self._layers: list[_BatchNorm] = []
+        self._track_again: Callable[[], None] = lambda: None
 
     def begin(self, model: nn.Module) -> None:
         """Switch tracking off."""
-        self._layers = list(layers_in_training(model).values())
-        for layer in self._layers:
-            layer.track_running_stats = False
+        self._track_again = stop_tracking(layers_in_training(model).values())
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Switch tracking on again."""
-        for layer in self._layers:
-            layer.track_running_stats = True
+        self._track_again()
         return {}
 
 

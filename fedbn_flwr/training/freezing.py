@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = ["FrozenBN", "hold_eval", "holds_eval", "train_only"]
 
@@ -53,15 +54,13 @@ def train_only(model: nn.Module, names: Sequence[str], frozen_bn: FrozenBN = "ev
 
 def hold_eval(layer: nn.Module) -> Callable[[], None]:
     """Keep a layer in eval mode, also through ``model.train()``; return the function that undoes this."""
-    before, mode = vars(layer).get("train"), layer.training
+    mode = layer.training
     layer.eval()
-    layer.train = functools.partial(_stay, layer)  # type: ignore[method-assign]
+    release = replace_method(layer, "train", functools.partial(_stay, layer))
 
     def undo() -> None:
-        del layer.train  # the instance attribute; the class's method is used again
-        layer.train(mode)
-        if before is not None:
-            layer.train = before  # type: ignore[method-assign]
+        release()
+        type(layer).train(layer, mode)  # also under an earlier hold
 
     return undo
 

@@ -15,14 +15,14 @@ from fedbn_flwr.errors import StateError
 
 __all__ = ["load_state", "loads_by_copy", "not_compiled", "unwrap", "view_with_names", "wrapper_prefix"]
 
-_INSIDE = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
+_WRAPPERS = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
     children = dict(model.named_children())
-    if len(children) == 1 and (name := next(iter(children))) in _INSIDE and not list(model.parameters(recurse=False)):
+    if len(children) == 1 and (name := next(iter(children))) in _WRAPPERS and not list(model.parameters(recurse=False)):
         yield from _layers(children[name])
 
 
@@ -105,7 +105,7 @@ def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
     prefix = ""
     while names and not all(name.removeprefix(prefix) in model_names for name in names):
         step = next(iter(names)).removeprefix(prefix).partition(".")[0]
-        if step not in _INSIDE or not all(name.startswith(f"{prefix}{step}.") for name in names):
+        if step not in _WRAPPERS or not all(name.startswith(f"{prefix}{step}.") for name in names):
             return ""
         prefix += f"{step}."
     return prefix
@@ -113,6 +113,6 @@ def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
 
 def _without_prefixes(name: str) -> str:
     parts = name.split(".")
-    while parts[0] in _INSIDE:
+    while parts[0] in _WRAPPERS:
         parts = parts[1:] or [name]
     return ".".join(parts)

@@ -44,10 +44,13 @@ class TellsProperties(Protocol):
 class ImmediateGrid(Grid):
     """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
 
-    def send_until(
+    def send_and_receive_until(
         self, messages: Iterable[Message], enough: Callable[[Sequence[Message]], bool], *, timeout: float
     ) -> Iterable[Message]:
-        """Send all messages and return the replies, as soon as these are enough; a grid may wait for all of them."""
+        """Send all messages; return the replies as soon as ``enough(replies)`` is true, at the latest at the timeout.
+
+        A grid that runs the clients itself returns all replies.
+        """
         return self.send_and_receive(messages, timeout=timeout)
 
     def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> Mapping[int, NodeProperties]:
@@ -125,10 +128,13 @@ class PollingGrid(ImmediateGrid):
         """
         return self._collected(messages, timeout)
 
-    def send_until(
+    def send_and_receive_until(
         self, messages: Iterable[Message], enough: Callable[[Sequence[Message]], bool], *, timeout: float
     ) -> Iterable[Message]:
-        """Do so until ``enough`` of the replies so far is true; later replies are not waited for."""
+        """Send all messages; return the replies as soon as ``enough(replies)`` is true, at the latest at the timeout.
+
+        At the timeout the log names the nodes that have not answered.
+        """
         return self._collected(messages, timeout, enough)
 
     def _collected(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm import averaging
-from fedbn_flwr.batchnorm.averaging import State, average, check_state, normalise, weighted_sum
+from fedbn_flwr.batchnorm.averaging import State, average, check_state, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ReplyError
 
@@ -124,7 +124,7 @@ def test_sums_have_the_bits_of_one_client_after_the_other(monkeypatch, block: in
     monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
     states = [mixed(seed, [1, 2, 20]) for seed in range(num_clients)]
     weights = [1.0 + i % 5 for i in range(num_clients)]
-    p, got = normalise(weights), average(states, weights, split_state(states[0]))
+    p, got = to_shares(weights), average(states, weights, split_state(states[0]))
     assert list(got) == list(states[0])
     for name, first in states[0].items():
         if first.dtype.kind == "i":
@@ -188,11 +188,11 @@ def test_a_variance_is_never_negative(means: list[float], small: float, variance
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0], []])
 def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
     with pytest.raises(ReplyError, match="cannot be averaged: all finite and >= 0, at least one above 0"):
-        normalise(weights)
+        to_shares(weights)
 
 
 def test_normalise() -> None:
-    assert normalise([1.0, 3.0, 0.0]) == [0.25, 0.75, 0.0]
+    assert to_shares([1.0, 3.0, 0.0]) == [0.25, 0.75, 0.0]
 
 
 def problem(change: dict[str, np.ndarray | None]) -> str:

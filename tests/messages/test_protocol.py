@@ -31,7 +31,7 @@ METHODS = {key: strategy for strategy in STRATEGIES.values() for key in strategy
 # These files read and write formats of their own (config files, metrics.jsonl, summary.json, the channel's frames),
 # some of whose names are the same words. They may not touch a message or a Context.state, which the test checks.
 OTHER_FORMATS = {
-    *(f"experiment/{name}.py" for name in ("curves", "domain_table", "doc_tables", "output", "simulation")),
+    *(f"experiment/{name}.py" for name in ("curves", "domain_table", "output", "simulation")),
     *(f"experiment/{name}.py" for name in ("checkpoint", "cluster", "splitting", "sweep", "method_settings")),
     *(f"experiment/config/{name}.py" for name in ("config", "fields", "unused")),
     *(f"deployment/{name}.py" for name in ("compose", "layout", "federation", "__main__")),
@@ -100,8 +100,8 @@ def test_a_key_is_declared_once() -> None:
 
 
 def test_every_key_has_a_row_in_the_table() -> None:
-    assert protocol.__doc__ is not None
-    rows = [line.split("|")[1].strip(" `") for line in protocol.__doc__.splitlines() if line.startswith("| `")]
+    page = (PACKAGE.parent / "docs/reference/messages.md").read_text()
+    rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
     assert sorted(rows) == sorted({*COMMON.values(), *METHODS})
 
 

@@ -97,7 +97,7 @@ def spoil_statistics(change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s: s.pop("1.m2"), "layer '1': count, mean, m2 and running statistics needed"),
+        (lambda s: s.pop("1.m2"), "the reply lacks count, mean or m2 of layer '1'"),
         (lambda s: s.update({"1.mean": s["1.mean"][:2]}), r"layer '1': int64 \(\), \(2,\), \(4,\) sent"),
         (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 -1.0"),
         (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' holds nan"),

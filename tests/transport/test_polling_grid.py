@@ -106,7 +106,9 @@ def test_at_the_timeout_replies_are_returned_and_silent_nodes_named(caplog) -> N
 
 def test_it_does_not_wait_for_more_replies_than_are_enough() -> None:
     grid = SlowGrid(polls=1, silent=[5, 7])
-    replies = list(PollingGrid(grid).send_until(messages(4, 5, 6, 7), lambda own: len(own) == 2, timeout=60))
+    replies = list(
+        PollingGrid(grid).send_and_receive_until(messages(4, 5, 6, 7), lambda own: len(own) == 2, timeout=60)
+    )
     assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
     assert len(grid.asked) < 10
 

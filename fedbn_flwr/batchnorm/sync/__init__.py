@@ -6,16 +6,7 @@ average of the clients' models equals one centralised step on the loss ``sum p_i
 """
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
-from fedbn_flwr.batchnorm.sync.reduction import (
-    BACKWARDS,
-    EXCHANGES,
-    Backward,
-    Combine,
-    Exchanges,
-    Reduce,
-    combine,
-    num_exchanges,
-)
+from fedbn_flwr.batchnorm.sync.reduction import BACKWARDS, EXCHANGES, Backward, Combine, Exchanges, Reduce, combine
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.batchnorm.sync.trial import refuse_batch_renorm, try_synchronised_step
 
@@ -28,7 +19,6 @@ __all__ = [
     "Reduce",
     "SynchronisedStep",
     "combine",
-    "num_exchanges",
     "refuse_batch_renorm",
     "synchronised",
     "try_synchronised_step",

@@ -6,26 +6,16 @@ Moments and gradients are computed in float32 for float16, bfloat16 and float32 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Link", "Normalise", "elements_per_channel", "local_moments", "per_channel"]
+from fedbn_flwr.errors import NormLayerError
 
-
-class Link(Protocol):
-    """The connection of one BatchNorm call to the same call on the other clients."""
-
-    def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return y - mean - rest (a new tensor), and mean, rest and biased var over all clients, each (C,).
-
-        ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if ``var`` is taken about mean.
-        """
-
-    def gradients(self, local: Tensor) -> Tensor:
-        """Return the gradients (2, C) with respect to var and mean to continue with; ``local`` are this client's."""
+__all__ = ["BatchNormCall", "Normalise", "elements_per_channel", "local_moments", "per_channel"]
 
 
 def elements_per_channel(y: Tensor) -> int:
@@ -62,15 +52,75 @@ def mean_square(centred: Tensor) -> Tensor:
     return centred.square().mean(_axes(centred))
 
 
+class BatchNormCall:
+    """One BatchNorm call of a synchronised step, connected to the same call on the other clients.
+
+    Args:
+        exchange: ``exchange(tag, local)`` returns the server's answer to a tensor of this client.
+        index: k, the number of the call in the forward pass.
+        layer: the layer, for errors.
+        fused: mean and variance travel in one exchange.
+        keeps_gradients: the gradients are not exchanged.
+
+    Attributes:
+        mean: (C,), of all clients' batches; known after ``moments``.
+        var: (C,), biased, likewise.
+    """
+
+    mean: Tensor
+    var: Tensor
+
+    def __init__(
+        self, exchange: Callable[[str, Tensor], Tensor], index: int, layer: str, fused: bool, keeps_gradients: bool
+    ) -> None:
+        self._exchange = exchange
+        self._index = index
+        self._layer = layer
+        self._fused = fused
+        self._keeps_gradients = keeps_gradients
+        self._answered = False
+
+    def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return y - mean - rest (a new tensor), and mean, rest and biased var over all clients, each (C,).
+
+        ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if ``var`` is taken about mean.
+        """
+        centred, centre, local = local_moments(y)
+        if self._fused:
+            self.mean, rest, self.var = self._exchange(f"moments/{self._index}", local)
+            # The order matters: centre - mean is small and exact, and rest is far smaller than both.
+            centred += per_channel(centre - self.mean - rest, y)
+        else:
+            self.mean = self._exchange(f"mean/{self._index}", local[0])
+            rest = torch.zeros_like(self.mean)
+            centred += per_channel(centre - self.mean, y)
+            self.var = self._exchange(f"variance/{self._index}", mean_square(centred))
+        return centred, self.mean, rest, self.var
+
+    def gradients(self, local: Tensor) -> Tensor:
+        """Return the gradients (2, C) with respect to var and mean to continue with; ``local`` are this client's."""
+        if self._keeps_gradients:
+            return local
+        if self._answered:
+            raise NormLayerError(
+                f"{self._layer} was reached by a second backward pass through one forward pass: its gradients were "
+                "exchanged already. Add the losses and call backward once."
+            )
+        self._answered = True
+        return self._exchange(f"gradients/{self._index}", local)
+
+
 class Normalise(torch.autograd.Function):
-    """BatchNorm in training mode; a ``Link`` gives the statistics and the gradients through them."""
+    """BatchNorm in training mode; a ``BatchNormCall`` gives the statistics and the gradients through them."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, link: Link) -> Tensor:
-        """Return weight * (y - mean) / s + bias, in y's dtype; ``link`` supplies mean and var."""
-        centred, mean, rest, var = link.moments(y.to(torch.promote_types(y.dtype, torch.float32)))
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, call: BatchNormCall
+    ) -> Tensor:
+        """Return weight * (y - mean) / s + bias, in y's dtype; ``call`` supplies mean and var."""
+        centred, mean, rest, var = call.moments(y.to(torch.promote_types(y.dtype, torch.float32)))
         ctx.save_for_backward(y, weight, mean, rest, var)
-        ctx.eps, ctx.link, ctx.has_bias = eps, link, bias is not None
+        ctx.eps, ctx.call, ctx.has_bias = eps, call, bias is not None
         scale = (var + eps).rsqrt_()
         if weight is not None:
             scale *= weight
@@ -99,7 +149,7 @@ class Normalise(torch.autograd.Function):
             # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The path of the mean through this client's variance is left
             # out: it is not zero on one client, but zero in the sum over all clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
-            d_var, d_mean = ctx.link.gradients(local) / elements_per_channel(y)
+            d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(per_channel(d_mean - 2 * d_var * rest, y))
             d_y = centred.addcmul_(grad, per_channel(factor, y)).to(y.dtype)
         return d_y, None if weight is None else d_weight, d_bias if ctx.has_bias else None, None, None

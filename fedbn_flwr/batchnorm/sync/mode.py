@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from fedbn_flwr.batchnorm.sync.layer import Normalise, elements_per_channel, local_moments, mean_square, per_channel
+from fedbn_flwr.batchnorm.sync.layer import BatchNormCall, Normalise, elements_per_channel
 from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.randomness import interrupted
@@ -22,7 +22,7 @@ from fedbn_flwr.training.wrappers import not_compiled
 __all__ = ["SynchronisedStep"]
 
 
-class _Call(NamedTuple):
+class _Arguments(NamedTuple):
     y: Tensor
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -88,25 +88,25 @@ class SynchronisedStep(TorchFunctionMode):
         if bind is None:
             return func(*args, **(kwargs or {}))
         self._seen += 1
-        call = bind(*args, **(kwargs or {}))
-        return self._batch_norm(call) if call.training else func(*args, **(kwargs or {}))
+        arguments = bind(*args, **(kwargs or {}))
+        return self._batch_norm(arguments) if arguments.training else func(*args, **(kwargs or {}))
 
-    def _synchronise(self, call: _Call) -> Tensor:
+    def _synchronise(self, arguments: _Arguments) -> Tensor:
         layer = self._layer or f"the functional batch_norm of call {self.num_layers}"
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
-        union = elements_per_channel(call.y) * union_batch_size / batch_size
+        union = elements_per_channel(arguments.y) * union_batch_size / batch_size
         if not union > 1:
             raise NormLayerError(
                 f"{layer} has {union:g} values per channel in the union of all clients' batches "
-                f"(input {tuple(call.y.shape)} here); more than 1 is needed. Use larger batches."
+                f"(input {tuple(arguments.y.shape)} here); more than 1 is needed. Use larger batches."
             )
-        link = _Link(self, self.num_layers, layer)
+        call = BatchNormCall(self.exchange, self.num_layers, layer, self.fused, self.keeps_gradients)
         self.num_layers += 1
-        x: Tensor = Normalise.apply(call.y, call.weight, call.bias, call.eps, link)
+        x: Tensor = Normalise.apply(arguments.y, arguments.weight, arguments.bias, arguments.eps, call)
         with torch.no_grad():
-            _update(call.running_mean, link.mean, call.momentum)
-            _update(call.running_var, link.var * (union / (union - 1)), call.momentum)
+            _update(arguments.running_mean, call.mean, arguments.momentum)
+            _update(arguments.running_var, call.var * (union / (union - 1)), arguments.momentum)
         return x
 
     def exchange(self, tag: str, local: Tensor) -> Tensor:
@@ -121,43 +121,6 @@ class SynchronisedStep(TorchFunctionMode):
             )
         self.num_exchanges += 1
         return answer.detach().to(local)
-
-
-class _Link:
-    """One BatchNorm call of a step; it keeps the batch's statistics, for the update of the running ones."""
-
-    mean: Tensor
-    var: Tensor
-
-    def __init__(self, step: SynchronisedStep, index: int, layer: str) -> None:
-        self._step = step
-        self._index = index
-        self._layer = layer
-        self._answered = False
-
-    def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        centred, centre, local = local_moments(y)
-        if self._step.fused:
-            self.mean, rest, self.var = self._step.exchange(f"moments/{self._index}", local)
-            # The order matters: centre - mean is small and exact, and rest is far smaller than both.
-            centred += per_channel(centre - self.mean - rest, y)
-        else:
-            self.mean = self._step.exchange(f"mean/{self._index}", local[0])
-            rest = torch.zeros_like(self.mean)
-            centred += per_channel(centre - self.mean, y)
-            self.var = self._step.exchange(f"variance/{self._index}", mean_square(centred))
-        return centred, self.mean, rest, self.var
-
-    def gradients(self, local: Tensor) -> Tensor:
-        if self._step.keeps_gradients:
-            return local
-        if self._answered:
-            raise NormLayerError(
-                f"{self._layer} was reached by a second backward pass through one forward pass: its gradients were "
-                "exchanged already. Add the losses and call backward once."
-            )
-        self._answered = True
-        return self._step.exchange(f"gradients/{self._index}", local)
 
 
 def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
@@ -187,9 +150,9 @@ def _from_builtin(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> _Call:
+) -> _Arguments:
     """Return the arguments of ``torch.batch_norm``, which some models call directly."""
-    return _Call(y, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _Arguments(y, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _from_functional(
@@ -201,8 +164,11 @@ def _from_functional(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> _Call:
-    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+) -> _Arguments:
+    return _Arguments(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-_BINDERS: dict[Any, Callable[..., _Call]] = {functional.batch_norm: _from_functional, torch.batch_norm: _from_builtin}
+_BINDERS: dict[Any, Callable[..., _Arguments]] = {
+    functional.batch_norm: _from_functional,
+    torch.batch_norm: _from_builtin,
+}

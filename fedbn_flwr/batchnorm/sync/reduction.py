@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ReplyError, unknown_name
 
-__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Combine", "Exchanges", "Reduce", "combine", "num_exchanges"]
+__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Combine", "Exchanges", "Reduce", "check_names", "combine"]
 
 Exchanges = Literal["3L+1", "2L+1"]
 """``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both together, with the same mathematics.
@@ -103,17 +103,9 @@ def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     return result
 
 
-def num_exchanges(num_layers: int, exchanges: Exchanges = "3L+1", backward: Backward = "global") -> int:
-    """Return the exchanges of a round: one or two forward and at most one backward per BatchNorm call, and the model's.
-
-    This is the paper's count: every layer's input needs a gradient (see ``SynchronisedStep``).
-
-    Raises:
-        ConfigError: ``exchanges`` or ``backward`` is unknown.
-    """
+def check_names(exchanges: str, backward: str) -> None:
+    """Raise ConfigError if ``exchanges`` or ``backward`` is unknown."""
     if exchanges not in EXCHANGES:
         raise unknown_name("fedtan-exchanges", exchanges, EXCHANGES)
     if backward not in BACKWARDS:
         raise unknown_name("backward", backward, BACKWARDS)
-    forward = 2 if exchanges == "3L+1" else 1
-    return (forward + (backward == "global")) * num_layers + 1

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
-from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce, num_exchanges
+from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce, check_names
 from fedbn_flwr.errors import ConfigError, NormLayerError
 
 __all__ = ["synchronised"]
@@ -72,7 +72,7 @@ def synchronised(
         raise ConfigError(
             f"batch_size {batch_size} must be at least 1, and union_batch_size {union_batch_size} no less."
         )
-    num_exchanges(0, exchanges, backward)  # raises for unknown names
+    check_names(exchanges, backward)
     for path, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from doc_config import field_cells
 
 from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.doc_config import field_cells
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server import momentum, recalibration, shared_bn
 from fedbn_flwr.server.method import Params

@@ -1,7 +1,8 @@
 """Everything in the repository that is derived from the code: tables, pages and defaults.
 
-``python -m fedbn_flwr.experiment.doc_tables [ROOT]`` writes the derived files of a checkout anew and prints which ones
-changed. With ``--check`` it writes nothing and exits with 1 when a file is stale. ``make generate`` runs it.
+``python docs/generate [ROOT]``, from any folder, writes the derived files of a checkout anew and prints which ones
+changed. With ``--check`` it writes nothing and exits with 1 when a file is stale. ``make generate`` runs it. It is no
+part of the package: only a checkout needs it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from doc_config import config_page
+from doc_methods import method_pages, method_title
+from doc_privacy import privacy_table
+from doc_refusals import refusals_table
+
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.experiment.config import GROUPS, Config
-from fedbn_flwr.experiment.doc_config import config_page
-from fedbn_flwr.experiment.doc_methods import method_pages, method_title
-from fedbn_flwr.experiment.doc_privacy import privacy_table
-from fedbn_flwr.experiment.doc_refusals import refusals_table
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
@@ -26,6 +28,7 @@ from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["changed", "derived", "main"]
 
+_ROOT = Path(__file__).resolve().parents[2]
 _TOML_HEAD = "[tool.flwr.app.config]\n"
 
 
@@ -43,7 +46,7 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/methods/index.md": {"strategies": strategy_table(""), "norms": norm_table()},
         "docs/reference/strategies.md": {"classes": class_list()},
         "docs/guides/privacy.md": {"protections": privacy_table(), "refusals": refusals_table()},
-        "fedbn_flwr/messages/protocol.py": {"protocol": protocol_table()},
+        "docs/reference/messages.md": {"keys": key_table()},
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)
@@ -93,9 +96,9 @@ def class_list() -> str:
     return "\n".join([*lines, ""])
 
 
-def protocol_table() -> str:
+def key_table() -> str:
     """Return a table of every key that travels: those of all methods, then those of single methods, by file."""
-    head = ["| key | type | writes | reads | since |", "|---|---|---|---|---|"]
+    head = ["| key | type | writes | reads |", "|---|---|---|---|"]
     lines = ["", *head, *(_row(key) for key in _declared(protocol))]
     kinds = [kind for strategy in STRATEGIES.values() for kind in (strategy, *strategy.__mro__)]
     own = {key: None for kind in kinds for key in getattr(kind, "keys", ())}
@@ -106,7 +109,7 @@ def protocol_table() -> str:
 
 
 def _row(key: Key) -> str:
-    return f"| `{key}` | {key.kind} | {key.writer} | {key.reader} | {key.since} |"
+    return f"| `{key}` | {key.kind} | {key.writer} | {key.reader} |"
 
 
 def _declared(module: object) -> list[Key]:
@@ -153,8 +156,8 @@ def _filled(path: Path, blocks: Mapping[str, str], mark: str = "<!-- {} -->") ->
 
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the derived files; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fedbn_flwr.experiment.doc_tables", description=__doc__)
-    parser.add_argument("root", nargs="?", type=Path, default=Path(), help="the checkout; default: this folder")
+    parser = argparse.ArgumentParser(prog="python docs/generate", description=__doc__)
+    parser.add_argument("root", nargs="?", type=Path, default=_ROOT, help="the checkout; default: this file's")
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 when a file is stale")
     options = parser.parse_args(arguments)
     stale = changed(options.root)
@@ -170,7 +173,3 @@ def main(arguments: list[str] | None = None) -> int:
     if not stale:
         print("all derived files are up to date")
     return int(bool(stale) and options.check)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

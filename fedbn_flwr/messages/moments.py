@@ -1,0 +1,69 @@
+"""The moments of BatchNorm layers as entries of a message: ``PATH.count``, ``PATH.mean`` and ``PATH.m2``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from fedbn_flwr.batchnorm.averaging import State, check_finite
+from fedbn_flwr.batchnorm.parts import Parts, entry_name
+from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.errors import ReplyError
+
+__all__ = ["decode_moments", "encode_moments"]
+
+
+def encode_moments(moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the entries to send: ``PATH.count`` (int64), ``PATH.mean`` and ``PATH.m2`` in the running mean's dtype.
+
+    Args:
+        moments: by path of the layer.
+        like: the model's state dict.
+    """
+    entries: dict[str, torch.Tensor] = {}
+    for path, own in moments.items():
+        dtype = torch.promote_types(like[entry_name(path, "running_mean")].dtype, torch.float32)
+        entries[entry_name(path, "count")] = torch.tensor(own.count)
+        entries[entry_name(path, "mean")] = own.mean.to(dtype)
+        entries[entry_name(path, "m2")] = own.m2.to(dtype)
+    return entries
+
+
+def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments]:
+    """Return a client's moments by layer; layers that it did not call are left out.
+
+    Args:
+        state: the entries that the client sent.
+        like: the global state.
+        parts: the split of the global state.
+
+    Raises:
+        ReplyError: an entry is missing, unknown, misshapen or not finite, a count is below 1, an M2 negative.
+    """
+    check_finite(state)
+    found: dict[str, Moments] = {}
+    left = dict(state)
+    for layer in parts.layers:
+        names = [entry_name(layer.path, leaf) for leaf in ("count", "mean", "m2")]
+        mine = [left.pop(name) for name in names if name in left]
+        if not mine:
+            continue
+        if len(mine) < len(names) or "running_mean" not in layer.entries:
+            raise ReplyError(
+                f"the reply lacks count, mean or m2 of layer '{layer.path}', or that layer tracks no running "
+                "statistics: the client's model differs from the server's"
+            )
+        count, mean, m2 = mine
+        expected = like[layer.entries["running_mean"]].shape
+        if count.shape != () or count.dtype.kind != "i" or mean.shape != expected or m2.shape != expected:
+            shapes = f"{count.dtype} {count.shape}, {mean.shape}, {m2.shape}"
+            raise ReplyError(f"layer '{layer.path}': {shapes} sent; int64 (), {expected}, {expected} needed")
+        if count < 1 or (m2 < 0).any():
+            raise ReplyError(f"layer '{layer.path}': count is {count}, the smallest M2 {m2.min()}")
+        wide = (torch.from_numpy(np.array(array, dtype=np.float64)) for array in (mean, m2))
+        found[layer.path] = Moments(int(count), *wide)
+    if left:
+        raise ReplyError(f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer")
+    return found
