@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -91,3 +93,41 @@ def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Pa
     (tmp_path / ".a.123.tmp").write_text("ha")
     remove_leftovers(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".hidden", "a"]
+
+
+def test_the_temporary_file_of_a_process_that_writes_is_left_alone(tmp_path: Path, monkeypatch) -> None:
+    """Two clients with one state folder: one cleans up while the other is in the middle of a write."""
+    sync = os.fsync
+
+    def clean_up_and_sync(handle: int) -> None:
+        remove_leftovers(tmp_path)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", clean_up_and_sync)
+    write_atomically(tmp_path / "a", "whole")
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("a", "whole")]
+
+
+def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch) -> None:
+    lock = fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        remove_leftovers(tmp_path)
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_atomically(tmp_path / "a", "whole", mode=0o600)
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("a", "whole")]
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+
+
+def test_files_are_written_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch) -> None:
+    def none(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    write_atomically(tmp_path / "a", "whole")
+    (tmp_path / ".a.123.tmp").write_text("ha")
+    remove_leftovers(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".a.123.tmp", "a"], "it may be another's"

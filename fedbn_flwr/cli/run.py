@@ -83,10 +83,14 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 
 def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
+    from fedbn_flwr.experiment.output import FLOWER_LOG
+
     console.print(_summary_table({strategy: summary}))
     if note := summary.get("model-note"):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
+    if (log := folder.absolute() / FLOWER_LOG).is_file():
+        console.print(f"log of Flower's simulation: {log}", highlight=False, soft_wrap=True)
 
 
 def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:

@@ -329,11 +329,17 @@ class TorchClient(NumPyClient):
             set); of an empty set only its size. NaN where a test set does not define a metric.
 
         Raises:
-            ConfigError: ``record_level`` is set and does not publish metrics.
+            ConfigError: ``record_level`` is set and does not publish metrics, or a test set is not known here.
         """
         if self.record_level and not self.record_level.publishes_metrics:
             self._refuse_for_records("results of tests on its data", "RecordLevel(publishes_metrics=True) sends them")
         read = EvaluateConfig.read(config)
+        if unknown := [name for name in read.test_sets if name not in self.test_data]:
+            known = ", ".join(name or "one without a name" for name in self.test_data) or "none"
+            raise ConfigError(
+                f"this client has no test set {unknown[0]!r}; it has {known}. Leave personal-{unknown[0]} out of "
+                f"eval-on, or give the TorchClient this set: test_data={{{unknown[0]!r}: ...}}"
+            )
         self._standardise(read)
         metrics: Config = {}
         first: tuple[float, int] | None = None

@@ -40,6 +40,7 @@ from fedbn_flwr.messages.numpy_client import Config, describe, open_message, rep
 from fedbn_flwr.messages.protocol import CLIENT_WORDS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.failures import losses_not_finite
+from fedbn_flwr.server.method import RECALIBRATED
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.strategies import FedAvg
 
@@ -92,7 +93,7 @@ def to_legacy(
     """
     if strategy.synchronises:
         _refuse(strategy, "exchanges statistics with its clients inside a local step")
-    if strategy.recalibrates:
+    if strategy.recalibrates or RECALIBRATED in strategy.tests:
         _refuse(strategy, "re-estimates BN statistics from its clients before tests")
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
         raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")

@@ -44,7 +44,7 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
 
     Raises:
         ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``.
-        DataError: the node's own data cannot be used.
+        DataError: the node's own data cannot be used, or ``eval-on`` names a test set that they do not have.
     """
     config, build = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)
@@ -89,6 +89,11 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
     """Return a node's training data, its test sets, and its validation data if the run has some."""
     node = context.node_config
     if DATA_PATH in node:
+        if "personal-global" in config.evaluations():
+            raise DataError(
+                "eval-on=personal-global needs a test set that all nodes hold; a node with a data-path has the test "
+                "set own alone. Use eval-on=personal-own."
+            )
         split, client = _own_data(config, context)[0], 0
         tests = {"own": split.test_view(0)}
     else:

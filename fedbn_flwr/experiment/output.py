@@ -30,6 +30,7 @@ from fedbn_flwr.experiment.yaml_file import read_yaml
 
 __all__ = [
     "DIVERGED_AT",
+    "FLOWER_LOG",
     "PLACES",
     "PRIVACY",
     "STATISTICS_FILE",
@@ -44,6 +45,7 @@ __all__ = [
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
 UNTIL_FROZEN = "privacy-until-frozen.jsonl"  # see privacy.record_server
 STATISTICS_FILE = "statistics.jsonl"  # see doctor.history
+FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the log of its processes
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
 PLACES = frozenset(

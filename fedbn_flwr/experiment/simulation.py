@@ -13,7 +13,8 @@ from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.experiment.cluster_clients import check_cluster
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import DIVERGED_AT, read_metrics
+from fedbn_flwr.experiment.flower_log import LogEcho
+from fedbn_flwr.experiment.output import DIVERGED_AT, FLOWER_LOG, read_metrics
 from fedbn_flwr.experiment.recorder import OnRound
 
 __all__ = ["simulate"]
@@ -61,7 +62,7 @@ def simulate(
     federation_config: Mapping[str, Scalar] | None = None,
     ray_address: str | None = None,
 ) -> dict[str, Any]:
-    """Run a config in Flower's Ray simulation and return its summary.
+    """Run a config in Flower's Ray simulation and return its summary; log the warnings and errors of its log.
 
     Args:
         config: the settings, with ``num_clients`` and an absolute ``out``.
@@ -86,6 +87,12 @@ def simulate(
     }
     before = _summary(out)
     lines: list[str] = []
+    echo = LogEcho()
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        echo(line)
+
     ended = threading.Event()
     follower = threading.Thread(target=_follow, args=(out / "metrics.jsonl", on_round, ended))
     with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as folder:
@@ -93,17 +100,18 @@ def simulate(
         _write_app(app, config, ray_address)
         follower.start()
         try:
-            flower_run(app, run_config={}, federation_config=federation, on_line=lines.append)
+            flower_run(app, run_config={}, federation_config=federation, on_line=on_line)
         except EngineError as error:
             summary = _summary(out)
+            whole = f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
             if summary == before or DIVERGED_AT not in summary:
-                raise
-            raise DivergedError(str(error), summary[DIVERGED_AT]) from error
+                raise EngineError(whole) from error
+            raise DivergedError(whole, summary[DIVERGED_AT]) from error
         finally:
             ended.set()
             follower.join()
             if out.is_dir():
-                with (out / "flower.log").open("a") as log:
+                with (out / FLOWER_LOG).open("a") as log:
                     log.write("\n".join(lines) + "\n")
     if summary := _summary(out):
         return summary

@@ -153,6 +153,7 @@ class Study(BaseModel):
             if split not in self.splits:
                 yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
         folders: dict[Path, str] = {}
+        tied: dict[str, str] = {}
         for cell in (*self.cells(), *self.trials()):
             first = folders.setdefault(cell.folder(Path()), cell.name)
             if first != cell.name:
@@ -162,6 +163,8 @@ class Study(BaseModel):
             except ConfigError as error:
                 yield f"{cell.name}: {error}"
             else:
+                if config.series:
+                    tied[cell.name] = config.series
                 if cell.trial and not config.validation_share:
                     yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
                 elif cell.trial and config.strategy == FedBS.name and "validation-share" not in self.base:
@@ -169,6 +172,13 @@ class Study(BaseModel):
                         f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
                         "training loss; set validation-share in base, so that trials and runs do the same"
                     )
+        if tied:
+            first, more = next(iter(tied)), len(tied) - 1
+            yield (
+                f"{first}{f' and {more} other runs' if more else ''}: series={tied[first]} ties runs together: a run "
+                "starts with the parts that clients kept in the run before, and parallel runs would depend on their "
+                "timing. Leave series out of a study; for a series do the runs one after another with `fedbn-flwr run`"
+            )
         for key in given:
             if all(key in cell.settings for cell in self.cells()):
                 where = "seeds" if key == "seed" else "methods or splits"

@@ -49,7 +49,15 @@ from fedbn_flwr.server.method import RECALIBRATED, Method, P, tests_in
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.recalibration import running_statistics_of
-from fedbn_flwr.server.replies import Reply, Terms, read_arrays, read_metrics, sort_out, tested_nothing
+from fedbn_flwr.server.replies import (
+    Reply,
+    Terms,
+    read_arrays,
+    read_metrics,
+    sort_out,
+    tested_nothing,
+    warn_of_other_counts,
+)
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.server.rounds import run_rounds
 from fedbn_flwr.server.run_state import RunState
@@ -410,6 +418,7 @@ class Server(Method[P]):
         usable = [reply for _, _, reply in good]
         report.replied = len(pairs)
         self._note_usable(usable)
+        warn_of_other_counts(usable, self.weighted_by_key, self.run.other_counts)
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
         if lacking and not usable:  # every further round would fail in the same way
             raise lacking[0]

@@ -26,8 +26,8 @@ logger = logging.getLogger("flwr")
 def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
     """Return the average of each metric over the clients that report it, weighted by ``weighted_by_key``.
 
-    Counts of this package (steps, examples, dropped batches) are summed instead. A client whose test set does not
-    define a metric of a task (NaN) does not count for it.
+    Counts of this package (steps, examples, dropped batches, ``<test set>-num-examples``) are summed instead, if they
+    are whole numbers. A client whose test set does not define a metric of a task (NaN) does not count for it.
 
     Flower's own average divides by the weight of all clients, even if only some report the metric. It also fails on
     values of different shapes; here these are left out with a warning.
@@ -44,7 +44,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         if len({np.shape(value) for _, value in pairs}) > 1:
             logger.warning("metric '%s' has different shapes at different clients and is not averaged", key)
             continue
-        if key.endswith(_COUNTS):
+        if _is_count(key) and all(_is_whole(value) for _, value in pairs):
             averaged[key] = int(sum(value for _, value in pairs))
             continue
         if f"-{key}".endswith(_MAY_BE_NAN):
@@ -53,3 +53,12 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]
         averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
     return averaged
+
+
+def _is_count(key: str) -> bool:
+    """Return whether a metric has the name of a count of this package; a user's ``mean-local-steps`` has not."""
+    return key in _COUNTS or key.endswith(f"-{NUM_EXAMPLES}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, float)) and float(value).is_integer()

@@ -21,7 +21,16 @@ from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 
-__all__ = ["Reply", "Terms", "read_arrays", "read_metrics", "refuse_changed", "sort_out", "tested_nothing"]
+__all__ = [
+    "Reply",
+    "Terms",
+    "read_arrays",
+    "read_metrics",
+    "refuse_changed",
+    "sort_out",
+    "tested_nothing",
+    "warn_of_other_counts",
+]
 
 logger = logging.getLogger("flwr")
 
@@ -105,6 +114,19 @@ class Terms:
                 f"the client did not apply the client hook '{missing[0]}' of strategy '{self.strategy}'. Run its "
                 "training inside `with bn_rules(model, msg, context) as rules:` (docs/flower-projects.md says what to "
                 "call there), and make its app `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
+            )
+
+
+def warn_of_other_counts(replies: Iterable[Reply], count_key: str, warned: set[int]) -> None:
+    """Warn of nodes whose reply has another count than the one that is used; ``warned`` are those told before."""
+    for reply in replies:
+        said, used, node = reply.metrics.get(count_key), reply.num_examples, reply.node
+        if said is not None and said != used and node.node_id not in warned:
+            warned.add(node.node_id)
+            logger.warning(
+                "%s: its reply has %s=%s, and it answered the query with %s. %s is used as its weight. Let both be the "
+                "number of its training examples.",
+                *(node, count_key, said, used, used),
             )
 
 

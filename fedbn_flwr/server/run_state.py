@@ -49,6 +49,7 @@ class RunState:
         shapes: the shapes of the model's entries.
         trained: labels of the clients whose training was used since the start or the resumption.
         tested: whether a client was tested since then.
+        other_counts: ids of the nodes whose reply had another count of examples than their answer to the query.
     """
 
     strategy: str
@@ -73,6 +74,7 @@ class RunState:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     tested: bool = False
+    other_counts: set[int] = field(default_factory=set)
 
     @property
     def report(self) -> RoundReport:

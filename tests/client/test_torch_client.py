@@ -296,6 +296,16 @@ def test_evaluate_with_named_test_sets(points, mlp) -> None:
     assert "own-loss" not in metrics
 
 
+def test_an_unknown_test_set_is_refused_before_the_others_are_tested(points, mlp, monkeypatch) -> None:
+    """Without it the server heard of `'global'` alone."""
+    monkeypatch.setattr("fedbn_flwr.client.torch_client.evaluate", None)
+    for tests, known in (({"own": points(8)}, "own"), (points(8), "one without a name")):
+        client = TorchClient(mlp(), points(20), tests, SETTINGS, context=context())
+        wanted = f"no test set 'global'; it has {known}. Leave personal-global out of eval-on"
+        with pytest.raises(ConfigError, match=wanted):
+            client.evaluate(arrays(mlp()), {"test-sets": "own,global" if known == "own" else "global"})
+
+
 def test_evaluate_changes_no_entry(client, mlp) -> None:
     model = mlp(dropout=0.2)
     client.evaluate(arrays(model), {})

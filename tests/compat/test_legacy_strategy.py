@@ -109,6 +109,8 @@ def test_every_strategy_is_supported_or_refused(mlp, wsconv_net) -> None:
     assert supported == STRATEGIES.keys() - refused.keys()
     with pytest.raises(ConfigError, match="'fedbs' re-estimates BN statistics"):
         to_legacy(FedBS(recalibrate=True), to_record(mlp().state_dict()))
+    with pytest.raises(ConfigError, match="'fedavg' re-estimates BN statistics"):
+        to_legacy(FedAvg(eval_on="global,recalibrated"), to_record(mlp().state_dict()))
 
 
 def test_a_strategy_that_sends_messages_of_its_own_is_refused(mlp, datasets, run_legacy) -> None:

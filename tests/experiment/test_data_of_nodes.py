@@ -137,6 +137,13 @@ def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
     assert [line["participants"] for line in lines] == [[0, 1]]
 
 
+def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(served, tables, tmp_path) -> None:
+    settings = {**TABLE, "dataset": "csv:", "standardise": "local", "eval-on": "personal-own,personal-global"}
+    with pytest.raises(ConfigError, match=r"eval-on=personal-global.*data-path has the test set own.*personal-own"):
+        served(settings, at(tables))
+    assert not read_metrics(tmp_path / "out/metrics.jsonl")
+
+
 def test_a_node_with_other_data_is_named_and_the_others_go_on(served, tables, tmp_path) -> None:
     tables[1].write_text("age,bmi,part,target\n" + "\n".join(f"{a},20,train,{a % 2}" for a in range(9)))
     settings = {**TABLE, "dataset": "csv:", "standardise": "local"}

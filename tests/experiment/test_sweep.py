@@ -63,6 +63,23 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, series: ties}"), r"FedAvg/iid/seed-0 and \d+ other"),
+        (TEXT.replace("seeds: [0, 1]", "seeds: [0]\noverrides: {FedAvg/iid: {series: ties}}"), "FedAvg/iid/seed-0"),
+    ],
+    ids=["base", "one pair"],
+)
+def test_a_study_whose_runs_would_start_with_the_parts_of_others_is_refused(
+    tmp_path: Path, text: str, named: str
+) -> None:
+    """Seed 1 would start with what the clients of seed 0 kept, and parallel runs with whatever is there."""
+    with pytest.raises(ConfigError, match=rf"{named}.*series=ties.*one after another with `fedbn-flwr run`") as caught:
+        Study.load(written(tmp_path, text))
+    assert len(str(caught.value).splitlines()) == 1, "once for all runs"
+
+
 def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 
@@ -120,6 +121,19 @@ def test_a_bad_reply_is_rejected_by_name(federate, datasets, mlp, same_bits, wit
         assert (report.participants, report.kept_previous) == ([0, 2], False)
         assert list(report.clients) == ["0", "2"]
     same_bits(run.state, without_bad(2).state)
+
+
+def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(federate, datasets, mlp, caplog) -> None:
+    """The query's count weighs the reply: the result is that of replies with it."""
+    with caplog.at_level(logging.WARNING, "flwr"):
+        run = federate(FedAvg(), mlp, datasets, rounds=2, wrap=functools.partial(spoiling, count(99)))
+    node_id, size = run.grid.get_node_ids()[BAD], len(datasets[BAD])
+    assert [text for text in caplog.messages if "num-examples" in text] == [
+        f"node {node_id} (partition {BAD}): its reply has num-examples=99, and it answered the query with {size}. "
+        f"{size} is used as its weight. Let both be the number of its training examples."
+    ]
+    run_with_query_count = federate(FedAvg(), mlp, datasets, rounds=2)
+    assert all((run.state[name] == array).all() for name, array in run_with_query_count.state.items())
 
 
 def test_a_wrong_array_header_does_not_end_the_run(federate, datasets, mlp) -> None:

@@ -306,6 +306,23 @@ def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
     assert dict(average_metrics(contents, "n")) == dict(aggregate_metricrecords(contents, "n"))
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "expected"),
+    [
+        ("mean-local-steps", (3.5, 1.5), 2.0),
+        ("warm-up-steps", (3, 1), 1.5),
+        ("steps", ([3.0, 1.0], [1.0, 1.0]), [1.5, 1.0]),
+        ("own-num-examples", ([4.0], [8.0]), [7.0]),
+        ("steps", (3.5, 1.5), 2.0),
+        ("own-num-examples", (4, 8), 12),
+        ("num-examples", (4.0, 8.0), 12),
+    ],
+)
+def test_a_users_metric_whose_name_ends_like_a_count_is_averaged(key: str, values, expected) -> None:
+    contents = [content(n=n, **{key: value}) for n, value in zip((1, 3), values, strict=True)]
+    assert dict(average_metrics(contents, "n")) == {key: expected}
+
+
 def test_the_users_own_averaging_of_metrics_is_used(federate, datasets, mlp) -> None:
     strategy = FedAvg(evaluate_metrics_aggr_fn=lambda contents, key: MetricRecord({"clients": len(contents)}))
     assert federate(strategy, mlp, datasets, rounds=1).result.evaluate_metrics_clientapp[1]["clients"] == 3
