@@ -62,21 +62,21 @@ class CommonOptions(Server[P]):
     @classmethod
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
         """Return why these settings cannot be used in such a run, one line each."""
-        found = cls._test_conflicts(params, run.tests)
+        problems = cls._test_conflicts(params, run.tests)
         if run.norm == "batch-renorm" and cls.batch_renorm_conflict:
-            found.append(f"{cls.name} {cls.batch_renorm_conflict}")
+            problems.append(f"{cls.name} {cls.batch_renorm_conflict}")
         if params.momentum_scope != "none" and run.optimizer != "sgd":
-            found.append(
+            problems.append(
                 f"momentum-scope={params.momentum_scope} keeps SGD's momentum, and optimizer={run.optimizer} has none: "
                 "its moments start at zero in each round. Use optimizer=sgd or momentum-scope=none"
             )
         elif params.momentum_scope != "none" and not run.sgd_momentum:
-            found.append(f"momentum-scope={params.momentum_scope} needs sgd-momentum above 0")
+            problems.append(f"momentum-scope={params.momentum_scope} needs sgd-momentum above 0")
         if params.agc and run.gradient_clip_norm:
-            found.append(
+            problems.append(
                 f"agc={params.agc} and gradient-clip-norm={run.gradient_clip_norm} both limit gradients; set one to 0"
             )
-        return found
+        return problems
 
     @classmethod
     def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
@@ -88,51 +88,51 @@ class CommonOptions(Server[P]):
     def needs(cls, params: P) -> list[Need]:
         """Return what the method keeps with its clients, and the statistics that are re-estimated."""
         who, statistics = f"strategy {cls.name!r}", frozenset({Part.STATISTICS})
-        found = [Need(who, "FedAvg", cls.local - {Part.REST})] if cls.needs_batchnorm else []
+        needs = [Need(who, "FedAvg", cls.local - {Part.REST})] if cls.needs_batchnorm else []
         if cls.needs_statistics or cls.reestimates:
-            found.append(Need(who, "FedAvg", statistics))
+            needs.append(Need(who, "FedAvg", statistics))
         if params.recalibrate:
-            found.append(Need("recalibrate=true", "recalibrate=false", statistics))
+            needs.append(Need("recalibrate=true", "recalibrate=false", statistics))
         if RECALIBRATED in tests_in(params.eval_on):
-            found.append(Need(f"eval-on={RECALIBRATED}", f"eval-on without {RECALIBRATED}", statistics))
-        return found
+            needs.append(Need(f"eval-on={RECALIBRATED}", f"eval-on without {RECALIBRATED}", statistics))
+        return needs
 
     @classmethod
     def misfits(cls, params: P, parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[Misfit]:
         """Return why the model's BatchNorm layers do not fit."""
-        found = []
+        misfits = []
         for who, instead, wanted in cls.needs(params):
             if not parts.layers:
                 has = _NOT_BY_NAMES if parts.by_names else ""
-                found.append(Misfit(f"{who} needs BatchNorm", has, f"{instead}, or a model with BatchNorm"))
+                misfits.append(Misfit(f"{who} needs BatchNorm", has, f"{instead}, or a model with BatchNorm"))
             elif wanted and not parts.select(wanted):
                 words, reasons = zip(*(words for part, words in _WORDS.items() if part in wanted), strict=True)
                 kind = f"BatchNorm with {' or '.join(words)}"
                 has = f"{parts.named_layers()} without ({', '.join(reasons)})"
-                found.append(Misfit(f"{who} needs {kind}", has, f"{instead}, or a model with {kind}"))
-        return list(dict.fromkeys(found))
+                misfits.append(Misfit(f"{who} needs {kind}", has, f"{instead}, or a model with {kind}"))
+        return list(dict.fromkeys(misfits))
 
     @classmethod
     def _test_conflicts(cls, params: P, tests: Sequence[str]) -> list[str]:
         """Return why tests have no model under this method, one line each."""
-        found = []
+        problems = []
         bn_parts, weights = cls.local - {Part.REST}, cls.local & {Part.AFFINE, Part.REST}
         if (params.recalibrate or RECALIBRATED in tests) and weights:
-            found.append(
+            problems.append(
                 f"strategy {cls.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
                 "weights under which statistics could be re-estimated (recalibrate, eval-on=recalibrated)."
             )
         if Part.REST in cls.local and (asked := [name for name in tests if name.startswith("global")]):
-            found.append(
+            problems.append(
                 f"eval-on={','.join(asked)} tests a global model, and strategy {cls.name!r} has none: its clients "
                 "share nothing, and the initial model would be tested. Use personal-own or personal-global."
             )
         if SHARED_BN in tests and (not bn_parts or Part.REST in weights):
-            found.append(
+            problems.append(
                 f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "
                 f"clients; strategy {cls.name!r} has no such model. It is for fedbn, silobn and mtfl."
             )
-        return found
+        return problems
 
     @classmethod
     def extra_copies(cls, params: P) -> tuple[int, int]:
@@ -141,19 +141,19 @@ class CommonOptions(Server[P]):
 
     def beside_updates(self) -> dict[str, str]:
         """Return what the settings take from a client beside its update."""
-        found = {}
+        texts = {}
         if Part.REST in self.local:
-            found["nothing"] = "its clients share nothing, so there is nothing to protect"
+            texts["nothing"] = "its clients share nothing, so there is nothing to protect"
         if self.params.momentum_scope == "global":
-            found["buffers"] = "momentum-scope=global sends SGD's momentum beside the model; use none or local"
+            texts["buffers"] = "momentum-scope=global sends SGD's momentum beside the model; use none or local"
         if self.params.variance == "pooled":
-            found["variance"] = "variance=pooled adds the spread of the clients' means; use variance=mean"
+            texts["variance"] = "variance=pooled adds the spread of the clients' means; use variance=mean"
         if self.recalibrates or RECALIBRATED in self.tests:
             what = f"strategy={self.name}" if self.reestimates else "recalibrate=true or eval-on=recalibrated"
-            found["statistics"] = f"{what} collects statistics that are re-estimated on the clients' data"
+            texts["statistics"] = f"{what} collects statistics that are re-estimated on the clients' data"
         if SHARED_BN in self.tests:
-            found["shared-bn"] = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
-        return found
+            texts["shared-bn"] = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
+        return texts
 
     def begin(self) -> None:
         """Check that the model fits; warn of settings that do not fit the number of rounds; start without momentum.
@@ -162,8 +162,8 @@ class CommonOptions(Server[P]):
             NormLayerError: the model lacks layers that the method needs; the error names them, and what to use.
         """
         self.momentum = {}
-        if found := self.misfits(self.params, self.run.parts, self.run.shapes):
-            lines = [f"{need}; the model has {has or 'none'}. Use {remedy}." for need, has, remedy in found]
+        if misfits := self.misfits(self.params, self.run.parts, self.run.shapes):
+            lines = [f"{need}; the model has {has or 'none'}. Use {remedy}." for need, has, remedy in misfits]
             raise NormLayerError("\n".join(lines))
         for line in self.warnings(self.params, RunSettings(self.run.num_rounds)) if self.run.num_rounds else ():
             logger.warning("%s", line)

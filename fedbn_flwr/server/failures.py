@@ -57,7 +57,7 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
         metrics: metrics by the label of the client; "" = the server's. A loss is a metric whose name ends in "loss". A
             test in which no target counts has no loss: its accuracy is NaN, too, or it has no examples.
     """
-    found: dict[str, list[str]] = {}
+    clients_of: dict[str, list[str]] = {}
     for label, values in metrics.items():
         losses = [name for name in values if name.endswith("loss")]
         for name in [name for name in losses if name != "loss"] or losses:  # "loss" repeats the first of several tests
@@ -66,10 +66,10 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
             tested = not isinstance(accuracy, float) or not math.isnan(accuracy)
             tested = tested and values.get(f"{prefix}{NUM_EXAMPLES}") != 0
             if tested and isinstance(loss, float) and not math.isfinite(loss):
-                found.setdefault(name, []).append(label or str(loss))
+                clients_of.setdefault(name, []).append(label or str(loss))
     return [
         f"{name} is {who[0]}" if "" in metrics else f"{name} of client {_listed(who)} is not finite"
-        for name, who in found.items()
+        for name, who in clients_of.items()
     ]
 
 

@@ -154,13 +154,13 @@ class Server(Method[P]):
 
         def test_and_end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self.run.arrays = arrays
-            found = evaluate_fn(server_round, self.for_evaluate_fn(server_round, arrays)) if evaluate_fn else None
-            if found is not None:
-                self.run.metrics["evaluate_metrics_serverapp"] = found
+            metrics = evaluate_fn(server_round, self.for_evaluate_fn(server_round, arrays)) if evaluate_fn else None
+            if metrics is not None:
+                self.run.metrics["evaluate_metrics_serverapp"] = metrics
             if server_round:
-                self.note_divergence(losses_not_finite({"": found or {}}))
+                self.note_divergence(losses_not_finite({"": metrics or {}}))
                 self._end_round(server_round)
-            return found
+            return metrics
 
         result = run_rounds(
             self,
@@ -527,14 +527,16 @@ class Server(Method[P]):
         report.evaluations |= {node.label: numbers for node, _, numbers in good}
         self.run.tested |= bool(good)
         self.note_divergence(losses_not_finite(report.evaluations))
-        found = self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
-        if found is not None:
-            self.run.metrics["evaluate_metrics_clientapp"] = found
+        metrics = (
+            self.evaluate_metrics_aggr_fn([message.content for _, message, _ in good], count_key) if good else None
+        )
+        if metrics is not None:
+            self.run.metrics["evaluate_metrics_clientapp"] = metrics
         if not self.run.by_run_rounds:  # the last call in a round of a loop of Flower's
             self._end_round(server_round)
             if self._ends_diverged:
                 raise self._diverged()
-        return found
+        return metrics
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return what the summary of a run says of the method and of the protection."""
@@ -600,8 +602,10 @@ class Server(Method[P]):
 
         good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
         self._raise_shared_test_error(refused)
-        found = self.protection.statistics(self.run, [(node, state) for node, _, state in good], like)
-        self.run.reestimated = running_statistics_of(found, like, parts) if len(good) >= self.params.min_replies else {}
+        moments = self.protection.statistics(self.run, [(node, state) for node, _, state in good], like)
+        self.run.reestimated = (
+            running_statistics_of(moments, like, parts) if len(good) >= self.params.min_replies else {}
+        )
         if not self.run.reestimated:
             logger.warning("round %d: no statistics re-estimated from %d usable replies", server_round, len(good))
 

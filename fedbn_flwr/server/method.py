@@ -149,11 +149,11 @@ class Params(Settings):
 def limits(field: FieldInfo) -> str:
     """Return the limits of a field in words; "" without limits."""
     signs = ("ge", "gt", "le", "lt")
-    found = {sign: getattr(limit, sign) for limit in field.metadata for sign in signs if hasattr(limit, sign)}
-    if found.keys() >= {"ge", "lt"}:
-        return f"in [{found['ge']}, {found['lt']})"
+    bounds = {sign: getattr(limit, sign) for limit in field.metadata for sign in signs if hasattr(limit, sign)}
+    if bounds.keys() >= {"ge", "lt"}:
+        return f"in [{bounds['ge']}, {bounds['lt']})"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    text = " and ".join(f"{words[sign]} {value}" for sign, value in found.items())
+    text = " and ".join(f"{words[sign]} {value}" for sign, value in bounds.items())
     return f"a finite number {text}" if text and field.annotation is float else text
 
 

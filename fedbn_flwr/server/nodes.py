@@ -153,7 +153,7 @@ class NodeRegistry:
             time.sleep(0.1)
         return node_ids
 
-    def _distinct(self, found: Mapping[int, Node], connected: set[int]) -> dict[int, Node]:
+    def _distinct(self, nodes: Mapping[int, Node], connected: set[int]) -> dict[int, Node]:
         """Return the new nodes whose partition no other connected node holds; query the others again later.
 
         Raises:
@@ -161,7 +161,7 @@ class NodeRegistry:
         """
         holders = {n.partition_id: n for n in self._nodes.values() if n.node_id in connected}
         distinct: dict[int, Node] = {}
-        for node in sorted(found.values(), key=lambda node: node.order):
+        for node in sorted(nodes.values(), key=lambda node: node.order):
             holder = holders.get(node.partition_id) if node.partition_id is not None else None
             if holder is None:
                 distinct[node.node_id] = holders[node.partition_id] = node

@@ -174,15 +174,15 @@ class BNControlVariates(ControlVariates):
             NormLayerError: the class of a layer has a forward pass of its own.
         """
         self._undo = take_forward(model, self._forward)
-        found = {layer: self._correction_of(path, layer) for path, layer in layers_in_training(model).items()}
-        self._corrections = {layer: correction for layer, correction in found.items() if correction}
+        corrections = {layer: self._correction_of(path, layer) for path, layer in layers_in_training(model).items()}
+        self._corrections = {layer: correction for layer, correction in corrections.items() if correction}
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Restore the layers; compute dc_i and the moments; return the share of channels and steps at the floor."""
-        found = super().end(model)
+        metrics = super().end(model)
         self._undo()
         self._moments = encode_moments(self._measured(model), model.state_dict())
-        return {**found, FLOOR_SHARE: float(self._low) / max(self._seen, 1)}
+        return {**metrics, FLOOR_SHARE: float(self._low) / max(self._seen, 1)}
 
     def reply(self) -> Extras:
         """Return dc_i and the moments."""
@@ -198,11 +198,11 @@ class BNControlVariates(ControlVariates):
     def _correction_of(self, path: str, layer: _BatchNorm) -> _Correction | None:
         like = layer.running_mean
         names = [entry_name(path, leaf) for leaf in ("mean", "var")]
-        own = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
-        if like is None or not (self._common.keys() >= {*names} and self._before.keys() >= {*own}):
+        kept = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
+        if like is None or not (self._common.keys() >= {*names} and self._before.keys() >= {*kept}):
             return None
         u, s = (self._common[name] for name in names)
-        count, mean, m2 = (self._before[name] for name in own)
+        count, mean, m2 = (self._before[name] for name in kept)
         dtype = torch.promote_types(like.dtype, torch.float32)
         # The server's way from the moments to its variates: equal ones leave exact zeros.
         change = (u - mean).to(like.device, dtype), (s - _variance(m2, count).to(s.dtype)).to(like.device, dtype)
@@ -251,9 +251,11 @@ def pooled_variates(clients: Sequence[Moments], weights: Sequence[float], varian
     """
     shares = [weight / sum(weights) for weight in weights]
     pairs = list(zip(shares, clients, strict=True))
-    u = torch.stack([p * own.mean for p, own in pairs]).sum(0)
-    spreads = [(own.mean - u).square() if variance == "pooled" else 0.0 for own in clients]
-    terms = [p * (_variance(own.m2, own.count) + spread) for (p, own), spread in zip(pairs, spreads, strict=True)]
+    u = torch.stack([p * moments.mean for p, moments in pairs]).sum(0)
+    spreads = [(moments.mean - u).square() if variance == "pooled" else 0.0 for moments in clients]
+    terms = [
+        p * (_variance(moments.m2, moments.count) + spread) for (p, moments), spread in zip(pairs, spreads, strict=True)
+    ]
     return u, torch.stack(terms).sum(0)
 
 
@@ -364,8 +366,8 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
         like, parts = self.run.before, self.run.parts
         sent = [(decode_moments(state, like, parts), count) for state, count in self._latest.latest]
         for layer in parts.layers:
-            if own := [(moments[layer.path], count) for moments, count in sent if layer.path in moments]:
-                clients, counts = zip(*own, strict=True)
+            if pairs := [(moments[layer.path], count) for moments, count in sent if layer.path in moments]:
+                clients, counts = zip(*pairs, strict=True)
                 u, s = pooled_variates(clients, counts, self.params.variates_variance)
                 dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
                 for leaf, value in (("mean", u), ("var", s)):

@@ -210,9 +210,9 @@ def trimmed(moments: Sequence[Moments], share: float) -> Moments:
     def middle(values: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(values)).sort(0).values[cut : len(values) - cut].mean(0)
 
-    mean = middle([own.mean for own in moments])
-    var = middle([own.m2 / own.count + (own.mean - mean).square() for own in moments])
-    count = round(float(middle([torch.tensor(own.count, dtype=torch.float64) for own in moments])) * len(moments))
+    mean = middle([one.mean for one in moments])
+    var = middle([one.m2 / one.count + (one.mean - mean).square() for one in moments])
+    count = round(float(middle([torch.tensor(one.count, dtype=torch.float64) for one in moments])) * len(moments))
     return Moments(count, mean, count * var)
 
 
@@ -329,7 +329,11 @@ class PooledStatistics(FedAvg[S]):
         weights = self.weights(replies)
         pooled = False
         for layer in self.run.parts.layers:
-            pairs = [(found[layer.path], w) for found, w in zip(sent, weights, strict=True) if layer.path in found]
+            pairs = [
+                (of_client[layer.path], w)
+                for of_client, w in zip(sent, weights, strict=True)
+                if layer.path in of_client
+            ]
             if pairs and (total := self.pool(*zip(*pairs, strict=True))).count > 1:
                 pooled = True
                 for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
@@ -365,10 +369,10 @@ class FBN(PooledStatistics[FBNParams]):
     @classmethod
     def unused(cls, params: FBNParams, run: RunSettings) -> dict[str, str]:
         """Return the share of a trimmed mean that is not taken."""
-        found = super().unused(params, run)
+        texts = super().unused(params, run)
         if params.statistics_aggregation == "mean":
-            found["trim"] = "it is for statistics-aggregation=trimmed"
-        return found
+            texts["trim"] = "it is for statistics-aggregation=trimmed"
+        return texts
 
     def divergence_advice(self, server_round: int) -> list[str]:
         """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""

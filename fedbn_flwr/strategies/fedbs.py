@@ -115,13 +115,13 @@ class FedBS(FedProx[FedBSParams]):
     @classmethod
     def warnings(cls, params: FedBSParams, run: RunSettings) -> list[str]:
         """Warn of a phase 2 that the run is too short for."""
-        found = super().warnings(params, run)
+        lines = super().warnings(params, run)
         if params.fedbs_rounds >= run.num_rounds:
-            found.append(
+            lines.append(
                 f"fedbs: phase 2 begins after fedbs-rounds={params.fedbs_rounds} rounds at the earliest, and the run "
                 f"has {run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
             )
-        return found
+        return lines
 
     def __init__(self, *args: Any, loss_key: str = TRAIN_LOSS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

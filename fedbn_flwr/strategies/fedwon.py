@@ -72,22 +72,22 @@ class FedWon(FedAvg[FedWonParams]):
     @classmethod
     def conflicts(cls, params: FedWonParams, run: RunSettings) -> list[str]:
         """Refuse a model with another norm."""
-        found = super().conflicts(params, run)
+        problems = super().conflicts(params, run)
         if run.norm != "wsconv":
-            found.append(f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv")
-        return found
+            problems.append(f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv")
+        return problems
 
     @classmethod
     def misfits(cls, params: FedWonParams, parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[Misfit]:
         """Add BatchNorm, and a model without filters of more than one weight: it has nothing to standardise."""
-        found, who = super().misfits(params, parts, shapes), f"strategy {cls.name!r}"
+        misfits, who = super().misfits(params, parts, shapes), f"strategy {cls.name!r}"
         if parts.layers:
             need, instead = f"{who} trains without normalisation", "model, report = replace_norm(model, 'wsconv')"
-            found.append(Misfit(need, parts.named_layers(), f"a model without them: {instead}"))
+            misfits.append(Misfit(need, parts.named_layers(), f"a model without them: {instead}"))
         if not any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in shapes.values()):
             need = f"{who} standardises the weights of convolutions"
-            found.append(Misfit(need, "none", "FedAvg, or a model with convolutions"))
-        return found
+            misfits.append(Misfit(need, "none", "FedAvg, or a model with convolutions"))
+        return misfits
 
     def divergence_advice(self, server_round: int) -> list[str]:
         """Name gradient clipping, which takes the place of the normalisation."""

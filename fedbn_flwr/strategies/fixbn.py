@@ -235,31 +235,31 @@ class Freezing(FedAvg[W]):
     @classmethod
     def conflicts(cls, params: W, run: RunSettings) -> list[str]:
         """Refuse a window that is as long as the run or longer, and a run that freezes nothing."""
-        found, (key, at, parts) = super().conflicts(params, run), cls.freezes(params)
+        problems, (key, at, parts) = super().conflicts(params, run), cls.freezes(params)
         if at == "auto" and params.freeze_window >= run.num_rounds:
-            found.append(
+            problems.append(
                 f"freeze-window={params.freeze_window} must be below num-server-rounds={run.num_rounds} for {key}=auto"
             )
         if not parts:
-            found.append("freeze-statistics=false and freeze-affine=false freeze nothing; use strategy=fedavg")
-        return found
+            problems.append("freeze-statistics=false and freeze-affine=false freeze nothing; use strategy=fedavg")
+        return problems
 
     @classmethod
     def warnings(cls, params: W, run: RunSettings) -> list[str]:
         """Warn of a round T* before the first or after the last round."""
-        found, (key, at, _) = super().warnings(params, run), cls.freezes(params)
+        lines, (key, at, _) = super().warnings(params, run), cls.freezes(params)
         after = freeze_round(at, run.num_rounds)
         if after is not None and after >= run.num_rounds:
-            found.append(
+            lines.append(
                 f"{cls.name}: {key}={at} means after round {after}, and the run has {run.num_rounds}: BN is never "
                 f"frozen, unless a resumed run goes on. Use a smaller {key} or more rounds."
             )
         if after == 0:
-            found.append(
+            lines.append(
                 f"{cls.name}: {key}={at} of {run.num_rounds} rounds means after round 0: BN is frozen from round 1 at "
                 f"the statistics of the initial model. Use {key} of 1 or more rounds, or a trained initial model."
             )
-        return found
+        return lines
 
     @classmethod
     def unused(cls, params: W, run: RunSettings) -> dict[str, str]:

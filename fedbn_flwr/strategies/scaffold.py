@@ -193,12 +193,12 @@ class Scaffold(FedAvg[P]):
     @classmethod
     def conflicts(cls, params: P, run: RunSettings) -> list[str]:
         """Refuse momentum and other optimizers."""
-        found = super().conflicts(params, run)
+        problems = super().conflicts(params, run)
         if run.optimizer != "sgd":
-            found.append(f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd")
+            problems.append(f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd")
         if run.sgd_momentum:
-            found.append(f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
-        return found
+            problems.append(f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
+        return problems
 
     @classmethod
     def excludes(cls, other: type[Method[Any]]) -> str:

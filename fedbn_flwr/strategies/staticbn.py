@@ -103,9 +103,9 @@ class StaticBN(FedAvg[FedAvgParams]):
     @classmethod
     def unused(cls, params: FedAvgParams, run: RunSettings) -> dict[str, str]:
         """Return the settings of what staticbn does by itself."""
-        found = dict.fromkeys(("variance", "bn_momentum"), "staticbn tracks no running variances in training")
-        found["recalibrate"] = "staticbn always re-estimates"
-        return super().unused(params, run) | found
+        texts = dict.fromkeys(("variance", "bn_momentum"), "staticbn tracks no running variances in training")
+        texts["recalibrate"] = "staticbn always re-estimates"
+        return super().unused(params, run) | texts
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Ask the clients not to track statistics."""
