@@ -85,7 +85,8 @@ class TorchClient(NumPyClient):
         context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
             its ``node_config["partition-id"]`` names the client.
         partition_id: replaces the partition id of the context.
-        seed: seed of the run; batches, augmentation and dropout use streams of (seed, round, partition id).
+        seed: seed of the run; batches, augmentation and dropout use streams of (seed, round, partition id). Without a
+            partition id they use the context's node id, which changes in every run.
         task: ``CLASSIFICATION``, ``BINARY``, ``MULTI_LABEL``, ``REGRESSION`` or ``SEGMENTATION`` of
             ``fedbn_flwr.training``: targets, loss and metrics. ``dataclasses.replace(task, loss=...)`` has a loss of
             your own, ``task.measuring(["auroc"])`` further metrics.
@@ -394,7 +395,9 @@ class TorchClient(NumPyClient):
             self.test_data = dict(zip(self.test_data, tests, strict=True))
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
-        key = -1 if self.partition_id is None else self.partition_id
+        key: int | str = -1 if self.partition_id is None else self.partition_id
+        if self.partition_id is None and self.context is not None:
+            key = f"node {self.context.node_id}"  # clients on one stream would draw the same
         fresh = [self._fresh] if self._fresh else []
         return torch_generator(self.seed, purpose, server_round, key, *fresh)
 
