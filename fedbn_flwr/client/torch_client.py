@@ -34,6 +34,7 @@ from fedbn_flwr.messages.protocol import (
     BATCH_SIZE,
     DATA_REPORT,
     DROPPED_BATCHES,
+    EXAMPLES_NOT_FINITE,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
@@ -255,6 +256,8 @@ class TorchClient(NumPyClient):
             DROPPED_BATCHES: result.num_dropped,
             **result.metrics,
         }
+        if isinstance(rule, DPSGD) and rule.not_finite:
+            metrics[EXAMPLES_NOT_FINITE] = rule.not_finite
         if self.record_level and not self.record_level.publishes_metrics:
             metrics = {STEPS: result.num_steps}
         if isinstance(rule, DPSGD):

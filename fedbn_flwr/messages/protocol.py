@@ -67,6 +67,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 | `examples-processed` | int | client | server | 0.1 |
 | `steps` | int | client | server | 0.1 |
 | `dropped-batches` | int | client | server | 0.1 |
+| `examples-not-finite` | int: gradients of DP-SGD that were not finite, if any | client | server | 0.1 |
 | `examples-tested` | int | client | server | 0.1 |
 | `fedbn-flwr.hooks-applied` | str, comma list: client hooks applied | client | server | 0.1 |
 | `fedbn-flwr.local-home` | str: folder or memory | client | server | 0.1 |
@@ -294,6 +295,9 @@ TRAIN_ACCURACY = Key("train-accuracy", "float", "client", "server")
 EXAMPLES_PROCESSED = Key("examples-processed", "int", "client", "server")
 STEPS = Key("steps", "int", "client", "server")
 DROPPED_BATCHES = Key("dropped-batches", "int", "client", "server")
+EXAMPLES_NOT_FINITE = Key(
+    "examples-not-finite", "int: gradients of DP-SGD that were not finite, if any", "client", "server"
+)
 EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
 
 # --- entries of ReplyInfo and the query -------------------------------------------------------------------------------
