@@ -35,6 +35,7 @@ from fedbn_flwr.messages.protocol import (
     BATCH_SIZE,
     DATA_REPORT,
     DROPPED_BATCHES,
+    EXAMPLES_NOT_FINITE,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
@@ -85,7 +86,8 @@ class TorchClient(NumPyClient):
         context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
             its ``node_config["partition-id"]`` names the client.
         partition_id: replaces the partition id of the context.
-        seed: seed of the run; batches, augmentation and dropout use streams of (seed, round, partition id).
+        seed: seed of the run; batches, augmentation and dropout use streams of (seed, round, partition id). Without a
+            partition id they use the context's node id, which changes in every run.
         task: ``CLASSIFICATION``, ``BINARY``, ``MULTI_LABEL``, ``REGRESSION`` or ``SEGMENTATION`` of
             ``fedbn_flwr.training``: targets, loss and metrics. ``dataclasses.replace(task, loss=...)`` has a loss of
             your own, ``task.measuring(["auroc"])`` further metrics.
@@ -254,6 +256,8 @@ class TorchClient(NumPyClient):
             DROPPED_BATCHES: result.num_dropped,
             **result.metrics,
         }
+        if isinstance(rule, DPSGD) and rule.not_finite:
+            metrics[EXAMPLES_NOT_FINITE] = rule.not_finite
         if self.record_level and not self.record_level.publishes_metrics:
             metrics = {STEPS: result.num_steps}
         if isinstance(rule, DPSGD):
@@ -396,7 +400,9 @@ class TorchClient(NumPyClient):
             self.test_data = dict(zip(self.test_data, tests, strict=True))
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
-        key = -1 if self.partition_id is None else self.partition_id
+        key: int | str = -1 if self.partition_id is None else self.partition_id
+        if self.partition_id is None and self.context is not None:
+            key = f"node {self.context.node_id}"  # clients on one stream would draw the same
         fresh = [self._fresh] if self._fresh else []
         return torch_generator(self.seed, purpose, server_round, key, *fresh)
 

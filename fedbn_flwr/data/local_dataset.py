@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from fedbn_flwr.data.shapes import Shape, fitted
 from fedbn_flwr.errors import DataError
 
 __all__ = ["load_local_dataset"]
+
+logger = logging.getLogger("flwr")
 
 
 @functools.lru_cache(maxsize=4)  # in Ray and in process, every message makes a new client
@@ -76,7 +79,23 @@ def _class_files(folder: Path, classes: Sequence[str]) -> Files:
             f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {found}). Name the classes in "
             "the node config: data-classes='cat,dog'"
         )
+    _tell_left_out(folder, classes)
     return [(path, label) for label, name in present for path in image_files(folder / name)]
+
+
+def _tell_left_out(folder: Path, classes: Sequence[str]) -> None:
+    """Warn of folders called after no class, and log the classes that have no folder."""
+    others = sorted({path.name for path in folder.iterdir() if path.is_dir()} - {*classes})
+    ignored = ", ".join(name for name in others if not name.startswith("."))
+    absent = ", ".join(name for name in classes if not (folder / name).is_dir())
+    if ignored:
+        logger.warning(
+            "data-path=%r: folders called after no class are left out: %s. Without a folder: %s. Upper and lower case "
+            "count. Rename the folders, or name their classes in data-classes.",
+            *(str(folder), ignored, absent or "none of the classes"),
+        )
+    elif absent:
+        logger.info("data-path=%r: no images of these classes, which have no folder: %s", str(folder), absent)
 
 
 def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

@@ -129,6 +129,9 @@ TRAIN_ACCURACY = Key("train-accuracy", "float", "client", "server")
 EXAMPLES_PROCESSED = Key("examples-processed", "int", "client", "server")
 STEPS = Key("steps", "int", "client", "server")
 DROPPED_BATCHES = Key("dropped-batches", "int", "client", "server")
+EXAMPLES_NOT_FINITE = Key(
+    "examples-not-finite", "int: gradients of DP-SGD that were not finite, if any", "client", "server"
+)
 EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
 
 # --- entries of ReplyInfo and the query -------------------------------------------------------------------------------

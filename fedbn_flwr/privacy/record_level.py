@@ -36,7 +36,8 @@ public. The noise has the precision of floating point numbers: attacks on its la
 
 The gradient of an example is computed by ``torch.func``, with the example alone. Another model than in a batch would
 be trained so if a layer mixes examples: such layers are refused by their class, and others by a trial in the first step
-with two examples. An example whose gradient is not finite adds nothing.
+with two examples. An example whose gradient is not finite adds nothing; the client logs how many there were in a round,
+and sends the number only with its metrics.
 
 ## Law
 
@@ -48,6 +49,7 @@ sum by at most $C$, given the masks and the augmentation of each.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -82,6 +84,8 @@ __all__ = [
     "mixes_examples",
     "sampling_rate",
 ]
+
+logger = logging.getLogger("flwr")
 
 NOISE = Key("fedbn-flwr.record-dp-noise-multiplier", "float: z that the server chose", "server", "client")
 
@@ -149,6 +153,7 @@ class DPSGD(StepRule):
 
     Attributes:
         rate: q.
+        not_finite: so far, how often an example's gradient was not finite and added nothing. It is not private.
     """
 
     may_drop = False  # every step has noise, and no example runs through the model with its own buffers
@@ -161,6 +166,7 @@ class DPSGD(StepRule):
         self.settings, self._num_examples, self._noise_multiplier = settings, num_examples, settings.noise_multiplier
         self._expected = min(batch_size or num_examples, num_examples)
         self.rate = sampling_rate(num_examples, batch_size)
+        self.not_finite = 0
         self._tried = False
 
     def draw(self, steps: int) -> Iterator[Tensor]:
@@ -193,7 +199,9 @@ class DPSGD(StepRule):
             _try(model, inputs[:2])
             self._tried = True
         with self._own_randomness():
-            total, losses, outputs = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
+            norm = self.settings.clipping_norm
+            total, losses, outputs, not_finite = _clipped_sum(model, loss, inputs, targets, norm, amp)
+        self.not_finite += not_finite
         deviation = self._noise_multiplier * self.settings.clipping_norm
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -269,7 +277,15 @@ class DPSGD(StepRule):
 
         Put it in ``metrics`` of ``NumPyClient.fit``, or in the ConfigRecord ``properties`` of a reply of the Message
         API. Noise that can be repeated counts as none.
+        The client's log gets a warning of gradients that were not finite.
         """
+        if self.not_finite:
+            logger.warning(
+                "record-level privacy: %d gradients that are not finite in %d steps. These examples add nothing, and "
+                "the mean loss leaves out losses that are NaN. The model may diverge: use a lower learning-rate. Or "
+                "inputs hold values that are not finite: leave these examples out.",
+                *(self.not_finite, steps),
+            )
         noise = self._noise_multiplier if self.settings.noise.secret else 0.0
         return {str(RECORD_DP): json.dumps(Steps(noise, self.rate, steps)._asdict())}
 
@@ -350,7 +366,20 @@ def clipped_sum(
     Raises:
         ConfigError: the gradient of one example cannot be computed.
     """
+    return _clipped_sum(model, loss, inputs, targets, clipping_norm, amp)[:3]
+
+
+def _clipped_sum(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    clipping_norm: float,
+    amp: bool,
+) -> tuple[dict[str, Tensor], Tensor, Tensor, int]:
+    """Return what ``clipped_sum`` does, and how many gradients were not finite."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    not_finite = 0
     buffers = dict(model.named_buffers())
 
     def of_one(values: Mapping[str, Tensor], example: Tensor, target: Tensor) -> Any:
@@ -374,25 +403,28 @@ def clipped_sum(
                 f"record-level privacy needs the gradient of each example, and torch cannot compute it: {error}. The "
                 "model must treat the examples one by one, and change no buffer by their values."
             ) from error
-        for name, gradient in _clipped(gradients, clipping_norm).items():
+        clipped, left_out = _clipped(gradients, clipping_norm)
+        not_finite += left_out
+        for name, gradient in clipped.items():
             total[name] += gradient
         losses.append(values.detach())
         outputs.append(answers.detach())
-    return total, torch.cat(losses), torch.cat(outputs) if outputs else inputs.new_zeros(0)
+    return total, torch.cat(losses), torch.cat(outputs) if outputs else inputs.new_zeros(0), not_finite
 
 
-def _clipped(gradients: Mapping[str, Tensor], clipping_norm: float) -> dict[str, Tensor]:
-    """Return the sum over the examples (the first dimension); those that are not finite add nothing."""
+def _clipped(gradients: Mapping[str, Tensor], clipping_norm: float) -> tuple[dict[str, Tensor], int]:
+    """Return the sum over the examples (the first dimension) and how many are not finite: these add nothing."""
     rows = {name: gradient.reshape(len(gradient), -1) for name, gradient in gradients.items()}
     lengths = [torch.linalg.vector_norm(row, dim=1, dtype=torch.float64) for row in rows.values()]
     length = torch.linalg.vector_norm(torch.stack(lengths), dim=0)
     finite = length.isfinite()
     factor = torch.where(finite, clipping_norm / length.clamp(min=clipping_norm), 0.0)[:, None]
-    if not finite.all():
+    not_finite = int((~finite).sum())
+    if not_finite:
         rows = {name: torch.where(finite[:, None], row, 0.0) for name, row in rows.items()}
     # Not a product of matrices, which may round to TF32.
     sums = {name: (factor.to(_wide(row)) * row).sum(0) for name, row in rows.items()}
-    return {name: value.view(gradients[name].shape[1:]) for name, value in sums.items()}
+    return {name: value.view(gradients[name].shape[1:]) for name, value in sums.items()}, not_finite
 
 
 def _wide(value: Tensor) -> torch.dtype:

@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, NUM_EXAMPLES, STEPS
+from fedbn_flwr.messages.protocol import (
+    DROPPED_BATCHES,
+    EXAMPLES_NOT_FINITE,
+    EXAMPLES_PROCESSED,
+    EXAMPLES_TESTED,
+    NUM_EXAMPLES,
+    STEPS,
+)
 from fedbn_flwr.training.tasks import METRICS
 
 __all__ = ["AVERAGED", "average_metrics"]
 
 _MAY_BE_NAN = tuple(f"-{name}" for name in METRICS)
-_COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
+_COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_NOT_FINITE, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
 AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""
 

@@ -217,9 +217,9 @@ class NodeRegistry:
         if unnamed:
             logger.warning(
                 "%d of %d nodes did not answer the query for their partition id. Until a reply names it "
-                "(ClientApp(mods=[local_bn])), they are ordered by node ids, which change in every run: sampling and "
-                "sums are not repeatable. To answer, wrap the app with fedbn_flwr.client_app, or register @app.query() "
-                "and return answer_query(msg, context, loader).",
+                "(ClientApp(mods=[local_bn])), they are ordered by node ids, which change in every run: sampling, "
+                "sums and what these clients draw are not repeatable. To answer, wrap the app with "
+                "fedbn_flwr.client_app, or register @app.query() and return answer_query(msg, context, loader).",
                 len(unnamed),
                 len(found),
             )

@@ -267,13 +267,18 @@ def _variance(m2: Tensor, count: Tensor | int) -> Tensor:
 
 
 def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
-    """Move the running statistics by a batch's mean and biased variance, as torch does."""
-    running = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    if running[0] is None or running[1] is None or running[2] is None:
+    """Move the running statistics by a batch's mean and biased variance, as torch does.
+
+    A cumulative average (``momentum=None``) needs the counter: without one torch does not move them.
+    """
+    running, counter = (layer.running_mean, layer.running_var), layer.num_batches_tracked
+    if running[0] is None or running[1] is None:
         return
     with torch.no_grad():
-        running[2].add_(1)
-        share = 1 / float(running[2]) if layer.momentum is None else layer.momentum
+        share = 0.0 if layer.momentum is None else layer.momentum
+        if counter is not None:
+            counter.add_(1)
+            share = 1 / float(counter) if layer.momentum is None else share
         for old, new in ((running[0], mean), (running[1], var * (count / max(count - 1, 1)))):
             old.mul_(1 - share).add_(share * new)
 

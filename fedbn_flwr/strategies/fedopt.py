@@ -48,6 +48,7 @@ On a model without BN it gives the same numbers as Flower's own strategies, to r
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -62,6 +63,8 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, P
 
 __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOpt", "FedYogi", "FedYogiParams"]
+
+logger = logging.getLogger("flwr")
 
 
 class FedOpt(FedAvg[P]):
@@ -132,7 +135,7 @@ class FedAdagrad(FedOpt[A]):
 
     Args:
         *args: as ``FedAvg``.
-        eta_l: ignored, as in Flower's strategies; the clients' own settings give their learning rate.
+        eta_l: ignored, as in Flower's strategies, with a warning; the clients' own settings give their learning rate.
         **kwargs: as ``FedAvg``.
     """
 
@@ -148,6 +151,12 @@ class FedAdagrad(FedOpt[A]):
     v: dict[str, Array]
 
     def __init__(self, *args: Any, eta_l: float | None = None, **kwargs: Any) -> None:
+        if eta_l is not None:
+            logger.warning(
+                "%s(eta_l=%s) has no effect, as in Flower: the clients' learning rate is that of their own training. "
+                "Leave eta_l out.",
+                *(type(self).__name__, eta_l),
+            )
         super().__init__(*args, **kwargs)
 
     def begin(self) -> None:

@@ -264,6 +264,19 @@ def test_fit_trains_with_the_random_streams_and_rate_of_the_round(client, points
     }
 
 
+def test_clients_without_a_partition_id_draw_from_streams_of_their_own(points, mlp) -> None:
+    """Their node ids tell them apart: they had one stream, so that equal data gave equal batches and dropout."""
+
+    def trained(node_id: int) -> list[np.ndarray]:
+        alone = Context(1, node_id, {}, RecordDict(), {})
+        client = TorchClient(mlp(dropout=0.2), points(10, 1), points(6, 2), SETTINGS, context=alone, seed=5)
+        return client.fit(arrays(mlp(dropout=0.2)), {"server-round": 1})[0]
+
+    one, again, other = trained(2**63 + 1), trained(2**63 + 1), trained(7)
+    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
     """Nor do the arrays the caller passed in."""
     start = client.get_parameters({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,27 @@ def test_a_folder_is_read_by_class_name(tmp_path: Path) -> None:
     data = load_local_dataset(str(tmp_path / "data"), "cifar10", 3, 32, ("bird", "cat", "dog"))
     assert data.train.targets.tolist() == [1, 2, 2]
     assert data.train.inputs.shape == (3, 3, 32, 32)
+
+
+def test_folders_that_are_called_after_no_class_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`Melanoma` for 'melanoma' was skipped, and the class had no images."""
+    for name in ("Melanoma", "naevus", ".cache", "extra"):
+        images(tmp_path / "data" / name, 2, 0)
+    (tmp_path / "data/readme.txt").write_text("")
+    with caplog.at_level(logging.WARNING, "flwr"):
+        data = load_local_dataset(str(tmp_path / "data"), "cifar10", 3, 32, ("melanoma", "naevus", "wart"))
+    assert data.train.targets.tolist() == [1, 1]
+    assert caplog.messages == [
+        f"data-path='{tmp_path}/data': folders called after no class are left out: Melanoma, extra. Without a folder: "
+        "melanoma, wart. Upper and lower case count. Rename the folders, or name their classes in data-classes."
+    ]
+    caplog.clear()
+    images(tmp_path / "two/naevus", 2, 0)
+    with caplog.at_level(logging.INFO, "flwr"):
+        load_local_dataset(str(tmp_path / "two"), "cifar10", 3, 32, ("melanoma", "naevus"))
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", f"data-path='{tmp_path}/two': no images of these classes, which have no folder: melanoma")
+    ]
 
 
 def test_unusable_local_data_is_refused(tmp_path: Path) -> None:

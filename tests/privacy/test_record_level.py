@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -175,6 +176,32 @@ def test_no_example_changes_the_sum_by_more_than_c() -> None:
         assert changes[1] < 1e-12
         most = max(most, *changes)
     assert 0.99 * c < most <= c * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_examples_that_add_nothing_are_counted_and_told_on_the_client(
+    points: Any, caplog: pytest.LogCaptureFixture, published: bool
+) -> None:
+    """Their losses are left out of the mean, so that a model that diverges looked healthy."""
+    data = points(8, 0)
+    data.inputs[3], data.inputs[5] = math.nan, math.inf
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    settings = LocalTraining(learning_rate=LearningRate(0.05), batch_size=0, local_steps=3)
+    level = RecordLevel(1.0, publishes_metrics=published)
+    for count, part in ((6, data), (0, points(8, 0))):
+        client = TorchClient(copy.deepcopy(model), part, points(3), settings, partition_id=0, record_level=level)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "flwr"):
+            metrics = client.fit([v.numpy() for v in model.state_dict().values()], {})[2]
+        told = [text for text in caplog.messages if "gradients that are not finite" in text]
+        assert [text.split(": ")[1].split(" ")[0] for text in told] == ["6"] * bool(count)
+        assert metrics.get("examples-not-finite") == (6 if count and published else None)
+
+
+def test_an_example_without_a_known_target_is_not_counted(points: Any) -> None:
+    dp, model = DPSGD(RecordLevel(0.0), 4, 0), nn.Linear(5, 3)
+    dp.backward(model, F.cross_entropy, torch.randn(4, 5), torch.tensor([-100, 1, 2, -100]))
+    assert dp.not_finite == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

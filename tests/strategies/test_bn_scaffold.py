@@ -22,7 +22,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import BNScaffold, Scaffold
-from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates, pooled_variates
+from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates, _track, pooled_variates
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from tests.support.bad_replies import spoiling
 
@@ -189,6 +189,22 @@ def test_identical_clients_with_full_batches_are_scaffold(federate, points, mlp,
     for name, value in runs[0].state.items():
         np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-10, atol=1e-12, err_msg=name)
     assert corrected == [0] * 3 + [1] * 9, "from round 2 on every client corrects its layer"
+
+
+@pytest.mark.parametrize("counter", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_counter(momentum, counter: bool) -> None:
+    """Without a counter a corrected step left the statistics as they were, and an uncorrected one moved them."""
+    ours, torchs = (nn.BatchNorm1d(5, momentum=momentum).double() for _ in range(2))
+    for layer in (ours, torchs) if not counter else ():
+        layer.num_batches_tracked = None
+    for seed in range(3):
+        x = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed)).double()
+        torchs(x)
+        _track(ours, x.mean(0), x.var(0, correction=0), 7)
+        torch.testing.assert_close(ours.running_mean, torchs.running_mean)
+        torch.testing.assert_close(ours.running_var, torchs.running_var)
+    assert ours.num_batches_tracked == torchs.num_batches_tracked == (3 if counter else None)
 
 
 @pytest.mark.parametrize("net", ["mlp", "torchvision_net"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import runpy
 from pathlib import Path
@@ -102,6 +103,18 @@ def test_without_batchnorm_they_equal_flowers(name: str, arguments: bool, federa
     )
     for key, want in from_record(theirs.arrays).items():
         np.testing.assert_allclose(ours.state[key], want, rtol=1e-9, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FedAvgM"])
+def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(name: str, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "flwr"):
+        getattr(strategies, name)()
+        assert not caplog.messages
+        getattr(strategies, name)(eta_l=0.2)
+    assert caplog.messages == [
+        f"{name}(eta_l=0.2) has no effect, as in Flower: the clients' learning rate is that of their own training. "
+        "Leave eta_l out."
+    ]
 
 
 def test_without_momentum_fedavgm_is_fedavg(federate, datasets, mlp) -> None:
