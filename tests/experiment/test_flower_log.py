@@ -76,3 +76,14 @@ def test_a_simulation_shows_warnings_at_once_and_names_its_log(
     with pytest.raises(EngineError, match=rf"finished:failed(?s:.*)The whole log: {tmp_path}/out/flower.log"):
         simulation.simulate(Config.make({"num-clients": 2}), tmp_path / "out")
     assert (tmp_path / "out/flower.log").read_text() == "WARNING :   refused replies\n"
+
+
+def test_the_command_names_the_log_of_a_simulation_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedbn_flwr.cli.run import _print_results
+
+    summary = {"headline": "a", "final": {}, "best": {}, "rounds": 1, "ledger": {}, "seconds": 1.0}
+    _print_results("fedbn", summary, tmp_path)
+    assert "flower.log" not in capsys.readouterr().out
+    (tmp_path / "flower.log").touch()
+    _print_results("fedbn", summary, tmp_path)
+    assert f"{tmp_path}/flower.log" in capsys.readouterr().out
