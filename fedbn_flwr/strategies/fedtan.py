@@ -148,7 +148,7 @@ class SynchroniseFirstStep(ClientHook):
         Raises:
             RetryStep: another client was lost; the caller must repeat the step with the same state and batch.
             Pending: the step travels in messages, and its next exchange has no answer yet.
-            NormLayerError: a layer cannot be synchronised.
+            NormLayerError: a layer cannot be synchronised, or none was called in train mode.
             DataError: the batch does not have the size that this client has reported.
         """
         if step > 0:
@@ -168,8 +168,9 @@ class SynchroniseFirstStep(ClientHook):
             union_batch_size=union,
             exchanges=self._exchanges,
             backward=self._backward,
-        ):
+        ) as synchronised_step:
             yield
+        synchronised_step.refuse_nothing()
         self._reducer.close()
 
 

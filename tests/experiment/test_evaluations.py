@@ -357,7 +357,7 @@ def test_impossible_evaluations_are_refused_before_the_run() -> None:
         ({"strategy": "standalone", "eval-on": "personal-own,global"}, "eval-on=global tests a global model, .*none"),
         ({"strategy": "standalone", "eval-on": "global-batch-statistics"}, "Use personal-own or personal-global"),
         ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has no clients"),
-        ({"strategy": "staticbn", "norm": "batch-renorm"}, "tracks no statistics; norm=batch-renorm"),
+        ({"strategy": "staticbn", "norm": "batch-renorm"}, "tracks no statistics in training; norm=batch-renorm"),
     ):
         with pytest.raises(ConfigError, match=said):
             Config.make(settings)

@@ -61,6 +61,18 @@ class SynchronisedStep(TorchFunctionMode):
         """Refuse every further exchange."""
         self._closed = True
 
+    def refuse_nothing(self) -> None:
+        """Check, at the end of a block, that a BatchNorm layer was called in train mode.
+
+        Raises:
+            NormLayerError: none was.
+        """
+        if self.num_layers == 0:
+            raise NormLayerError(
+                "no BatchNorm layer was called in train mode in the synchronised step: nothing was synchronised. Call "
+                "model.train() before it, and keep no BatchNorm in eval mode."
+            )
+
     def watch(self, path: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         """Name ``module`` in errors, and refuse it if it is called but does not call batch_norm."""
         before: list[int] = []

@@ -65,8 +65,7 @@ def synchronised(
     Raises:
         ConfigError: An argument is out of range.
         NormLayerError: A layer cannot be synchronised. TorchScript and DataParallel are refused immediately; one value
-            per channel in the union, activation checkpointing and a layer's own arithmetic when the layer is called;
-            a block without a BatchNorm call in training at its end, as it has synchronised nothing.
+            per channel in the union, activation checkpointing and a layer's own arithmetic when the layer is called.
     """
     if not 1 <= batch_size <= union_batch_size:
         raise ConfigError(
@@ -90,8 +89,3 @@ def synchronised(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(step)
         yield step
-        if step.num_layers == 0:
-            raise NormLayerError(
-                "no BatchNorm layer was called in train mode in the synchronised step: nothing was synchronised. Call "
-                "model.train() before it, and keep no BatchNorm in eval mode."
-            )

@@ -35,7 +35,7 @@ def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
         inputs: a batch on the model's device.
 
     Raises:
-        NormLayerError: a layer cannot be synchronised.
+        NormLayerError: a layer cannot be synchronised, or none is called in train mode.
     """
     refuse_batch_renorm(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -52,9 +52,10 @@ def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
                 union_batch_size=2 * size,
                 exchanges="2L+1",
                 backward="global",
-            ),
+            ) as step,
         ):
             model(inputs).sum().backward()
+        step.refuse_nothing()
     finally:
         model.zero_grad(set_to_none=True)
         load_state(model, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from fedbn_flwr.batchnorm.sync import combine, synchronised
+from fedbn_flwr.batchnorm.sync import combine, synchronised, try_synchronised_step
 from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
 from fedbn_flwr.strategies import FedDNA, FedTAN
+from fedbn_flwr.strategies.fedtan import SynchroniseFirstStep
 
 
 def alone(tag: str, tensor: Tensor) -> Tensor:
@@ -292,8 +294,7 @@ def test_an_answer_of_another_shape_is_refused():
 
 
 def test_an_answer_of_another_type_is_converted():
-    step = synchronised(small(), lambda tag, t: t.double().requires_grad_(), batch_size=4, union_batch_size=8)
-    with pytest.raises(NormLayerError, match="nothing was synchronised"), step as watched:
+    with synchronised(small(), lambda tag, t: t.double().requires_grad_(), batch_size=4, union_batch_size=8) as watched:
         answer = watched.exchange("mean/0", torch.ones(5))
     assert answer.dtype == torch.float32
     assert not answer.requires_grad
@@ -301,12 +302,14 @@ def test_an_answer_of_another_type_is_converted():
 
 def test_a_step_in_eval_mode_is_refused():
     """It would be FedAvg's step under the name of FedTAN."""
-    model = small().eval()
-    with (
-        pytest.raises(NormLayerError, match=r"no BatchNorm layer was called in train mode .* model\.train\(\)"),
-        synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8),
-    ):
-        model(inputs()).sum().backward()
+    kept = small().eval()
+    kept.train = lambda mode=True: kept  # as a network that keeps its BatchNorm in eval mode
+    refused = pytest.raises(NormLayerError, match=r"no BatchNorm layer was called in train mode .* model\.train\(\)")
+    with refused:
+        try_synchronised_step(kept, inputs())
+    hook = SynchroniseFirstStep(SimpleNamespace(begin=lambda: 8, reduce=lambda tag, t: t), "3L+1", "global")
+    with refused, hook.around(0, kept, 4):
+        kept(inputs()).sum().backward()
 
 
 @pytest.mark.parametrize("method", ["function", "in place"])
