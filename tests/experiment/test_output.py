@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import RunFolder, read_metrics, versions
+from fedbn_flwr.experiment.output import RunFolder, commit_of, read_metrics, versions
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
@@ -111,6 +112,32 @@ def test_versions_name_the_packages_that_a_result_depends_on() -> None:
     found = versions()
     assert {"python", "fedbn-flwr", "flwr", "torch", "numpy"} <= set(found)
     assert "not installed" not in found.values()
+
+
+def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def written(name: str, text: str) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "__init__.py").write_text(text)
+        return tmp_path / name
+
+    def now(package: Path) -> str:
+        commit_of.cache_clear()
+        return commit_of(package)
+
+    package = written("tracked", "")
+    assert now(package) == ""
+    git("init")
+    git("add", "tracked")
+    git("commit", "-m", "first")
+    head = f"+g{git('rev-parse', '--short=7', 'HEAD')}"
+    assert now(package) == head
+    assert now(written("site-packages", "")) == "", "in the repository of something else"
+    assert now(written("tracked", "x = 1")) == f"{head}.changed"
+    commit_of.cache_clear()
 
 
 def test_metrics_csv_has_the_numbers_for_a_spreadsheet(tmp_path: Path) -> None:
