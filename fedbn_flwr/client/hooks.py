@@ -95,7 +95,9 @@ class Hooks:
         if self._optimizer is not None:
             raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
         if acting := [hook for hook in self._hooks.values() if _overrides(hook, "start", "penalty", "gradients")]:
-            self._check_device()
+            if any(_overrides(hook, "begin") for hook in acting):
+                self._check_device()
+            self._device = _device(self._model)  # the others store nothing before this call
             for hook in acting:
                 hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
             self._exit.callback(before_steps(optimizer, self._act).remove)
@@ -117,7 +119,8 @@ class Hooks:
 
     def _act(self) -> float:
         """Apply the hooks to the gradients; return the sum of the penalties."""
-        self._check_device()
+        if any(_overrides(hook, "begin", "start") for hook in self._hooks.values()):
+            self._check_device()
         total = 0.0
         for hook in self._hooks.values():
             with torch.enable_grad():
@@ -133,15 +136,15 @@ class Hooks:
         return total
 
     def _check_device(self) -> None:
-        """Check that the model is where it was at the start, as are the tensors that the hooks have stored.
+        """Check that the model is where it was when the hooks stored their tensors.
 
         Raises:
             ConfigError: it is not.
         """
         if (now := _device(self._model)) != self._device:
             raise ConfigError(
-                f"the model was on {self._device} at the start of `with bn_rules(...)` and is on {now} now: call "
-                "model.to(device) before the block, and do not move the model inside it"
+                f"the model was on {self._device} when the method stored what it compares with, and is on {now} now: "
+                "call model.to(device) before `with bn_rules(...)`, and do not move the model inside it"
             )
 
     def _check(self) -> None:

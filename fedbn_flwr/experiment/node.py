@@ -89,7 +89,7 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
     """Return a node's training data, its test sets, and its validation data if the run has some."""
     node = context.node_config
     if DATA_PATH in node:
-        if "personal-global" in config.evaluations():
+        if config.data_on_nodes() and "personal-global" in config.evaluations():
             raise DataError(
                 "eval-on=personal-global needs a test set that all nodes hold; a node with a data-path has the test "
                 "set own alone. Use eval-on=personal-own."

@@ -43,7 +43,7 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.method().local):
         here["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=here)
-    if config.series and not Path(config.state_dir).is_absolute():
+    if config.series and not config.resume and not Path(config.state_dir).is_absolute():
         raise ConfigError(
             f"series={config.series} has no effect: what clients keep lies in the folder of this run. Set state-dir to "
             "an absolute folder, which all runs of the series share."

@@ -44,14 +44,14 @@ def _classes_without_client(config: Config, data: PartitionedData) -> list[str]:
     if not train.by_class:
         return []
     labels, names = train.labels.cpu().numpy(), data.dataset.label_names
-    used = np.concatenate([*data.train, *data.validation, *(inputs for inputs, _ in data.held_out)])
+    used = np.concatenate([*data.train, *data.validation])  # held-out clients train nothing
     total, held = (np.bincount(some, minlength=len(names)) for some in (labels, labels[used]))
     lacking = np.flatnonzero((total > 0) & (held == 0))
     if not len(lacking):
         return []
     remedy = ""
     if config.split_name() == "classes":
-        needed = -(-len(names) // len(data.train))
+        needed = -(-len(names) // (len(data.train) + len(data.held_out)))
         remedy = f" Set classes-per-client to {needed} or more, or use more clients."
     return [
         f"{len(lacking)} of {len(names)} classes have no client ({', '.join(names[i] for i in lacking[:5])}"

@@ -93,7 +93,8 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
     grid = polling(grid)
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
     num_nodes = _count_nodes(grid, config, begun_with)
-    refuse_too_few_clients(config, max(num_nodes, begun_with))
+    if config.num_clients or not over_network(grid):  # else further nodes may join
+        refuse_too_few_clients(config, max(num_nodes, begun_with))
     config = config.model_copy(update={"num_clients": num_nodes})
     with lock_folder(out), ExitStack() as closing:
         return _serve(grid, config, out, on_round, closing)

@@ -106,7 +106,10 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.method())
     layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
     own = {path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)}
-    if own:
+    tracks = config.strategy == CENTRALIZED or "bn_momentum" not in config.method().unused(
+        config.params(), config.run_settings()
+    )
+    if own and tracks:
         path, momentum = next(iter(own.items()))
         warnings.append(
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(own)} BatchNorm layers of model "
@@ -198,6 +201,13 @@ def _tests(config: Config) -> dict[str, str]:
     return {"eval_on": ",".join((*config.evaluations(), SHARED_BN))}
 
 
+def _replaces_nothing(config: Config) -> bool:
+    """Return whether a norm finds no BatchNorm to replace; wsconv and fixup act without it, or refuse the model."""
+    if config.norm not in ("group", "layer", "instance", "group+ws", "batch-renorm"):
+        return False
+    return not split_state(build_model(**{**build_options(config), "norm": "batch"})).layers
+
+
 def check(config: Config) -> None:
     """Check that a run can start here: the device, the folders, the layers that the method needs.
 
@@ -235,6 +245,10 @@ def check(config: Config) -> None:
     if problems:
         raise ConfigError("\n".join(problems))
     model = make_model(config)
+    if not config.resume and _replaces_nothing(config):  # an older run may go on
+        raise NormLayerError(
+            f"norm={config.norm!r} changes nothing: model {config.model!r} has no BatchNorm. Use norm='batch'."
+        )
     if found := misfits(config, model):
         ways = list(_other_settings(config))
         ways += [] if "norm='batch'" in ways else ["another model"]

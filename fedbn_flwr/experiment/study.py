@@ -154,6 +154,7 @@ class Study(BaseModel):
                 yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
         folders: dict[Path, str] = {}
         tied: dict[str, str] = {}
+        shares: dict[str, float] = {}  # of the runs, which come before the trials
         for cell in (*self.cells(), *self.trials()):
             first = folders.setdefault(cell.folder(Path()), cell.name)
             if first != cell.name:
@@ -165,12 +166,15 @@ class Study(BaseModel):
             else:
                 if config.series:
                     tied[cell.name] = config.series
+                pair = f"{cell.method}/{cell.split}"
+                if not cell.trial:
+                    shares[pair] = config.validation_share
                 if cell.trial and not config.validation_share:
                     yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
-                elif cell.trial and config.strategy == FedBS.name and "validation-share" not in self.base:
+                elif cell.trial and config.strategy == FedBS.name and not shares.get(pair):
                     yield (
                         f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
-                        "training loss; set validation-share in base, so that trials and runs do the same"
+                        "training loss; set validation-share for the runs, too, so that trials and runs do the same"
                     )
         if tied:
             first, more = next(iter(tied)), len(tied) - 1

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fedbn_flwr.errors import ConfigError, NormLayerError, unknown_name
+from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.models.alexnet import FULL, SMALL, alexnet, alexnet_shape
 from fedbn_flwr.models.digits import digits_cnn, digits_shape
 from fedbn_flwr.models.extras import SMP_PREFIX, TIMM_PREFIX, smp_info, timm_info
@@ -160,8 +160,7 @@ def build_model(
 
     Raises:
         ConfigError: a name is unknown, a number is below 1, or the model does not take such inputs.
-        NormLayerError: the norm does not fit the model's layers or changes none, or the model has no linear classifier
-            to normalise.
+        NormLayerError: the norm does not fit the model's layers, or the model has no linear classifier to normalise.
     """
     _at_least_one(num_classes=num_classes)
     if norm not in NORMS:
@@ -177,9 +176,7 @@ def build_model(
         if option not in known:
             raise unknown_name("option of a norm", option, known)
     taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
-    model, report = replace_norm(model, norm, **taken)
-    if norm != "batch" and not report:
-        raise NormLayerError(f"norm={norm!r} changes nothing: model {name!r} has no BatchNorm. Use norm='batch'.")
+    model = replace_norm(model, norm, **taken)[0]
     return use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
 
 

@@ -33,6 +33,7 @@ logger = logging.getLogger("flwr")
 def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
     """Return the average of each metric over the clients that report it, weighted by ``weighted_by_key``.
 
+    A metric of a test set, ``<test set>-...``, is weighted by ``<test set>-num-examples`` where a client reports that.
     Counts of this package (steps, examples, dropped batches, ``<test set>-num-examples``) are summed instead, if they
     are whole numbers. A client whose test set does not define a metric of a task (NaN) does not count for it.
 
@@ -43,9 +44,12 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
     for content in contents:
         (record,) = content.metric_records.values()
         weight = float(np.asarray(record[weighted_by_key]))
+        sizes = {key: value for key, value in record.items() if _is_of_set(key) and _is_whole(value)}
+        sets = {key.removesuffix(NUM_EXAMPLES): float(size) for key, size in sizes.items()}
         for key, value in record.items():
             if key != weighted_by_key:
-                values.setdefault(key, []).append((weight, value))
+                own = next((count for prefix, count in sets.items() if key.startswith(prefix)), weight)
+                values.setdefault(key, []).append((own, value))
     averaged = MetricRecord()
     for key, pairs in values.items():
         if len({np.shape(value) for _, value in pairs}) > 1:
@@ -56,7 +60,8 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
             continue
         if f"-{key}".endswith(_MAY_BE_NAN):
             pairs = [(weight, value) for weight, value in pairs if value == value] or pairs
-        total = sum(weight for weight, _ in pairs)
+        if not (total := sum(weight for weight, _ in pairs)):
+            continue
         terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]
         averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
     return averaged
@@ -64,7 +69,11 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
 
 def _is_count(key: str) -> bool:
     """Return whether a metric has the name of a count of this package; a user's ``mean-local-steps`` has not."""
-    return key in _COUNTS or key.endswith(f"-{NUM_EXAMPLES}")
+    return key in _COUNTS or _is_of_set(key)
+
+
+def _is_of_set(key: str) -> bool:
+    return key.endswith(f"-{NUM_EXAMPLES}")
 
 
 def _is_whole(value: Any) -> bool:

@@ -378,7 +378,7 @@ class FBN(PooledStatistics[FBNParams]):
         """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""
         advice = super().divergence_advice(server_round)
         by_steps = self.run.report.phase != "warm-up" and self.params.fbn_measure == "pass"
-        return [*advice, "fbn-measure=steps helped, too."] if by_steps else advice
+        return [advice[0], "fbn-measure=steps helped, too.", *advice[1:]] if by_steps else advice
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Pool; say when a trimmed mean leaves nobody out."""

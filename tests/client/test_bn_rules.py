@@ -108,17 +108,27 @@ def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> Non
 
 
 def test_a_model_that_moves_inside_the_block_is_refused() -> None:
-    """What the hooks stored at the start is on the first device; a method that stores nothing does not mind."""
+    """What FedProx stores at the start, and SCAFFOLD in ``wrap``, is on the device of then."""
 
-    def move(hooks: str) -> None:
+    def move(hooks: str, after_wrap: bool = False) -> None:
         model = nn.Linear(3, 1)
-        with bn_rules(model, {"fedbn-flwr.hooks": hooks, "fedbn-flwr.proximal-mu": 5.0}) as rules:
+        told = {"fedbn-flwr.hooks": hooks, "fedbn-flwr.proximal-mu": 5.0, "fedbn-flwr.agc": 0.1}
+        with bn_rules(model, told) as rules:
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            if after_wrap:
+                rules.wrap(optimizer)
             model.to("meta")
-            rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
+            if not after_wrap:
+                rules.wrap(optimizer)
+            rules._act()
 
-    move("")
-    with pytest.raises(ConfigError, match=r"was on cpu at the start .* is on meta now: call model.to"):
+    with pytest.raises(ConfigError, match=r"was on cpu when the method stored .* is on meta now: call model.to"):
         move("proximal")
+    with pytest.raises(ConfigError, match=r"was on cpu when the method stored"):
+        move("proximal", after_wrap=True)
+    move("agc")
+    with bn_rules(nn.Linear(3, 1), {"fedbn-flwr.hooks": ""}) as rules:
+        rules.wrap(torch.optim.SGD(rules._model.to("meta").parameters(), 0.01))
 
 
 def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:

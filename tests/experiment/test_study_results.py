@@ -211,5 +211,6 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
 
 def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
     study = TUNE.replace("strategy: fedavg", "strategy: fedbs", 1)
-    with pytest.raises(ConfigError, match=r"fedbs weighs by the validation loss, .* set validation-share in base"):
+    with pytest.raises(ConfigError, match=r"fedbs weighs by .* set validation-share for the runs, too"):
         load(tmp_path, study)
+    load(tmp_path, study.replace("strategy: fedbs", "strategy: fedbs, validation-share: 0.1"))

@@ -323,6 +323,20 @@ def test_a_users_metric_whose_name_ends_like_a_count_is_averaged(key: str, value
     assert dict(average_metrics(contents, "n")) == {key: expected}
 
 
+def test_metrics_of_a_test_set_are_weighted_by_its_size() -> None:
+    """A client without tests of its own counts in the others alone, and not by their size in the first."""
+    sizes = ({"own": 20, "all": 100}, {"own": 10, "all": 100}, {"own": 0, "all": 100})
+    contents = []
+    for number, by_set in enumerate(sizes):
+        record = {"n": by_set["own"] or by_set["all"]} | {f"{name}-num-examples": n for name, n in by_set.items()}
+        record |= {f"{name}-accuracy": float(number) for name, n in by_set.items() if n}
+        contents.append(RecordDict({"metrics": MetricRecord(record)}))
+    averaged = average_metrics(contents, "n")
+    assert averaged["own-accuracy"] == pytest.approx(1 / 3)
+    assert averaged["all-accuracy"] == pytest.approx(1.0)
+    assert (averaged["own-num-examples"], averaged["all-num-examples"]) == (30, 300)
+
+
 def test_the_users_own_averaging_of_metrics_is_used(federate, datasets, mlp) -> None:
     strategy = FedAvg(evaluate_metrics_aggr_fn=lambda contents, key: MetricRecord({"clients": len(contents)}))
     assert federate(strategy, mlp, datasets, rounds=1).result.evaluate_metrics_clientapp[1]["clients"] == 3
