@@ -45,7 +45,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         (record,) = content.metric_records.values()
         weight = float(np.asarray(record[weighted_by_key]))
         sizes = {key: value for key, value in record.items() if _is_of_set(key) and _is_whole(value)}
-        sets = {key.removesuffix(NUM_EXAMPLES): float(size) for key, size in sizes.items()}
+        sets = {key.removesuffix(NUM_EXAMPLES): float(np.asarray(size)) for key, size in sizes.items()}
         for key, value in record.items():
             if key != weighted_by_key:
                 own = next((count for prefix, count in sets.items() if key.startswith(prefix)), weight)
