@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from measure import facts, table, write_block
+from measure import facts, machine, table, write_block
 
 from fedbn_flwr.experiment.comparisons import difference
 from fedbn_flwr.experiment.output import DIVERGED_AT
@@ -50,7 +50,7 @@ def main(
             by_bytes = table(["equal bytes", "MB a round", "rounds there", "%"], _at_equal_bytes(curves))
             name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
             grid = _grid(folder, split)
-            text = f"{by_rounds}\n\n{by_bytes}\n\n![accuracy against bytes]({name}.svg)\n\n{grid}\n\n{facts()}"
+            text = f"{by_rounds}\n\n{by_bytes}\n\n![accuracy against bytes]({name}.svg)\n\n{grid}\n\n{_facts(results, cells)}"
             print(f"{name}\n\n{text}\n")
             if write:
                 write_block(write, name, text)
@@ -79,6 +79,13 @@ def _counts(study: Study, results: StudyResults, split: str) -> dict[str, str]:
         + f", {diverged[method]} diverged" * bool(diverged[method])
         for method in number
     }
+
+
+def _facts(results: StudyResults, cells: Sequence[Cell]) -> str:
+    """Return the commits that the runs were done with, and this machine; older runs do not name their commit."""
+    versions = {(results.summary(cell) or {})["versions"]["fedbn-flwr"] for cell in cells}
+    commits = sorted(version.partition("+g")[2] for version in versions)
+    return f"Runs at commit {', '.join(commits)}; {machine()}." if all(commits) else facts()
 
 
 def _rate(run: Path) -> str:
