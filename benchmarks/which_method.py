@@ -50,7 +50,8 @@ def main(
             by_bytes = table(["equal bytes", "MB a round", "rounds there", "%"], _at_equal_bytes(curves))
             name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
             grid = _grid(folder, split)
-            text = f"{by_rounds}\n\n{by_bytes}\n\n![accuracy against bytes]({name}.svg)\n\n{grid}\n\n{_facts(results, cells)}"
+            picture = f"![accuracy against bytes]({name}.svg)"
+            text = "\n\n".join([by_rounds, by_bytes, picture, grid, _facts(results, cells)])
             print(f"{name}\n\n{text}\n")
             if write:
                 write_block(write, name, text)
