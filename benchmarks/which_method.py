@@ -76,7 +76,7 @@ def _counts(study: Study, results: StudyResults, split: str) -> dict[str, str]:
     number = Counter(method for method, summary in done)
     return {
         method: f"{number[method] - diverged[method]}"
-        + f", {lost[method]} with lost replies" * bool(lost[method])
+        + f" ({lost[method]} with lost replies)" * bool(lost[method])
         + f", {diverged[method]} diverged" * bool(diverged[method])
         for method in number
     }

@@ -107,9 +107,9 @@ class _Masking:
         self._point = FixedPoint(value_range, total)
         if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
             raise MaskingError(
-                "the server's weights do not fit its dp setting: with dp=client updates are clipped and all weights "
-                "are 1, otherwise neither. The server has another version of this package, or other code changes its "
-                "messages. The client has sent no update."
+                "the server's weights do not fit its dp setting. With dp=client the server must clip updates and give "
+                "all clients weight 1, without it neither. The server has another version of this package, or other "
+                "code changes its messages. The client has sent no update."
             )
 
     def exchange(self, tag: str, array: Array) -> Array:

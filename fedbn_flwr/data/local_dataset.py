@@ -84,14 +84,14 @@ def _class_files(folder: Path, classes: Sequence[str]) -> Files:
 
 
 def _tell_left_out(folder: Path, classes: Sequence[str]) -> None:
-    """Warn of folders called after no class, and log the classes that have no folder."""
+    """Warn of folders whose name is no class, and log the classes that have no folder."""
     others = sorted({path.name for path in folder.iterdir() if path.is_dir()} - {*classes})
     ignored = ", ".join(name for name in others if not name.startswith("."))
     absent = ", ".join(name for name in classes if not (folder / name).is_dir())
     if ignored:
         logger.warning(
-            "data-path=%r: folders called after no class are left out: %s. Without a folder: %s. Upper and lower case "
-            "count. Rename the folders, or name their classes in data-classes.",
+            "data-path=%r: folders whose name is no class are left out: %s. Without a folder: %s. Names are "
+            "case-sensitive. Rename the folders, or name their classes in data-classes.",
             *(str(folder), ignored, absent or "none of the classes"),
         )
     elif absent:

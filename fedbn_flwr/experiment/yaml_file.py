@@ -24,8 +24,8 @@ def read_yaml(path: Path, what: str) -> Any:
         what: "config" or "study", for errors.
 
     Raises:
-        ConfigError: the file is absent or not YAML, or all keys that occur twice in one mapping. Readers of YAML
-            usually take the last value of such a key.
+        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping, which are all named. Readers of
+            YAML usually take the last value of such a key.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -107,7 +107,7 @@ MASK_TOTAL = Key("fedbn-flwr.mask-total-weight", "float: W", "server", "client")
 MASK_RANGE = Key("fedbn-flwr.mask-range", "float: R", "server", "client")
 MASK_EQUAL = Key("fedbn-flwr.mask-equal-weights", "bool: all weights are 1", "server", "client")
 FRESH_BATCHES = Key(
-    "fedbn-flwr.fresh-batches", "int: other batches than in an earlier pass over the round", "server", "client"
+    "fedbn-flwr.fresh-batches", "int: number of the attempt; clients draw new batches for it", "server", "client"
 )
 MASK_METRICS = Key("fedbn-flwr.mask-metrics", "bool: the server may have the metrics", "server", "client")
 MASKED = Key("fedbn-flwr.masked", "int64 vector, in the model's record: the masked update", "client", "server")
@@ -165,13 +165,15 @@ STEP_MODEL = Key("fedbn-flwr.step.model", "ArrayRecord: the round's model", "cli
 STEP_ANSWERS = Key("fedbn-flwr.step.answers", "ArrayRecord: exchanges answered so far", "client", "client")
 STEP_SENT = Key("fedbn-flwr.step.sent", "ArrayRecord: exchanges sent so far", "mod", "mod")
 STEP_ABOUT = Key("fedbn-flwr.step", "ConfigRecord: round and attempt", "client", "client")
-VERSION = Key("version", "int, in KEPT_ABOUT: version of the format", "client", "client")
-FINGERPRINT = Key("fingerprint", "str, in KEPT_ABOUT: fingerprint of the model", "client", "client")
-BEGUN = Key("begun", "int, in KEPT_ABOUT: the round that made the kept state anew, else 0", "client", "client")
-STEP_ATTEMPT = Key("attempt", "int, in STEP_ABOUT", "client", "client")
+VERSION = Key("version", "int, in fedbn-flwr.local.about: version of the format", "client", "client")
+FINGERPRINT = Key("fingerprint", "str, in fedbn-flwr.local.about: fingerprint of the model", "client", "client")
+BEGUN = Key(
+    "begun", "int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0", "client", "client"
+)
+STEP_ATTEMPT = Key("attempt", "int, in fedbn-flwr.step", "client", "client")
 MASK_PARTY = Key("fedbn-flwr.masks", "ConfigRecord: this client in a round of masked sums", "client", "client")
-MASK_SECRETS = Key("secrets", "bytes, in MASK_PARTY", "client", "client")
-SPEC_SHAPES = Key("frame", "str, JSON, in MODEL_SPEC", "mod", "mod")
+MASK_SECRETS = Key("secrets", "bytes, in fedbn-flwr.masks", "client", "client")
+SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 
 CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, RECORD_DP)
 """Keys of the client part among the metrics of a ``NumPyClient``; they are left out of averages."""

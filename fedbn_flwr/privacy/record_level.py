@@ -282,8 +282,8 @@ class DPSGD(StepRule):
         if self.not_finite:
             logger.warning(
                 "record-level privacy: %d gradients that are not finite in %d steps. These examples add nothing, and "
-                "the mean loss leaves out losses that are NaN. The model may diverge: use a lower learning-rate. Or "
-                "inputs hold values that are not finite: leave these examples out.",
+                "the mean loss leaves out losses that are NaN. The model may diverge: use a lower learning-rate. If "
+                "inputs are not finite, remove those examples.",
                 *(self.not_finite, steps),
             )
         noise = self._noise_multiplier if self.settings.noise.secret else 0.0

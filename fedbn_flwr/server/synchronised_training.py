@@ -33,8 +33,8 @@ _ANSWER = (
     "your own register `@app.query()` and return answer_query(msg, context, loader))."
 )
 _AFTER_THE_STEP = (
-    "sent all its exchanges, but no model: the synchronised step stands and contains its batch; the average of the "
-    "models is without it"
+    "sent all its exchanges, but no model: the synchronised step keeps its batch; the average of the models leaves it "
+    "out"
 )
 
 

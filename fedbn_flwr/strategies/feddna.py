@@ -57,5 +57,5 @@ class FedDNA(FedTAN):
     summary_line = "FedTAN's forward half only: global statistics, own gradients through them"
     source = "Duan 2021; arXiv:2301.02982, 6.1.3"
     role = ""
-    not_combined_because = "feddna is a baseline without a law; fedtan is combined with others"
+    not_combined_because = "feddna is a baseline for comparison; use fedtan in a combination"
     backward = "own"

@@ -159,8 +159,8 @@ def test_folders_that_are_called_after_no_class_are_named(tmp_path: Path, caplog
         data = load_local_dataset(str(tmp_path / "data"), "cifar10", 3, 32, ("melanoma", "naevus", "wart"))
     assert data.train.targets.tolist() == [1, 1]
     assert caplog.messages == [
-        f"data-path='{tmp_path}/data': folders called after no class are left out: Melanoma, extra. Without a folder: "
-        "melanoma, wart. Upper and lower case count. Rename the folders, or name their classes in data-classes."
+        f"data-path='{tmp_path}/data': folders whose name is no class are left out: Melanoma, extra. Without a folder: "
+        "melanoma, wart. Names are case-sensitive. Rename the folders, or name their classes in data-classes."
     ]
     caplog.clear()
     images(tmp_path / "two/naevus", 2, 0)
