@@ -105,14 +105,16 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     model = build_model(**build_options(config))
     warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.method())
     layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    own = {path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)}
+    replaced = {
+        path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)
+    }
     tracks = config.strategy == CENTRALIZED or "bn_momentum" not in config.method().unused(
         config.params(), config.run_settings()
     )
-    if own and tracks:
-        path, momentum = next(iter(own.items()))
+    if replaced and tracks:
+        path, momentum = next(iter(replaced.items()))
         warnings.append(
-            f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(own)} BatchNorm layers of model "
+            f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(replaced)} BatchNorm layers of model "
             f"{config.model!r} (of '{path}': {momentum}). Set bn-momentum to the value that the model should have."
         )
     for layer in layers.values():
@@ -123,17 +125,17 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
 
 def partly_without_effect(parts: Parts, method: type[FedAvg[Any]]) -> list[str]:
     """Return which BatchNorm layers lack entries that the method is about, one line each."""
-    found = []
+    lines = []
     no_affine = [layer.path for layer in parts.layers if "weight" not in layer.entries]
     if no_affine and Part.AFFINE in method.local:
-        found.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
+        lines.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
     no_statistics = [layer.path for layer in parts.layers if "running_mean" not in layer.entries]
     if no_statistics:
-        found.append(
+        lines.append(
             f"{len(no_statistics)} BN layer(s) track no running statistics and use the batch's own in testing: "
             + ", ".join(no_statistics[:3])
         )
-    return found
+    return lines
 
 
 def initialise(model: nn.Module, config: Config) -> InitReport | None:

@@ -48,8 +48,8 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         sets = {key.removesuffix(NUM_EXAMPLES): float(np.asarray(size)) for key, size in sizes.items()}
         for key, value in record.items():
             if key != weighted_by_key:
-                own = next((count for prefix, count in sets.items() if key.startswith(prefix)), weight)
-                values.setdefault(key, []).append((own, value))
+                size = next((count for prefix, count in sets.items() if key.startswith(prefix)), weight)
+                values.setdefault(key, []).append((size, value))
     averaged = MetricRecord()
     for key, pairs in values.items():
         if len({np.shape(value) for _, value in pairs}) > 1:
@@ -61,7 +61,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         if f"-{key}".endswith(_MAY_BE_NAN):
             pairs = [(weight, value) for weight, value in pairs if value == value] or pairs
         if not (total := sum(weight for weight, _ in pairs)):
-            continue
+            continue  # of empty test sets alone
         terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]
         averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
     return averaged
