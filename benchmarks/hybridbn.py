@@ -35,7 +35,7 @@ from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.data import Subset
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining

@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import run
 
 METHODS = ("fedtan", "scaffold", "fedbn", "fixbn")
@@ -54,7 +54,7 @@ def work(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> N
 
 def begin(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")  # imports torch and Flower once, not for every command
-    context.set_forkserver_preload(["fedbn_flwr.experiment.run", "fedbn_flwr.experiment.curves"])
+    context.set_forkserver_preload(["fedbn_flwr.experiment.run", "fedbn_flwr.experiment.output.curves"])
     process = context.Process(target=work, args=(settings, out, engine, workers))
     process.start()
     return process

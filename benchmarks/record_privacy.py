@@ -22,7 +22,7 @@ from measure import facts, table, write_block
 
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.privacy import DPSGD, RecordLevel
 

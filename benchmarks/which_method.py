@@ -19,10 +19,10 @@ import typer
 import yaml
 from measure import facts, machine, table, write_block
 
-from fedbn_flwr.experiment.comparisons import difference
-from fedbn_flwr.experiment.output import DIVERGED_AT
-from fedbn_flwr.experiment.study import Cell, Study
-from fedbn_flwr.experiment.study_results import StudyResults
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
+from fedbn_flwr.experiment.studies.comparisons import difference
+from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.study import Cell, Study
 
 Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent
 BASELINE = "FedAvg+BN"

@@ -24,8 +24,8 @@ from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import run as run_module
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.evaluate_run import DataPart
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.finished_run.evaluate import DataPart
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.experiment.method_settings import methods_with, own_default
+from fedbn_flwr.experiment.config.method_settings import methods_with, own_default
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import EVALUATIONS, Params

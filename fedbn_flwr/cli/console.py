@@ -81,8 +81,8 @@ def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
 def report_own_data(settings: Any) -> None:
     """Print what was read of own data; warnings are logged when the run starts."""
     from fedbn_flwr.data import is_own
-    from fedbn_flwr.experiment.data_report import data_report
-    from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+    from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+    from fedbn_flwr.experiment.data.report import data_report
 
     if is_own(settings.dataset) and not settings.dataset.endswith(":"):
         split = partitioned_data(settings, count_clients(settings))

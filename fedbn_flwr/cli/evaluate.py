@@ -42,7 +42,7 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a run on any data: a table of its metrics, and its predictions."""
     from fedbn_flwr.experiment.config import read_overrides
-    from fedbn_flwr.experiment.evaluate_run import evaluate_run
+    from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
 
     with exit_codes():
         data = {**read_overrides(set_ or []), "dataset": dataset}

@@ -37,8 +37,8 @@ def export(
     normalise: Annotated[bool, typer.Option(help="The model takes pixels 0..255, as the data hold them.")] = True,
 ) -> None:
     """Write a model of a run as one file, checked against the evaluated model, with a model card."""
-    from fedbn_flwr.experiment.export import export as write
-    from fedbn_flwr.experiment.saved_model import Choice
+    from fedbn_flwr.experiment.finished_run.export import export as write
+    from fedbn_flwr.experiment.finished_run.saved_model import Choice
 
     with exit_codes():
         choice = Choice(client, bn is not None, state_dir)

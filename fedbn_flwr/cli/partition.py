@@ -19,7 +19,7 @@ def partition(
     """Show the split of the training and validation data: each client's examples by class, and by domain if any."""
     from fedbn_flwr.data import partition_table
     from fedbn_flwr.experiment.config import Config
-    from fedbn_flwr.experiment.splitting import count_split, draw_split
+    from fedbn_flwr.experiment.data.splitting import count_split, draw_split
 
     with exit_codes():
         settings = Config.load(config, set_ or [])

@@ -42,8 +42,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
-    from fedbn_flwr.experiment.checkpoint import after_interrupt
     from fedbn_flwr.experiment.config import Config
+    from fedbn_flwr.experiment.output.checkpoint import after_interrupt
     from fedbn_flwr.experiment.run import preflight
     from fedbn_flwr.experiment.run import run as launch
 
@@ -83,7 +83,7 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 
 def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
-    from fedbn_flwr.experiment.output import FLOWER_LOG
+    from fedbn_flwr.experiment.output.folder import FLOWER_LOG
 
     console.print(_summary_table({strategy: summary}))
     if note := summary.get("model-note"):

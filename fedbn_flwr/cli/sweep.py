@@ -41,10 +41,10 @@ def sweep(
     ] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
-    from fedbn_flwr.experiment.parallel_sweep import default_parallel, in_parallel
-    from fedbn_flwr.experiment.study import Study, finished
-    from fedbn_flwr.experiment.sweep import in_series
-    from fedbn_flwr.experiment.sweep import sweep as launch
+    from fedbn_flwr.experiment.studies.parallel import default_parallel, in_parallel
+    from fedbn_flwr.experiment.studies.study import Study, finished
+    from fedbn_flwr.experiment.studies.sweep import in_series
+    from fedbn_flwr.experiment.studies.sweep import sweep as launch
 
     with exit_codes():
         quiet_flower()

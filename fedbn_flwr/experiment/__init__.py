@@ -1,4 +1,15 @@
-"""Experiments: typed configs, runs, sweeps and their output folders."""
+"""Experiments: typed configs, runs in each engine, their folders, studies.
+
+- ``config``: the settings of a run and what is refused.
+- ``data``: the data of a run, its split over the clients and what is told of it.
+- ``run.py``, ``setup.py``, ``serve.py``, ``node.py``: a run, its parts, its server and its clients;
+  ``simulation.py``, ``cluster.py`` and ``centralized.py`` are the other ways to run it.
+- ``output``: the folder of a run: metrics, curves, checkpoints, model, summary. ``trackers`` shows a run elsewhere.
+- ``finished_run``: evaluate and export the model of a run.
+- ``studies``: grids of runs, their results and tables.
+- ``report``: the HTML page of a run or a study.
+- ``inspection.py`` predicts what a method does with a model; ``doctor.py`` finds what went wrong with BatchNorm.
+"""
 
 from __future__ import annotations
 

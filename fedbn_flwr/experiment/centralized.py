@@ -17,13 +17,13 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import DivergedError
-from fedbn_flwr.experiment.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
-from fedbn_flwr.experiment.output import DIVERGED_AT, RunFolder, lock_folder, read_metrics
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.recorder import OnRound, Recorder
-from fedbn_flwr.experiment.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.experiment.output.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
+from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.experiment.setup import check, initialise, local_training, training_model
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state

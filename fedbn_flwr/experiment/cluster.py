@@ -30,7 +30,7 @@ from fedbn_flwr.data.shared import DataKey, PackedDataset, adopt, in_memory, pac
 from fedbn_flwr.engines.ray_cluster import Machine, connect, machines, on_each
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
-from fedbn_flwr.experiment.partitioned_data import load_data
+from fedbn_flwr.experiment.data.partitioned_data import load_data
 from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.models.own import is_own as is_own_model
 from fedbn_flwr.models.own import own_module

@@ -17,8 +17,8 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import Subset, is_own, load_local_dataset
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.experiment.data_report import data_report
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
+from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.setup import local_training, pick_device, training_model
 from fedbn_flwr.messages.protocol import (
     DATA_CLASSES,

@@ -11,10 +11,10 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.centralized import centralized
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.node import client_fn, num_examples
-from fedbn_flwr.experiment.output import RunFolder
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.output.folder import RunFolder
+from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model, pick_device, refuse_too_few_clients
 from fedbn_flwr.experiment.simulation import simulate

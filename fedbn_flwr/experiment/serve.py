@@ -22,14 +22,15 @@ from fedbn_flwr.errors import (
     EngineError,
     NothingTrainedError,
 )
-from fedbn_flwr.experiment.agreed_scale import agreed_scale
-from fedbn_flwr.experiment.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.experiment.data.agreed_scale import agreed_scale
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
-from fedbn_flwr.experiment.output import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder, read_metrics
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.experiment.recorder import GLOBAL_TESTS, OnRound, Recorder
-from fedbn_flwr.experiment.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.output.recorder import GLOBAL_TESTS, OnRound, Recorder
+from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.experiment.output.statistics_log import StatisticsLog
 from fedbn_flwr.experiment.setup import (
     check,
     initialise,
@@ -38,7 +39,6 @@ from fedbn_flwr.experiment.setup import (
     on_device,
     refuse_too_few_clients,
 )
-from fedbn_flwr.experiment.statistics_log import StatisticsLog
 from fedbn_flwr.messages.protocol import (
     TEST_SETS,
     VALIDATION,

@@ -14,8 +14,8 @@ from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.experiment.cluster_clients import check_cluster
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.flower_log import LogEcho
-from fedbn_flwr.experiment.output import DIVERGED_AT, FLOWER_LOG, read_metrics
-from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, FLOWER_LOG, read_metrics
+from fedbn_flwr.experiment.output.recorder import OnRound
 
 __all__ = ["simulate"]
 

@@ -16,7 +16,7 @@ from apps.main import demo as module
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.studies.study import Study
 
 ROOT = Path(__file__).parents[2]
 

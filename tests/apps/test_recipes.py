@@ -10,7 +10,7 @@ import pytest
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
-from fedbn_flwr.experiment.study import Study
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.strategies import STRATEGIES
 
 FOLDER = Path(__file__).parents[2] / "apps/main/recipes"

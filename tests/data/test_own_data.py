@@ -12,7 +12,7 @@ from PIL import Image
 from fedbn_flwr.data import OwnData, load_dataset, own_info
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config, read_overrides
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.run import run
 
 

@@ -15,7 +15,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.data import Subset
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 

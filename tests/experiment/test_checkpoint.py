@@ -11,9 +11,9 @@ import pytest
 
 from fedbn_flwr.checked_file import read_checked, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.experiment import checkpoint as module
-from fedbn_flwr.experiment.checkpoint import Checkpoints
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.output import checkpoint as module
+from fedbn_flwr.experiment.output.checkpoint import Checkpoints
 from fedbn_flwr.experiment.run import run
 
 SETTINGS = {"num-clients": 2, "num-server-rounds": 5, "local-steps": 1, "batch-size": 4, "checkpoint-every": 2}

@@ -25,16 +25,16 @@ from fedbn_flwr.engines import ray_cluster
 from fedbn_flwr.engines.ray_cluster import Machine, check_versions, connect
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 from fedbn_flwr.experiment import cluster as cluster_module
-from fedbn_flwr.experiment import parallel_sweep
 from fedbn_flwr.experiment.cluster import RaySession, user_modules
 from fedbn_flwr.experiment.cluster_clients import check_cluster, check_room
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data_report import data_report
-from fedbn_flwr.experiment.parallel_sweep import in_parallel
-from fedbn_flwr.experiment.partitioned_data import load_data, partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import load_data, partitioned_data
+from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.run import preflight, run
-from fedbn_flwr.experiment.study import Cell, Study
-from fedbn_flwr.experiment.sweep import LogFollower, sweep
+from fedbn_flwr.experiment.studies import parallel as parallel_sweep
+from fedbn_flwr.experiment.studies.parallel import in_parallel
+from fedbn_flwr.experiment.studies.study import Cell, Study
+from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 
 ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data_report import data_report
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.run import run
 
 

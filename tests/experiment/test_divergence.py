@@ -16,10 +16,10 @@ from fedbn_flwr.cli import app
 from fedbn_flwr.errors import DivergedError, EngineError, RunFailedError
 from fedbn_flwr.experiment import simulation
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.sweep import sweep
 
 HUGE: Mapping[str, Any] = {"learning-rate": 1e6, "num-server-rounds": 6, "local-steps": 3}
 SMALL: Mapping[str, Any] = {

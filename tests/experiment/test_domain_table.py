@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.experiment.domain_table import domain_markdown, domain_rows
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.study_results import StudyResults
-from fedbn_flwr.experiment.study_tables import table_rows
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows
+from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.sweep import sweep
+from fedbn_flwr.experiment.studies.tables import table_rows
 
 
 def run(headline: str, **accuracies: float) -> dict:

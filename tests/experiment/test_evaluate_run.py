@@ -20,8 +20,8 @@ from fedbn_flwr.data import DATASETS, Subset
 from fedbn_flwr.data.own import own_rows
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.evaluate_run import _Place, _predictions, evaluate_run
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.finished_run.evaluate import _Place, _predictions, evaluate_run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, Task

@@ -29,15 +29,15 @@ from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.inspection import inspect_model
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.recorder import _personal
+from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.output.recorder import _personal
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.sweep import sweep
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, MULTI_LABEL, REGRESSION, Task

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 from fedbn_flwr.checked_file import encode_safetensors
 from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.experiment import export as export_module
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.evaluate_run import evaluate_run
-from fedbn_flwr.experiment.export import FORMATS, SUFFIXES, export, load_exported
-from fedbn_flwr.experiment.model_description import MODEL_DESCRIPTION, ModelDescription
-from fedbn_flwr.experiment.output import RunFolder, read_metrics
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.experiment.saved_model import Choice
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.finished_run import export as export_module
+from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
+from fedbn_flwr.experiment.finished_run.export import FORMATS, SUFFIXES, export, load_exported
+from fedbn_flwr.experiment.finished_run.saved_model import Choice
+from fedbn_flwr.experiment.output.folder import RunFolder, read_metrics
+from fedbn_flwr.experiment.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.export import run_onnx, run_torch_export
 from fedbn_flwr.messages.records import to_state

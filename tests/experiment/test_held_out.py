@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import run
 
 NAMES = ("a", "b", "c", "d")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.output.folder import read_metrics
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/kill_and_resume.py"
 
@@ -34,9 +34,10 @@ os.setpgrp()
 study, out, group = map(Path, sys.argv[1:])
 group.write_text(str(os.getpid()))
 
-from fedbn_flwr.experiment import run, study_tables
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment import run
+from fedbn_flwr.experiment.studies import tables as study_tables
+from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.sweep import sweep
 
 os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here
 study_tables.draw_curves = lambda *_: b""

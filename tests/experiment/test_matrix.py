@@ -16,7 +16,7 @@ import pytest
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support import legacy_loop

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import RunFolder, commit_of, read_metrics, versions
+from fedbn_flwr.experiment.output.folder import RunFolder, commit_of, read_metrics, versions
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.comparisons import comparisons
 from fedbn_flwr.experiment.config import Config, read_overrides
-from fedbn_flwr.experiment.output import read_metrics
+from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.report import figures as drawings
 from fedbn_flwr.experiment.report import follow_report, write_report
 from fedbn_flwr.experiment.report.page import (
@@ -44,8 +43,9 @@ from fedbn_flwr.experiment.report.split_figures import split_figures
 from fedbn_flwr.experiment.report.study import split_section
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.studies.comparisons import comparisons
+from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.sweep import sweep
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, and so one run and one study to report
 

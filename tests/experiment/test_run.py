@@ -24,10 +24,10 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment import setup
 from fedbn_flwr.experiment.centralized import centralized
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.curves import draw_curves
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.inspection import inspect_model
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.output.curves import draw_curves
+from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import make_model

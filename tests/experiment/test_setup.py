@@ -15,8 +15,8 @@ from torch import nn
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.node import client_fn
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import _server_data
 from fedbn_flwr.experiment.setup import (

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.sweep import sweep
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.sweep import sweep
 
 FOLDER = Path(__file__).parents[2] / "studies"
 FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))

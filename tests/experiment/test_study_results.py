@@ -11,12 +11,12 @@ import pytest
 from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
-from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown, left_out
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.study_results import StudyResults
-from fedbn_flwr.experiment.study_tables import table_rows, write_tables
-from fedbn_flwr.experiment.sweep import sweep
-from fedbn_flwr.experiment.tuning import tuned, tuning_markdown
+from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
+from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.sweep import sweep
+from fedbn_flwr.experiment.studies.tables import table_rows, write_tables
+from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
 
 
 def load(folder: Path, text: str, *overrides: str) -> Study:

@@ -14,11 +14,11 @@ import yaml
 from matplotlib import image
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
-from fedbn_flwr.experiment import sweep as module
-from fedbn_flwr.experiment.output import lock_folder
-from fedbn_flwr.experiment.parallel_sweep import in_parallel, memory_need
-from fedbn_flwr.experiment.study import Cell, Study
-from fedbn_flwr.experiment.sweep import LogFollower, do_cell, sweep
+from fedbn_flwr.experiment.output.folder import lock_folder
+from fedbn_flwr.experiment.studies import sweep as module
+from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
+from fedbn_flwr.experiment.studies.study import Cell, Study
+from fedbn_flwr.experiment.studies.sweep import LogFollower, do_cell, sweep
 from tests.support.pictures import drawn
 
 TEXT = """

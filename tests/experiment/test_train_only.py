@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.experiment.evaluate_run import evaluate_run
+from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
+from fedbn_flwr.experiment.finished_run.saved_model import Choice, load_model
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.saved_model import Choice, load_model
 from fedbn_flwr.experiment.setup import check, make_model
 from fedbn_flwr.training.freezing import holds_eval
 

@@ -16,10 +16,10 @@ from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.cli import app
 from fedbn_flwr.data import Samples
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data, put_aside
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.node import client_fn, num_examples
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import partitioned_data, put_aside
+from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.setup import make_model, make_strategy
 from fedbn_flwr.training import REGRESSION
 from fedbn_flwr.training.evaluation import evaluate

@@ -18,9 +18,9 @@ from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.export import export
-from fedbn_flwr.experiment.model_card import CARD
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.finished_run.export import export
+from fedbn_flwr.experiment.finished_run.model_card import CARD
 from fedbn_flwr.experiment.report import write_report
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
@@ -561,7 +561,7 @@ def test_a_budget_ends_the_run_before_the_round_that_would_exceed_it(tmp_path: P
 
 
 def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedbn_flwr.experiment.recorder import Recorder
+    from fedbn_flwr.experiment.output.recorder import Recorder
 
     original = Recorder.after_round
 

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data_report import data_report
-from fedbn_flwr.experiment.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.recorder import Recorder
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.data.report import data_report
+from fedbn_flwr.experiment.output.recorder import Recorder
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo

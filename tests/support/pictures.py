@@ -9,8 +9,9 @@ from unittest.mock import patch
 
 from matplotlib.figure import Figure
 
-from fedbn_flwr.experiment import curves, study_tables
-from fedbn_flwr.experiment.curves import draw_curves
+from fedbn_flwr.experiment.output import curves
+from fedbn_flwr.experiment.output.curves import draw_curves
+from fedbn_flwr.experiment.studies import tables as study_tables
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

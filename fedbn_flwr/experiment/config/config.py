@@ -15,7 +15,7 @@ from fedbn_flwr.experiment.config.fields import CENTRALIZED, GROUPS
 from fedbn_flwr.experiment.config.texts import explain, read_overrides
 from fedbn_flwr.experiment.config.unused import without_effect
 from fedbn_flwr.experiment.config.values import Values
-from fedbn_flwr.experiment.yaml_file import read_yaml
+from fedbn_flwr.experiment.config.yaml_file import read_yaml
 
 __all__ = ["RENAMED", "Config", "Scalar", "from_older", "state_in_out"]
 

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
 
 from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.data import MAX_BYTES, Standardise
-from fedbn_flwr.experiment.method_settings import fields_of, method_fields
+from fedbn_flwr.experiment.config.method_settings import fields_of, method_fields
 from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings

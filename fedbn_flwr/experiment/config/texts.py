@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.yaml_file import UNREADABLE
+from fedbn_flwr.experiment.config.yaml_file import UNREADABLE
 
 __all__ = ["explain", "number", "read_overrides", "split"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from fedbn_flwr.data import is_own
 from fedbn_flwr.experiment.config.fields import CENTRALIZED, MethodSettings
+from fedbn_flwr.experiment.config.method_settings import methods_with
 from fedbn_flwr.experiment.config.texts import split
 from fedbn_flwr.experiment.config.values import Values
-from fedbn_flwr.experiment.method_settings import methods_with
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy import differential, masked_sums
 from fedbn_flwr.privacy.record_server import RecordDPSettings

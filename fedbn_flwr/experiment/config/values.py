@@ -10,8 +10,8 @@ from fedbn_flwr.data import DATASETS, Augment, DatasetInfo, OwnData, Standardise
 from fedbn_flwr.data.shared import DataKey, adopted
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.experiment.config.fields import CENTRALIZED, Fields
+from fedbn_flwr.experiment.config.method_settings import own_default
 from fedbn_flwr.experiment.config.texts import number, split
-from fedbn_flwr.experiment.method_settings import own_default
 from fedbn_flwr.models import input_shape
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings

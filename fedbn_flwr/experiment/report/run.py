@@ -10,7 +10,7 @@ from datetime import datetime
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.experiment.output import DIVERGED_AT
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.client_figures import clients_section, domains_section
 from fedbn_flwr.experiment.report.curve_figures import curves_section
 from fedbn_flwr.experiment.report.page import Block, Code, Facts, More, Page, Section, Table, Text

@@ -12,11 +12,11 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.recorder import headlines
+from fedbn_flwr.experiment.finished_run.saved_model import run_config
+from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.output.recorder import headlines
 from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS
 from fedbn_flwr.experiment.report.shown import MEBIBYTE
-from fedbn_flwr.experiment.saved_model import run_config
 
 __all__ = ["RunFiles"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from fedbn_flwr.experiment.definitions import CLIENTS
+from fedbn_flwr.experiment.output.definitions import CLIENTS
 from fedbn_flwr.training.tasks import in_percent as share
 
 __all__ = [

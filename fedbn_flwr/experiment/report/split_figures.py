@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.experiment.data.splitting import count_split, read_split
 from fedbn_flwr.experiment.report.figures import heatmap
 from fedbn_flwr.experiment.report.page import Block, Figure, Section, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
-from fedbn_flwr.experiment.splitting import count_split, read_split
 
 __all__ = ["split_figures", "split_section"]
 

@@ -17,7 +17,7 @@ from fedbn_flwr.experiment.report.study_figures import (
 from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
 from fedbn_flwr.experiment.report.study_statistics import statistics_section
 from fedbn_flwr.experiment.report.study_tables import anchor_of, results_section
-from fedbn_flwr.experiment.study import Cell, failure_of
+from fedbn_flwr.experiment.studies.study import Cell, failure_of
 
 __all__ = ["study_page"]
 

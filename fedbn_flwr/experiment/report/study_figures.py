@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.experiment.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
-from fedbn_flwr.experiment.domain_table import domain_rows
-from fedbn_flwr.experiment.output import DIVERGED_AT
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.curve_figures import UNITS, test_of
 from fedbn_flwr.experiment.report.figures import Dots, Series, bars, curves, dots
 from fedbn_flwr.experiment.report.page import Block, Figure, Listing, Section, Switch, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import in_percent, scaled, thinned, title_of, unit_of
 from fedbn_flwr.experiment.report.study_files import StudyFiles
+from fedbn_flwr.experiment.studies.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
+from fedbn_flwr.experiment.studies.domain_table import domain_rows
 from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figures"]

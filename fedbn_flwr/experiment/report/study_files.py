@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiment.output import DIVERGED_AT
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.run_files import RunFiles
-from fedbn_flwr.experiment.study import Cell, Study, failure_of, finished, summary_of
-from fedbn_flwr.experiment.study_results import StudyResults
-from fedbn_flwr.experiment.study_tables import table_rows
+from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.studies.tables import table_rows
 
 __all__ = ["STUDY_FILE", "StudyFiles"]
 

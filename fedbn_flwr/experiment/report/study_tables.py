@@ -9,7 +9,7 @@ from fedbn_flwr.experiment.report.page import Link, Section, Table, Text
 from fedbn_flwr.experiment.report.shown import MEBIBYTE, in_percent
 from fedbn_flwr.experiment.report.study_figures import dots_figures
 from fedbn_flwr.experiment.report.study_files import StudyFiles
-from fedbn_flwr.experiment.study_tables import shown_runs
+from fedbn_flwr.experiment.studies.tables import shown_runs
 
 __all__ = ["anchor_of", "results_section"]
 

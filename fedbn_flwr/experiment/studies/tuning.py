@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.experiment.early_stopping import validation_metric
-from fedbn_flwr.experiment.output import DIVERGED_AT
-from fedbn_flwr.experiment.study import Cell, Study, StudySettings, finished, summary_of, trial_name
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
+from fedbn_flwr.experiment.studies.study import Cell, Study, StudySettings, finished, summary_of, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["Tuned", "tuned", "tuning_markdown"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedbn_flwr.data import Samples, is_own, partition_counts, partition_table
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 
 __all__ = ["DataReport", "client_names", "data_report"]
 

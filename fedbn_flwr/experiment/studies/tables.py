@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.experiment.comparisons import FIELDS as COMPARED
-from fedbn_flwr.experiment.comparisons import comparisons, comparisons_markdown, left_out
-from fedbn_flwr.experiment.curves import draw_curves
-from fedbn_flwr.experiment.domain_table import FIELDS as BY_DOMAIN
-from fedbn_flwr.experiment.domain_table import domain_markdown, domain_rows
-from fedbn_flwr.experiment.output import DIVERGED_AT
-from fedbn_flwr.experiment.study import Study
-from fedbn_flwr.experiment.study_results import FIELDS, StudyResults
+from fedbn_flwr.experiment.output.curves import draw_curves
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
+from fedbn_flwr.experiment.studies.comparisons import FIELDS as COMPARED
+from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
+from fedbn_flwr.experiment.studies.domain_table import FIELDS as BY_DOMAIN
+from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows
+from fedbn_flwr.experiment.studies.results import FIELDS, StudyResults
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["shown_runs", "table_rows", "write_tables"]

@@ -19,13 +19,13 @@ from fedbn_flwr.data import Samples
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.cluster import SharedData, cluster
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import read_metrics
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import work_of
 from fedbn_flwr.experiment.setup import make_model, pick_device
-from fedbn_flwr.experiment.study import Cell, finished
-from fedbn_flwr.experiment.sweep import Follower, Outcome, Runner, do_cell, note_failure
+from fedbn_flwr.experiment.studies.study import Cell, finished
+from fedbn_flwr.experiment.studies.sweep import Follower, Outcome, Runner, do_cell, note_failure
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["default_parallel", "in_parallel", "memory_need"]

@@ -52,7 +52,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
-from fedbn_flwr.experiment.yaml_file import read_yaml
+from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.strategies import FedBS
 
 __all__ = [

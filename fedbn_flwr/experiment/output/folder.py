@@ -27,8 +27,8 @@ from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.experiment.trackers import deliveries, numbers_of
-from fedbn_flwr.experiment.yaml_file import read_yaml
 
 __all__ = [
     "DIVERGED_AT",
@@ -284,7 +284,7 @@ class RunFolder:
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with ``about`` as metadata), the table, the curves and, last, the summary."""
-        from fedbn_flwr.experiment.curves import draw_curves
+        from fedbn_flwr.experiment.output.curves import draw_curves
 
         with self._writing():
             write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))

@@ -12,15 +12,15 @@ import yaml
 
 from fedbn_flwr.data import partition_table
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar
-from fedbn_flwr.experiment.data_report import data_report
-from fedbn_flwr.experiment.output import PLACES, read_metrics, versions
-from fedbn_flwr.experiment.partitioned_data import PartitionedData
-from fedbn_flwr.experiment.saved_model import SavedModel
-from fedbn_flwr.experiment.splitting import count_split
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.data.report import data_report
+from fedbn_flwr.experiment.data.splitting import count_split
+from fedbn_flwr.experiment.finished_run.saved_model import SavedModel
+from fedbn_flwr.experiment.output.folder import PLACES, read_metrics, versions
 from fedbn_flwr.export import Folding
 
 if TYPE_CHECKING:
-    from fedbn_flwr.experiment.export import Check
+    from fedbn_flwr.experiment.finished_run.export import Check
 
 __all__ = ["CARD", "dataset_name", "model_card"]
 
@@ -28,7 +28,7 @@ CARD = "MODEL_CARD.md"
 
 _PACKAGES = {"torch": (), "torch-export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 _USE = {
-    "torch": """from fedbn_flwr.experiment.export import load_exported
+    "torch": """from fedbn_flwr.experiment.finished_run.export import load_exported
 
 model = load_exported("{name}")
 logits = model(inputs)""",

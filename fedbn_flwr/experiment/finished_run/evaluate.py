@@ -23,9 +23,9 @@ from fedbn_flwr.data import OwnData, Subset, is_own, own_rows, table_columns
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import RunFolder
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.finished_run.saved_model import Choice, SavedModel, load_model
+from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.setup import on_device
 from fedbn_flwr.server.method import TEST_BN
 from fedbn_flwr.training.evaluation import EvalResult

@@ -9,10 +9,10 @@ from torch import nn
 
 from fedbn_flwr.data import is_own
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data_report import data_report
-from fedbn_flwr.experiment.output import RunFolder
-from fedbn_flwr.experiment.partitioned_data import PartitionedData
-from fedbn_flwr.experiment.splitting import split_to_json
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.data.report import data_report
+from fedbn_flwr.experiment.data.splitting import split_to_json
+from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.models import InitReport
 from fedbn_flwr.norms.feature import NormalisedLinear
 

@@ -13,8 +13,8 @@ from fedbn_flwr.client.saved_state import AVERAGED, client_file, global_state, m
 from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.model_description import ModelDescription
-from fedbn_flwr.experiment.output import RunFolder
+from fedbn_flwr.experiment.output.folder import RunFolder
+from fedbn_flwr.experiment.output.model_description import ModelDescription
 from fedbn_flwr.training.memory_format import set_memory_format
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]

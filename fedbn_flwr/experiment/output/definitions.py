@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TestBN
-from fedbn_flwr.experiment.held_out import HELD_OUT
+from fedbn_flwr.experiment.data.held_out import HELD_OUT
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.server.method import TEST_BN
 

@@ -18,8 +18,8 @@ from fedbn_flwr.data import partition_counts, partition_picture
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data_report import client_names
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.experiment.data.report import client_names
 
 __all__ = ["MAX_CLIENTS", "Counts", "count_split", "draw_split", "read_split", "split_counts", "split_to_json"]
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fedbn_flwr.checked_file import encode_safetensors, write_atomically
 from fedbn_flwr.client.saved_state import read_state
 from fedbn_flwr.errors import ConfigError, DataError, EngineError, FedBNError, StateError, unknown_name
-from fedbn_flwr.experiment.model_card import CARD, dataset_name, model_card
-from fedbn_flwr.experiment.model_description import MODEL_DESCRIPTION, ModelDescription
-from fedbn_flwr.experiment.partitioned_data import PartitionedData, count_clients, partitioned_data
-from fedbn_flwr.experiment.saved_model import Choice, SavedModel, load_model
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.experiment.finished_run.model_card import CARD, dataset_name, model_card
+from fedbn_flwr.experiment.finished_run.saved_model import Choice, SavedModel, load_model
+from fedbn_flwr.experiment.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.export import (
     Folding,
     encode_onnx,

@@ -11,7 +11,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.history import statistics_line, tracked_layers
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output import RunFolder
+from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies import FedAvg

@@ -18,7 +18,7 @@ from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batche
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, reestimate_statistics
-from fedbn_flwr.experiment.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.method import TEST_BN

@@ -23,15 +23,15 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError, NotResumableError, RunFailedError
 from fedbn_flwr.experiment.centralized import reference_config
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
-from fedbn_flwr.experiment.output import DIVERGED_AT, PLACES, RunFolder, changed_settings, lock_folder
-from fedbn_flwr.experiment.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.recorder import OnRound
+from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PLACES, RunFolder, changed_settings, lock_folder
+from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.setup import check
-from fedbn_flwr.experiment.study import FAILED, STUDY_FILE, Cell, Study, failure_of, finished, summary_of
-from fedbn_flwr.experiment.study_results import StudyResults
-from fedbn_flwr.experiment.study_tables import write_tables
-from fedbn_flwr.experiment.tuning import tuned, tuning_markdown
+from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.study import FAILED, STUDY_FILE, Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.studies.tables import write_tables
+from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
 
 __all__ = ["Follower", "LogFollower", "Runner", "do_cell", "in_series", "sweep"]
 
@@ -81,7 +81,7 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md`` shows them.
         out: folder of all runs; ``write_tables`` names the files of results. ``study.yaml`` is the study with the
             settings of the command and the tuned ones.
-        runner: does the runs; ``in_series()`` by default, ``in_parallel`` of ``parallel_sweep`` on several cores.
+        runner: does the runs; ``in_series()`` by default, ``parallel.in_parallel`` on several cores.
         follower: is told what happens; by default a ``LogFollower``.
 
     Raises:

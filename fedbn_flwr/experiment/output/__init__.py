@@ -1,0 +1,1 @@
+"""The folder of a run: metrics, curves, checkpoints, model and summary."""
