@@ -29,8 +29,8 @@ def test_the_table_has_rows_and_markdown() -> None:
         ("C", "all"): [{"headline": "test-accuracy", "final": {"test-accuracy": 0.3}}],
         ("D", "all"): [],
     }
-    paper = {"A/all": {"cat": 20.5, "average": 40.25}, "B/all": 71.4}
-    rows = domain_rows(done, paper)
+    paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}, "B/all": 71.4}
+    rows = domain_rows(Study(name="pets", methods={name: {} for name in "ABCD"}, paper=paper), done)
     assert [(r["method"], r["domain"], r["runs"]) for r in rows] == [
         *(("A", "dog", 2), ("A", "cat", 2), ("A", "average", 2)),
         *(("B", "dog", 1), ("B", "cat", 1), ("B", "average", 1)),
@@ -39,6 +39,7 @@ def test_the_table_has_rows_and_markdown() -> None:
     assert average["mean"] == pytest.approx(42.5)
     assert average["std"] == pytest.approx(statistics.stdev([37.5, 47.5]))
     assert [row["paper"] for row in rows] == [None, 20.5, 40.25, None, None, None]
+    assert [row["paper-std"] for row in rows] == [None, None, 1.5, None, None, None]
     assert [row["difference"] for row in rows] == [None, 4.5, pytest.approx(2.25), None, None, None]
     assert domain_markdown("pets", rows).splitlines() == [
         "# pets, by domain",
@@ -46,14 +47,15 @@ def test_the_table_has_rows_and_markdown() -> None:
         "| method | split | metric | dog | cat | average | runs |",
         "|---|---|---|---|---|---|---|",
         "| A | all | test-accuracy | 60.00 ± 14.14 | 25.00 ± 0.00 | 42.50 ± 7.07 | 2 |",
-        "| A | all | the paper's |  | 20.5 | 40.25 |  |",
+        "| A | all | the paper's |  | 20.5 | 40.25 ± 1.5 |  |",
         "| A | all | difference |  | +4.50 | +2.25 |  |",
         "| B | all | personal-own-accuracy | 50.00 | 75.00 | 62.50 | 1 |",
     ]
 
 
 def test_a_domain_only_the_paper_has_is_shown_as_missing() -> None:
-    rows = domain_rows({("A", "x"): [run("test-accuracy", dog=0.5)]}, {"A/x": {"bird": 9.0}})
+    study = Study(name="birds", methods={"A": {}}, splits={"x": {}}, paper={"A/x": {"bird": 9.0}})
+    rows = domain_rows(study, {("A", "x"): [run("test-accuracy", dog=0.5)]})
     assert [(row["domain"], row["runs"], row["mean"]) for row in rows] == [
         ("dog", 1, 50.0),
         ("bird", 0, None),
@@ -72,7 +74,7 @@ methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}}
 
 def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
-    average = "{noisy: 50, average: 66.3}"
+    average = "{noisy: 50, average: 66.3 ± 0.7}"
     path.write_text(STUDY + f"paper: {{FedAvg/all: {average}, FedBN/all: {average}}}\n")
     study, out = Study.load(path), tmp_path / "out"
     table = sweep(study, out)
@@ -89,6 +91,7 @@ def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> Non
     with (out / "table.csv").open() as file:
         for row in csv.DictReader(file):  # domains of one size: the test of all images together is the average, too
             assert (row["paper"], float(row["difference"])) == ("66.3", pytest.approx(float(row["mean"]) - 66.3))
+            assert row["paper-std"] == "0.7"
     summary = out / "FedAvg/all/seed-0/summary.json"
     final = json.loads(summary.read_text())["final"]
     final["domains"]["test-accuracy"]["noisy"] += 0.01

@@ -374,7 +374,7 @@ base: {{num-clients: 2, num-server-rounds: 2, local-steps: 1, batch-size: 8, lea
 methods: {{FedAvg: {{}}, FedBN <b>: {{strategy: fedbn, learning-rate: 0.1}}}}
 seeds: [0, 1]
 target: 1
-paper: {{FedAvg/all: 91.5}}
+paper: {{FedAvg/all: 91.5 ± 0.4}}
 """
 
 
@@ -401,7 +401,7 @@ def test_a_study_beside_the_papers_numbers(swept: Path) -> None:
     finals = [row["final"] for row in rows if row["method"] == "FedAvg"]
     mean, std = statistics.fmean(finals), statistics.stdev(finals)
     assert f"FedAvg {mean:.2f} ± {std:.2f} 2 " in page.text
-    assert f" 91.5 {mean - 91.5:+.2f} test-accuracy" in page.text
+    assert f" 91.5 ± 0.4 {mean - 91.5:+.2f} test-accuracy" in page.text
     assert "runs finished 4 of 4" in page.text
     results, _, curves, split = page.figures
     seeds, means, paper = results["data"]
@@ -410,7 +410,7 @@ def test_a_study_beside_the_papers_numbers(swept: Path) -> None:
     half = 12.7062 * std / 2**0.5  # t(0.975, 1)
     assert means["x"][0] == pytest.approx(mean)
     assert (means["error_x"]["array"][0], means["error_x"]["arrayminus"][0]) == pytest.approx((half, half), rel=1e-4)
-    assert paper["x"] == [91.5]
+    assert (paper["x"], paper["error_x"]["array"]) == ([91.5], [0.4])
     assert [trace.get("name") for trace in curves["data"]] == [
         *(None, "FedAvg (test)", None, "FedBN &lt;b&gt; (personal-own)"),
     ]
@@ -496,12 +496,12 @@ def test_a_study_without_its_data(study: Path) -> None:
 
 
 def test_the_difference_from_the_papers_numbers_by_domain(study: Path) -> None:
-    change(study / "study.yaml", paper={"FedAvg/all": {"noisy": 40.0, "average": 45.0}})
+    change(study / "study.yaml", paper={"FedAvg/all": {"noisy": "40 ± 2.5", "average": 45.0}})
     for path in study.glob("FedAvg/all/*/summary.json"):
         final = json.loads(path.read_text())["final"]
         change(path, final={**final, "domains": {"test-accuracy": {"noisy": 0.4125, "clean": 0.5}}})
     text = Html(write_report(study)).text
-    assert "FedAvg, the paper 40.00 - 45.00 FedAvg, difference +1.25 - +0.62" in text
+    assert "FedAvg, the paper 40 ± 2.5 - 45 FedAvg, difference +1.25 - +0.62" in text
 
 
 def test_the_batchnorm_picture_of_a_study(study: Path) -> None:

@@ -12,6 +12,7 @@ from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
+from fedbn_flwr.experiment.studies.numbers import PaperNumber
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import sweep
@@ -104,7 +105,7 @@ base: {num-server-rounds: 4, num-clients: 2}
 methods: {A: {strategy: fedavg}, B: {strategy: fedavg, norm: group}}
 seeds: [0, 1]
 target: 60
-paper: {A/all: 70}
+paper: {A/all: 70 ± 2.5}
 """
 
 
@@ -138,6 +139,7 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
     assert (first["with-rejected"], second["with-rejected"]) == (1, 0)
     text = write_tables(StudyResults(study, tmp_path / "out"))
     assert "| 2, 1 with lost replies |" in text
+    assert "| 70.00 ± 2.50 | +0.00 |" in text
     assert (second["reached"], second["rounds-to-target"], second["paper"]) == (0, None, None)
     losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
     for folder, values in ((tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1)) for seed in (0, 1)):
@@ -150,6 +152,10 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
     rows = StudyResults(losses, tmp_path / "out").rows()
     found = [(r["metric"], r["best"], r["best-round"], r["paper"]) for r in rows if r["method"] == "A"]
     assert found[:2] == [("test-accuracy", 61.0, 3, 70.0), ("test-loss", 0.9, 2, None)]
+    assert study.paper_numbers("A/all") == {"": PaperNumber(70, 2.5)}
+    for wrong in ("high", "70 ± 1 ± 2", "70 ±", "70 ± -1", ".nan", "{cat: 70 +- 1}"):
+        with pytest.raises(ConfigError, match=r"paper: A/all: '.*' is no number of a paper; write 53.97 or 53.97 ± 4"):
+            load(tmp_path, TARGETS.replace("70 ± 2.5", wrong))
     with pytest.raises(ConfigError, match="target: 'none' is not one of splits"):
         load(tmp_path, TARGETS.replace("target: 60", "target: {none: 60}"))
 

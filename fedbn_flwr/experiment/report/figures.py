@@ -78,6 +78,7 @@ class Dots:
     low: float | None = None
     high: float | None = None
     paper: float | None = None
+    paper_std: float | None = None
     hover: Sequence[str] = field(default_factory=tuple)
 
 
@@ -261,7 +262,7 @@ def dots(rows: Sequence[Dots], title: str, interval: str) -> Drawing:
     names = [_text(row.name) for row in rows]
     runs = [(name, value, seed) for name, row in zip(names, rows, strict=True) for value, seed in _runs(row)]
     means = [(name, row) for name, row in zip(names, rows, strict=True) if row.mean is not None]
-    papers = [(name, row.paper) for name, row in zip(names, rows, strict=True) if row.paper is not None]
+    papers = [(name, row) for name, row in zip(names, rows, strict=True) if row.paper is not None]
     data = [
         {
             **{"type": "scatter", "mode": "markers", "name": "each run"},
@@ -282,8 +283,9 @@ def dots(rows: Sequence[Dots], title: str, interval: str) -> Drawing:
         },
         {
             **{"type": "scatter", "mode": "markers", "name": "the paper"},
-            **{"x": [value for _, value in papers], "y": [name for name, _ in papers]},
+            **{"x": [row.paper for _, row in papers], "y": [name for name, _ in papers]},
             "marker": {"color": "--c1", "symbol": "x", "size": 9},
+            "error_x": {"type": "data", "color": "--c1", "array": [row.paper_std or 0 for _, row in papers]},
             "hovertemplate": "the paper: %{x:.2f}<extra></extra>",
         },
     ]

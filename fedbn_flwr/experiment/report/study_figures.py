@@ -15,6 +15,7 @@ from fedbn_flwr.experiment.report.shown import in_percent, scaled, thinned, titl
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.studies.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
 from fedbn_flwr.experiment.studies.domain_table import domain_rows
+from fedbn_flwr.experiment.studies.numbers import with_std
 from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figures"]
@@ -45,13 +46,18 @@ def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
         values, interval = [r["final"] for r in own], difference([r["final"] for r in own])
         name = row["method"] + (f" ({test_of(row['metric'])})" if mixed else "")
         seeds = [f"seed {r['seed']}" for r in own]
-        found.append(Dots(name, values, row["mean"], interval["low"], interval["high"], row["paper"], seeds))
+        found.append(
+            Dots(name, values, row["mean"], interval["low"], interval["high"], row["paper"], row["paper-std"], seeds)
+        )
         texts.append(f"{name} {row['mean']:.2f}")
     title = f"{title_of(quantity)} after the last round{_of(files, split)}"
     label = f"{title}, mean over seeds: {'; '.join(texts)}."
     head = ["method", "runs", "mean", "from", "to", "the paper"]
     numbers = [
-        [one.name, ", ".join(f"{v:.2f}" for v in one.values), *map(_number, (one.mean, one.low, one.high, one.paper))]
+        [
+            *(one.name, ", ".join(f"{v:.2f}" for v in one.values), *map(_number, (one.mean, one.low, one.high))),
+            with_std(one.paper, one.paper_std, "g"),
+        ]
         for one in found
     ]
     caption = f"{_INTERVAL.capitalize()} (Student's t)"
@@ -184,7 +190,7 @@ def domains_section(files: StudyFiles) -> Section | None:
     for cell, run in files.runs:
         if run.summary and DIVERGED_AT not in run.summary:
             summaries.setdefault((cell.method, cell.split), []).append(run.summary)
-    rows = domain_rows(summaries, files.study.paper, files.study.metrics)
+    rows = domain_rows(files.study, summaries)
     blocks: list[Block] = []
     for split, name in dict.fromkeys((row["split"], row["metric"]) for row in rows):
         own = [row for row in rows if (row["split"], row["metric"]) == (split, name)]
@@ -203,21 +209,16 @@ def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> tuple[Figu
     table = []
     for method in methods:
         own = [by_pair.get((method, domain)) for domain in domains]
-        table.append([method, *("-" if r is None else _with_std(r["mean"], r["std"], places) for r in own)])
+        table.append([method, *("-" if r is None else with_std(r["mean"], r["std"], f".{places}f") for r in own)])
         if any(r and r["paper"] is not None for r in own):
-            table.append([f"{method}, the paper", *("-" if r is None else _number(r["paper"]) for r in own)])
+            stated = ["-" if r is None else with_std(r["paper"], r["paper-std"], "g") for r in own]
+            table.append([f"{method}, the paper", *stated])
             differences = [None if r is None else r["difference"] for r in own]
             table.append([f"{method}, difference", *("-" if d is None else f"{d:+.{places}f}" for d in differences)])
     title = f"{title_of(name)} by domain{_of(files, split)}"
     label = f"{title}, for {len(methods)} methods and {len(domains)} domains; the table below has the numbers."
     drawing = bars(groups, f"{name}{unit_of(name)}", ".1f" if in_percent(name) else ".3f")
     return Figure(drawing, label, title), Table(["method", *domains], table, f"{name}{unit_of(name)}, mean ± deviation")
-
-
-def _with_std(mean: float | None, std: float | None, places: int) -> str:
-    if mean is None:
-        return "-"
-    return f"{mean:.{places}f}" + ("" if std is None else f" ± {std:.{places}f}")
 
 
 def _of(files: StudyFiles, split: str) -> str:

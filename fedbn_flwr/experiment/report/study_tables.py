@@ -9,6 +9,7 @@ from fedbn_flwr.experiment.report.page import Link, Section, Table, Text
 from fedbn_flwr.experiment.report.shown import MEBIBYTE, in_percent
 from fedbn_flwr.experiment.report.study_figures import dots_figures
 from fedbn_flwr.experiment.report.study_files import StudyFiles
+from fedbn_flwr.experiment.studies.numbers import with_std
 from fedbn_flwr.experiment.studies.tables import shown_runs
 
 __all__ = ["anchor_of", "results_section"]
@@ -37,7 +38,7 @@ def results_section(files: StudyFiles) -> Section:
     )
     more = [Text(target, "note")] if any(row["target"] is not None for row in rows) else []
     if any(row["paper"] is not None for row in rows):
-        notes.append("Difference: final minus the paper's number.")
+        notes.append("Difference: final minus the paper's number. The paper's ± is as the paper states it.")
     return Section("results", "Results", [table, Text(" ".join(notes), "note"), *dots_figures(files), cost, *more])
 
 
@@ -53,11 +54,8 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
 
     def number(key: str, std: str = "", form: str = "") -> Any:
         def cell(row: dict[str, Any]) -> str:
-            if row[key] is None:
-                return "-"
             places = form or (".2f" if in_percent(row["metric"] or "") else ".4f")
-            spread = f" ± {row[std]:{places}}" if std and row[std] is not None else ""
-            return f"{row[key]:{places}}{spread}"
+            return with_std(row[key], row[std] if std else None, places)
 
         return cell
 
@@ -74,7 +72,10 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
         (f"best{unit}", number("best-mean", "best-std")),
     ]
     if any(row["paper"] is not None for row in rows):
-        results += [(f"paper{unit}", number("paper", form="g")), ("difference", number("difference", form="+.2f"))]
+        results += [
+            (f"paper{unit}", number("paper", "paper-std", form="g")),
+            ("difference", number("difference", form="+.2f")),
+        ]
     if len({row["metric"] for row in rows}) > 1:
         results.append(("metric", lambda row: row["metric"] or "-"))
     costs = [*about, ("rounds", count("rounds")), ("exchanges", count("exchanges"))]

@@ -7,48 +7,51 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.experiment.studies.numbers import PaperNumber, with_std
+from fedbn_flwr.experiment.studies.study import WHOLE, Study
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["AVERAGE", "FIELDS", "domain_markdown", "domain_rows", "is_average"]
 
 AVERAGE = "average"
-FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper", "difference")
+FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper", "paper-std", "difference")
 Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
-def domain_rows(summaries: Summaries, paper: Mapping[str, Any], metrics: Sequence[str] = ()) -> list[dict[str, Any]]:
+def domain_rows(study: Study, summaries: Summaries) -> list[dict[str, Any]]:
     """Return a row for each method, split and domain, and one for the average of the domains; shares in percent.
 
     Args:
+        study: the study, with the metrics that have rows (by default the main one of each run) and the paper's numbers
+            by domain and "average".
         summaries: the finished runs of each (method, split). A run counts if the metric was measured by domain: with
             the global model on each domain's test set, or with the clients of each domain on their own test sets.
-        paper: by METHOD/SPLIT a mapping of domains and "average" to the paper's numbers; other entries are ignored.
-        metrics: the metrics with rows; none = the main metric of each run.
     """
     rows: list[dict[str, Any]] = []
     cells = [
         (method, split, metric, done)
         for (method, split), done in summaries.items()
-        for metric in metrics or dict.fromkeys(s["headline"] for s in done)
+        for metric in study.metrics or dict.fromkeys(s["headline"] for s in done)
     ]
     for method, split, metric, done in cells:
         found = [s["final"]["domains"][metric] for s in done if metric in s["final"].get("domains", {})]
         if not found:
             continue
-        stated = paper.get(f"{method}/{split}") if metric == done[0]["headline"] else None
-        stated = stated if isinstance(stated, Mapping) else {}
+        stated = study.paper_numbers(f"{method}/{split}") if metric == done[0]["headline"] else {}
+        stated.pop(WHOLE, None)
         defined = [{domain: value for domain, value in run.items() if value is not None} for run in found]
         runs = [{**run, AVERAGE: statistics.fmean(run.values())} for run in defined if run]
         scale = 100 if in_percent(metric) else 1
         for domain in dict.fromkeys([*(name for run in found for name in run), *stated, AVERAGE]):
             values = [scale * run[domain] for run in runs if domain in run]
-            mean, number = statistics.fmean(values) if values else None, stated.get(domain)
+            mean, number = statistics.fmean(values) if values else None, stated.get(domain, PaperNumber())
             numbers = {
                 "runs": len(values),
                 "mean": mean,
                 "std": statistics.stdev(values) if len(values) > 1 else None,
-                "paper": number,
-                "difference": None if mean is None or number is None else mean - number,
+                "paper": number.mean,
+                "paper-std": number.std,
+                "difference": None if mean is None or number.mean is None else mean - number.mean,
             }
             about = {"method": method, "split": split, "metric": metric, "domain": domain}
             rows.append({**about, **numbers})
@@ -79,16 +82,13 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         own = {row["domain"]: row for row in rows if tuple(row[key] for key in keys) == about}
         (method, split, metric), runs = about, own[AVERAGE]["runs"]
         places = 2 if in_percent(metric) else 4
-        cells = [_shown(own[name]["mean"], own[name]["std"], places) if name in own else "-" for name in domains]
+        blank = {"mean": None, "std": None, "paper": None, "paper-std": None, "difference": None}
+        in_order = [own.get(domain, blank) for domain in domains]
+        cells = [with_std(row["mean"], row["std"], f".{places}f") for row in in_order]
         lines.append("| " + " | ".join([method, split, metric, *cells, str(runs)]) + " |")
         if any(row["paper"] is not None for row in own.values()):
-            for key, head, form in (("paper", "the paper's", "g"), ("difference", "difference", f"+.{places}f")):
-                found = [own[domain][key] if domain in own else None for domain in domains]
-                cells = ["" if number is None else f"{number:{form}}" for number in found]
+            papers = [with_std(row["paper"], row["paper-std"], "g", "") for row in in_order]
+            differences = [with_std(row["difference"], None, f"+.{places}f", "") for row in in_order]
+            for head, cells in (("the paper's", papers), ("difference", differences)):
                 lines.append("| " + " | ".join([method, split, head, *cells, ""]) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _shown(mean: float | None, std: float | None, places: int) -> str:
-    text = "-" if mean is None else f"{mean:.{places}f}"
-    return text if std is None else f"{text} ± {std:.{places}f}"

@@ -11,7 +11,8 @@ from typing import Any
 
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, read_metrics
 from fedbn_flwr.experiment.studies.domain_table import AVERAGE, is_average
-from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.studies.numbers import PaperNumber
+from fedbn_flwr.experiment.studies.study import WHOLE, Cell, Study, failure_of, finished, summary_of
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 __all__ = ["FIELDS", "StudyResults"]
@@ -26,6 +27,7 @@ FIELDS = (
         "exchanges-to-target",
         "bytes-to-target",
         "paper",
+        "paper-std",
         "rejected",
         "sha256",
     ),
@@ -109,9 +111,10 @@ class StudyResults:
             best = (max if up else min)(lines, key=lambda line: line[metric], default={})
             main = metric == summary["headline"]
             target = self.study.target_of(cell.split) if main else None
-            paper = self.study.paper.get(f"{cell.method}/{cell.split}") if main else None
-            if isinstance(paper, dict):
-                paper = paper.get(AVERAGE) if is_average(summary["final"], metric) else None
+            papers = self.study.paper_numbers(f"{cell.method}/{cell.split}") if main else {}
+            if is_average(summary["final"], metric):
+                papers = {WHOLE: papers.get(AVERAGE, PaperNumber()), **papers}
+            paper = papers.get(WHOLE, PaperNumber())
             scale = 100 if in_percent(metric) else 1
             yield {
                 **about,
@@ -121,7 +124,8 @@ class StudyResults:
                 "best": _scaled(best.get(metric), scale),
                 "best-round": best.get("round"),
                 "target": target,
-                "paper": paper,
+                "paper": paper.mean,
+                "paper-std": paper.std,
                 **_until(self.history(cell), metric, None if target is None else target / scale, up),
             }
 

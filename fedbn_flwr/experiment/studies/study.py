@@ -8,15 +8,15 @@ A study file::
     splits: {iid: {partition: iid}, non-iid: {partition: classes, classes-per-client: 2}}
     seeds: [0, 1, 2]
     skip: [FedBN/iid]
-    paper: {FedAvg+BN/iid: 91.35}
+    paper: {FedAvg+BN/iid: 91.35 ± 0.24}
 
 The tables show the main metric of each run, the first one of ``eval-on``; ``metrics`` names others, by their keys in
 ``summary.json``: ``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not have is left
 out there.
 
-The paper's number may also be given by domain, ``{amazon: 61.3, average: 66.3}``: it is then shown in the table by
-domain, a second table for data sets with several domains. The average is shown in the first table, too, if the main
-metric is the average over the domains.
+The paper's number, with its ± or without, may also be given by domain, ``{amazon: 61.3, average: 66.3 ± 0.7}``: it is
+then shown in the table by domain, a second table for data sets with several domains. The average is shown in the first
+table, too, if the main metric is the average over the domains.
 
 ``methods`` and ``splits`` override ``base``, a method's settings override those of the split, and ``overrides``, by
 METHOD/SPLIT, override all. A key of ``base`` that has no effect in a run is left out there, and the log says so. Each
@@ -53,11 +53,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
+from fedbn_flwr.experiment.studies.numbers import PaperNumber
 from fedbn_flwr.strategies import FedBS
 
 __all__ = [
     "FAILED",
     "STUDY_FILE",
+    "WHOLE",
     "Cell",
     "Study",
     "StudySettings",
@@ -69,6 +71,7 @@ __all__ = [
 ]
 
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
+WHOLE = ""  # in the paper's numbers by domain: a number of all domains together
 FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
 StudySettings = dict[str, Scalar]
@@ -100,7 +103,7 @@ class Study(BaseModel):
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     skip: list[str] = Field(default_factory=list)
     metrics: list[str] = Field(default_factory=list)
-    paper: dict[str, float | dict[str, float]] = Field(default_factory=dict)
+    paper: dict[str, float | str | dict[str, float | str]] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
     target: float | dict[str, float] | None = None
     tune: Tuning | None = None
@@ -149,6 +152,11 @@ class Study(BaseModel):
         for name in (*self.skip, *self.paper, *self.overrides):
             if name not in self.names():
                 yield f"'{name}' names no METHOD/SPLIT"
+        for name in self.paper:
+            try:
+                self.paper_numbers(name)
+            except ValueError as error:
+                yield f"paper: {name}: {error}"
         for split in self.target if isinstance(self.target, dict) else ():
             if split not in self.splits:
                 yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
@@ -197,6 +205,12 @@ class Study(BaseModel):
     def target_of(self, split: str) -> float | None:
         """Return the target of a split, in the unit of the table; None without one."""
         return self.target.get(split) if isinstance(self.target, dict) else self.target
+
+    def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
+        """Return the paper's numbers of METHOD/SPLIT: by domain, or one number with the domain ``WHOLE``."""
+        stated = self.paper.get(name, {})
+        by_domain = stated if isinstance(stated, dict) else {WHOLE: stated}
+        return {domain: PaperNumber.read(value) for domain, value in by_domain.items()}
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the content of a study file that ``load`` reads as this study."""

@@ -175,7 +175,7 @@ def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 
 
 def _write(study: Study, out: Path) -> None:
-    write_atomically(out / STUDY_FILE, yaml.safe_dump(study.to_mapping(), sort_keys=False))
+    write_atomically(out / STUDY_FILE, yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True))
 
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:

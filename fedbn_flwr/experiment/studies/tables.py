@@ -16,6 +16,7 @@ from fedbn_flwr.experiment.studies.comparisons import FIELDS as COMPARED
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.studies.domain_table import FIELDS as BY_DOMAIN
 from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows
+from fedbn_flwr.experiment.studies.numbers import with_std
 from fedbn_flwr.experiment.studies.results import FIELDS, StudyResults
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
@@ -44,7 +45,7 @@ def write_tables(results: StudyResults) -> str:
     for name in ("domains", "comparisons"):  # of a study that has changed
         for end in ("md", "csv"):
             (out / f"{name}.{end}").unlink(missing_ok=True)
-    if domains := domain_rows(_by_pair(results), study.paper, study.metrics):
+    if domains := domain_rows(study, _by_pair(results)):
         by_domain = domain_markdown(study.name, domains)
         write_atomically(out / "domains.md", by_domain)
         write_atomically(out / "domains.csv", _csv(BY_DOMAIN, domains))
@@ -78,7 +79,7 @@ _COLUMNS = (
         "best-std",
         "rounds",
     ),
-    *("megabytes", "exchanges", "target", "reached", *_TARGETS, "paper", "difference"),
+    *("megabytes", "exchanges", "target", "reached", *_TARGETS, "paper", "paper-std", "difference"),
 )
 
 
@@ -107,7 +108,8 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
     best, best_std = _mean_std([row["best"] for row in counted])
     reached = [row for row in counted if row["rounds-to-target"] is not None]
     one: Row = shown[0] if shown else dict.fromkeys(FIELDS)
-    paper = one["paper"] if all(row["paper"] is not None for row in shown) else None  # of domains: in each run
+    stated = all(row["paper"] is not None for row in shown)  # of domains: in each run
+    paper, paper_std = (one["paper"], one["paper-std"]) if stated else (None, None)
     rounds, exchanges, moved = (
         _mean_std([row[key] for row in shown])[0] or 0 for key in ("rounds", "exchanges", "bytes")
     )
@@ -130,6 +132,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "reached": None if one["target"] is None else len(reached),
         **{key: _mean_std([row[key] for row in reached])[0] for key in _TARGETS},
         "paper": paper,
+        "paper-std": paper_std,
         "difference": None if paper is None or mean is None else mean - paper,
     }
 
@@ -173,8 +176,7 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
     lines = [f"# {study.name}", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
         places = 2 if in_percent(row["metric"] or "") else 4
-        final = _number(row["mean"], places)
-        final += "" if row["std"] is None else f" ± {row['std']:.{places}f}"
+        final = with_std(row["mean"], row["std"], f".{places}f")
         cells = [row["method"], row["split"], row["metric"] or "-", final, _number(row["best-mean"], places)]
         cells += [f"{row['rounds']:.10g}", f"{row['exchanges']:.10g}", f"{row['megabytes']:.2f}"]
         cells += [shown_runs(row)]
@@ -185,8 +187,8 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
             cells += [_number(exchanges, 1), _number(megabytes, 2)]
             cells += ["" if row["reached"] is None else f"{row['reached']} of {row['runs']}"]
         if paper:
-            stated = (("paper", f".{places}f"), ("difference", f"+.{places}f"))
-            cells += ["" if row[key] is None else f"{row[key]:{form}}" for key, form in stated]
+            cells += [with_std(row["paper"], row["paper-std"], f".{places}f", "")]
+            cells += [with_std(row["difference"], None, f"+.{places}f", "")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,0 +1,37 @@
+"""Numbers with their spread: mean ± standard deviation, ours and those that a paper states."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+__all__ = ["PaperNumber", "with_std"]
+
+
+class PaperNumber(NamedTuple):
+    """A number of a paper, in the unit of the table, with its ± where the paper has one."""
+
+    mean: float | None = None  # None: the paper has none
+    std: float | None = None
+
+    @classmethod
+    def read(cls, value: Any) -> PaperNumber:
+        """Read a number of a study file, such as 53.97 or "53.97 ± 4.18".
+
+        Raises:
+            ValueError: it is neither.
+        """
+        try:
+            number = cls(*map(float, value.split("±"))) if isinstance(value, str) else cls(float(value))
+        except (TypeError, ValueError):  # also more than one ±
+            number = cls(math.nan)
+        if not all(math.isfinite(part) for part in number if part is not None) or (number.std or 0) < 0:
+            raise ValueError(f"'{value}' is no number of a paper; write 53.97 or 53.97 ± 4.18")
+        return number
+
+
+def with_std(mean: float | None, std: float | None, form: str, missing: str = "-") -> str:
+    """Return "mean ± std", or the mean alone, each in the format; ``missing`` without a mean."""
+    if mean is None:
+        return missing
+    return f"{mean:{form}}" + ("" if std is None else f" ± {std:{form}}")
