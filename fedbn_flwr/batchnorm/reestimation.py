@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 
+_BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache
+
+
 @dataclass(frozen=True)
 class Moments:
     """Statistics per channel: ``count`` values, their ``mean`` (C,) and ``m2`` (C,), both float64."""
@@ -50,9 +53,18 @@ class Moments:
 
 def moments_of(values: Tensor) -> Moments:
     """Return the moments of a BatchNorm layer's input (N, C, *), over all dimensions except C."""
-    channels = values.detach().transpose(0, 1).flatten(1).double()
-    mean = channels.mean(1)
-    return Moments(channels.shape[1], mean, (channels - mean[:, None]).square().sum(1))
+    values = values.detach()
+    if values.device.type == "cpu" and values.numel() > _BLOCK:
+        blocks = torch.split(values, max(1, _BLOCK * len(values) // values.numel()))
+        return functools.reduce(merge, map(_moments_of_block, blocks))
+    return _moments_of_block(values)
+
+
+def _moments_of_block(values: Tensor) -> Moments:
+    axes = [axis for axis in range(values.dim()) if axis != 1]
+    wide = values.to(torch.float64, copy=True)  # in the order of memory, contiguous or channels-last
+    mean = wide.mean(axes, keepdim=True)
+    return Moments(values.numel() // values.shape[1], mean.flatten(), wide.sub_(mean).square_().sum(axes))
 
 
 def merge(first: Moments, second: Moments) -> Moments:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm import reestimation
 from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_statistics
 from fedbn_flwr.training.loop import Batches
 from tests.support.many_layers import Many
@@ -104,6 +105,23 @@ def test_dropout_draws_from_its_own_seed(points) -> None:
     first, same, other = (reestimate_statistics(model, data, batch_size=4, seed=seed)["1"] for seed in (1, 1, 2))
     assert torch.equal(first.mean, same.mean)
     assert not torch.equal(first.mean, other.mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 3), (5, 3, 4), (5, 3, 4, 2), (5, 3, 2, 2, 2)])
+def test_moments_in_blocks_are_those_of_all_values(monkeypatch, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """For each dimension and memory format; the input stays as it is."""
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)
+    formats = {2: [], 3: [], 4: [torch.channels_last], 5: [torch.channels_last_3d]}[x.dim()]
+    channels = x.double().transpose(0, 1).flatten(1)
+    for values in (x, *(x.contiguous(memory_format=memory_format) for memory_format in formats)):
+        for block in (1 << 18, 26, 1):  # all at once, one or two examples, less than one
+            monkeypatch.setattr(reestimation, "_BLOCK", block)
+            before, found = values.clone(), moments_of(values)
+            assert torch.equal(values, before)
+            assert found.count == channels.shape[1]
+            torch.testing.assert_close(found.mean, channels.mean(1), rtol=1e-14, atol=0)
+            torch.testing.assert_close(found.m2, channels.var(1) * (found.count - 1), rtol=1e-13, atol=0)
 
 
 @settings(max_examples=60, deadline=None)
