@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
@@ -109,10 +111,30 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
     One value per channel has variance 0.
     """
-    wide = _wide(x)
-    axes = [axis for axis in range(x.dim()) if axis != 1]
-    mean = wide.mean(axes)
-    return mean, (wide - _per_channel(mean, x)).square().mean(axes)
+    mean, var = _BatchStatistics.apply(x)
+    return mean, var
+
+
+class _BatchStatistics(torch.autograd.Function):
+    """Mean and biased variance; autograd's own way keeps two more copies of x and is slower.
+
+    d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n with n values per channel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide, axes = _wide(x), [axis for axis in range(x.dim()) if axis != 1]
+        mean = wide.mean(axes)
+        ctx.save_for_backward(x, mean)
+        return mean, (wide - _per_channel(mean, x)).square_().mean(axes)
+
+    @staticmethod
+    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        count = x.numel() // x.shape[1]
+        deviations = _wide(x) - _per_channel(mean, x)
+        gradient = torch.addcmul(_per_channel(of_mean / count, x), deviations, _per_channel(2 * of_var / count, x))
+        return gradient.to(x.dtype)
 
 
 def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -124,13 +146,16 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
         mean: (C,), in float32 or wider.
         var: biased (C,); it is at least 0.
     """
-    scale = (var + layer.eps).rsqrt()
+    # torch's kernel takes given statistics as constants m, v. This is the same function of all its arguments with
+    # gamma sqrt((v + eps) / (var + eps)) for gamma and beta + gamma (m - mean) / sqrt(var + eps) for beta, whose values
+    # are gamma and beta, and whose gradients are those of mean and var.
+    m, v = mean.detach(), var.detach()
+    weight, bias = ((v + layer.eps) / (var + layer.eps)).sqrt(), (m - mean) * (var + layer.eps).rsqrt()
     if layer.weight is not None:
-        scale = scale * layer.weight
-    out = (_wide(x) - _per_channel(mean, x)) * _per_channel(scale, x)
+        weight, bias = weight * layer.weight, bias * layer.weight
     if layer.bias is not None:
-        out = out + _per_channel(layer.bias, x)
-    return out.to(x.dtype)
+        bias = bias + layer.bias
+    return functional.batch_norm(x, m, v, weight, bias, training=False, eps=layer.eps)
 
 
 class MomentSums:

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import ConfigError, unknown_name
@@ -67,12 +67,9 @@ class _Scaled(DerivedWeightConv):
 
     def derived_weight(self) -> Tensor:
         """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in); finite for every weight."""
-        axes = tuple(range(1, self.weight.dim()))
-        var, mean = torch.var_mean(self.weight, axes, correction=0, keepdim=True)
-        scale = (var + EPS).rsqrt() * (self.gamma / math.sqrt(fan_in(self)))
-        if self.gain is not None:
-            scale = scale * self.gain
-        return (self.weight - mean) * scale
+        standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)  # each filter on its own
+        scale = self.gamma / math.sqrt(fan_in(self))
+        return standardised * (scale if self.gain is None else self.gain * scale)
 
     def extra_repr(self) -> str:
         """Return the convolution's description and gamma."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,28 @@ def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
     assert (y.dtype, mean.dtype, var.dtype, out.dtype) == (torch.bfloat16, torch.float32, torch.float32, y.dtype)
     torch.testing.assert_close(out.double(), nn.BatchNorm2d(5).double()(y.double()), rtol=0, atol=0.02)
     assert [g.dtype for g in found] == [x.dtype, *(p.dtype for p in model.parameters())]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_gradients_are_those_of_differences(affine: bool, memory_format: torch.memory_format) -> None:
+    """Of every argument on its own, and of gradients again: no statistic is taken for a constant."""
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.BatchNorm2d(3, affine=affine).double()
+    x, mean, var = (torch.rand(shape, generator=generator).double() for shape in ((4, 3, 2, 2), (3,), (3,)))
+    x = x.contiguous(memory_format=memory_format)
+    own = tuple(parameter.data.uniform_(0.5, 1.5, generator=generator) for parameter in layer.parameters())
+
+    def out(x: Tensor, mean: Tensor, var: Tensor, *parameters: Tensor) -> Tensor:
+        given = SimpleNamespace(eps=layer.eps, **dict(zip(("weight", "bias"), parameters or (None, None), strict=True)))
+        return normalise(given, x, mean, var)  # type: ignore[arg-type]
+
+    arguments = tuple(values.requires_grad_() for values in (x, mean, var, *own))
+    expected = nn.functional.batch_norm(x, mean.detach(), var.detach(), *own, training=False, eps=layer.eps)
+    assert torch.equal(out(*arguments), expected)
+    for function, given in ((out, arguments), (batch_statistics, (x,))):
+        assert torch.autograd.gradcheck(function, given)
+        assert torch.autograd.gradgradcheck(function, given)
 
 
 def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:

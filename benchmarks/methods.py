@@ -1,0 +1,91 @@
+"""What a method costs beside FedAvg: CPU seconds of a round, as ratios on the same steps.
+
+    python benchmarks/methods.py --write docs/performance.md    # some ten minutes on one core
+
+ResNet-20 on random images of CIFAR-10's size: five clients, each an epoch of 320 images in batches of 32, a thread. The
+methods take turns, and each round of a turn counts but the first, which FBN and HBN spend on their warm-up.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+import torch
+import typer
+from fedtan_work import CLIENTS, MEAN, STD, make_model, make_strategy, samples
+from flwr.app import ArrayRecord, Context
+from flwr.clientapp import ClientApp
+from measure import facts, in_turns, number, table, write_block
+
+from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr.data import Subset
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training import LearningRate, LocalTraining
+
+IMAGES, BATCH, ROUNDS = 320, 32, 2
+TRAINING = LocalTraining(learning_rate=LearningRate(0.01), local_steps=IMAGES // BATCH, batch_size=BATCH)
+OTHER_MODELS = ("fedwon", "standalone")  # FedWon needs a model without BN; Standalone is FedAvg without its average
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in STRATEGIES if name not in OTHER_MODELS}
+WAYS["fedtan2"] = ("fedtan2", {"fedtan_rounds": ROUNDS + 1})
+WAYS["fedavg, recalibrate"] = ("fedavg", {"recalibrate": True})
+WAYS["fbn, fbn-measure=pass"] = ("fbn", {"fbn_measure": "pass"})
+WAYS["bn-scaffold, bn-variates=pass"] = ("bn-scaffold", {"bn_variates": "pass"})
+
+
+def clients() -> ClientApp:
+    """Return the clients' app."""
+
+    def client_fn(context: Context) -> TorchClient:
+        first = IMAGES * int(context.node_config["partition-id"])
+        data = Subset(samples(""), torch.arange(first, first + IMAGES), mean=MEAN, std=STD)
+        return TorchClient(make_model, data, data, TRAINING, context=context)
+
+    return client_app(client_fn)
+
+
+def seconds(name: str, settings: dict[str, Any]) -> list[float]:
+    """Return the CPU seconds of each round after the first."""
+    strategy, times = make_strategy(name, **settings), list[float]()
+
+    def note(server_round: int, arrays: ArrayRecord) -> None:
+        times.append(time.process_time())
+
+    with InProcessGrid(clients(), CLIENTS) as grid:
+        arrays = to_record(make_model().state_dict())
+        strategy.start(grid=grid, initial_arrays=arrays, num_rounds=ROUNDS + 1, evaluate_fn=note)
+    if refused := [reason for report in strategy.reports for reason in report.rejected.values()]:
+        raise RuntimeError(f"{name}: a client was refused: {refused[0]}")
+    return [after - before for before, after in pairwise(times[1:])]
+
+
+def main(
+    turns: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
+    only: Annotated[str, typer.Option(help="Methods, by comma; FedAvg is always there.")] = "",
+    write: Annotated[Path | None, typer.Option(help="Page with a place for the table.")] = None,
+) -> None:
+    """Time the methods in turn."""
+    torch.set_num_threads(1)
+    chosen = {name: way for name, way in WAYS.items() if not only or name in ("fedavg", *only.split(","))}
+    found = in_turns({name: partial(seconds, *way) for name, way in chosen.items()}, turns)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    rows = [
+        [name, number(value), number(value / medians["fedavg"])]
+        for name, value in sorted(medians.items(), key=lambda item: item[1])
+    ]
+    text = table(["method", "CPU seconds a round", "/ fedavg"], rows)
+    text += f"\n{CLIENTS} clients x {IMAGES} images, batches of {BATCH}; medians of {turns * ROUNDS} rounds. {facts()}"
+    write_block(write, "methods", text) if write else print(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)
