@@ -1,4 +1,4 @@
-"""What a method costs beside FedAvg: CPU seconds of a round, as ratios on the same steps.
+"""What a method, and a norm, cost beside FedAvg with BatchNorm: CPU seconds of a round, as ratios on the same steps.
 
     python benchmarks/methods.py --write docs/performance.md    # some ten minutes on one core
 
@@ -25,43 +25,56 @@ from fedtan_work import CLIENTS, MEAN, STD, make_model, make_strategy, samples
 from flwr.app import ArrayRecord, Context
 from flwr.clientapp import ClientApp
 from measure import facts, in_turns, number, table, write_block
+from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.data import Subset
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.memory_format import set_memory_format
 
 IMAGES, BATCH, ROUNDS = 320, 32, 2
 TRAINING = LocalTraining(learning_rate=LearningRate(0.01), local_steps=IMAGES // BATCH, batch_size=BATCH)
-OTHER_MODELS = ("fedwon", "standalone")  # FedWon needs a model without BN; Standalone is FedAvg without its average
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in STRATEGIES if name not in OTHER_MODELS}
-WAYS["fedtan2"] = ("fedtan2", {"fedtan_rounds": ROUNDS + 1})
-WAYS["fedavg, recalibrate"] = ("fedavg", {"recalibrate": True})
-WAYS["fbn, fbn-measure=pass"] = ("fbn", {"fbn_measure": "pass"})
-WAYS["bn-scaffold, bn-variates=pass"] = ("bn-scaffold", {"bn_variates": "pass"})
+Way = tuple[str, str, dict[str, Any]]
+"""Strategy, norm and settings."""
+WAYS: dict[str, Way] = {name: (name, "batch", {}) for name in STRATEGIES}
+WAYS["fedwon"] = ("fedwon", "wsconv", {})
+WAYS["fedtan2"] = ("fedtan2", "batch", {"fedtan_rounds": ROUNDS + 1})  # all rounds of this run
+WAYS["fedavg recalibrate"] = ("fedavg", "batch", {"recalibrate": True})
+WAYS["fbn fbn-measure=pass"] = ("fbn", "batch", {"fbn_measure": "pass"})
+WAYS["bn-scaffold bn-variates=pass"] = ("bn-scaffold", "batch", {"bn_variates": "pass"})
+WAYS |= {
+    f"fedavg norm={norm}": ("fedavg", norm, {}) for norm in ("group", "group+ws", "layer", "instance", "batch-renorm")
+}
 
 
-def clients() -> ClientApp:
+def model_with(norm: str) -> nn.Module:
+    """Return ResNet-20 with another norm."""
+    return set_memory_format(replace_norm(make_model(), norm)[0])
+
+
+def clients(norm: str) -> ClientApp:
     """Return the clients' app."""
 
     def client_fn(context: Context) -> TorchClient:
         first = IMAGES * int(context.node_config["partition-id"])
         data = Subset(samples(""), torch.arange(first, first + IMAGES), mean=MEAN, std=STD)
-        return TorchClient(make_model, data, data, TRAINING, context=context)
+        return TorchClient(partial(model_with, norm), data, data, TRAINING, context=context)
 
     return client_app(client_fn)
 
 
-def seconds(name: str, settings: dict[str, Any]) -> list[float]:
+def seconds(name: str, norm: str, settings: dict[str, Any]) -> list[float]:
     """Return the CPU seconds of each round after the first."""
     strategy, times = make_strategy(name, **settings), list[float]()
 
     def note(server_round: int, arrays: ArrayRecord) -> None:
         times.append(time.process_time())
 
-    with InProcessGrid(clients(), CLIENTS) as grid:
-        arrays = to_record(make_model().state_dict())
+    with InProcessGrid(clients(norm), CLIENTS) as grid:
+        arrays = to_record(model_with(norm).state_dict())
         strategy.start(grid=grid, initial_arrays=arrays, num_rounds=ROUNDS + 1, evaluate_fn=note)
     if refused := [reason for report in strategy.reports for reason in report.rejected.values()]:
         raise RuntimeError(f"{name}: a client was refused: {refused[0]}")
@@ -75,6 +88,8 @@ def main(
 ) -> None:
     """Time the methods in turn."""
     torch.set_num_threads(1)
+    if unknown := {*filter(None, only.split(","))} - {*WAYS}:
+        raise typer.BadParameter(f"no such way: {', '.join(sorted(unknown))}. There are: {', '.join(WAYS)}.")
     chosen = {name: way for name, way in WAYS.items() if not only or name in ("fedavg", *only.split(","))}
     found = in_turns({name: partial(seconds, *way) for name, way in chosen.items()}, turns)
     medians = {name: statistics.median(values) for name, values in found.items()}

@@ -37,7 +37,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.experiment.output import curves
-from fedbn_flwr.experiment.studies import tables as study_tables
+from fedbn_flwr.experiment.studies import tables
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
@@ -87,7 +87,7 @@ def _no_wait_for_the_disk() -> Iterator[None]:
 def _undrawn_curves() -> Iterator[None]:
     """Runs and sweeps make their figures and do not draw them."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (curves, study_tables):
+        for module in (curves, tables):
             patch.setattr(module, "draw_curves", pictures.undrawn)
         yield
 

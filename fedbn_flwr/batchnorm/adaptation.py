@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
-from fedbn_flwr.batchnorm.taken_forward import watch_inputs
+from fedbn_flwr.batchnorm.taken_forward import batch_statistics, watch_inputs
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.evaluation import EvalResult, evaluate, without_running_statistics
 from fedbn_flwr.training.loop import Batches, kept_modes
@@ -231,10 +231,8 @@ def _watch(layer: _BatchNorm, note: Callable[[Tensor], None]) -> Callable[[], No
 
 def _put(mean: Tensor, var: Tensor, rule: Rule, x: Tensor) -> None:
     """Let the layer normalise a batch with the statistics of the rule."""
-    wide = x.to(torch.promote_types(mean.dtype, torch.float32))
-    own_var, own_mean = torch.var_mean(wide, [axis for axis in range(x.dim()) if axis != 1], correction=0)
-    found_mean, found_var = rule((own_mean, own_var), x)
     with torch.no_grad():
+        found_mean, found_var = rule(batch_statistics(x), x)
         mean.copy_(found_mean)
         var.copy_(found_var)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.training.channels import other_axes
 from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example, with_positions
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
@@ -61,7 +62,7 @@ def moments_of(values: Tensor) -> Moments:
 
 
 def _moments_of_block(values: Tensor) -> Moments:
-    axes = [axis for axis in range(values.dim()) if axis != 1]
+    axes = other_axes(values)
     wide = values.to(torch.float64, copy=True)  # in the order of memory, contiguous or channels-last
     mean = wide.mean(axes, keepdim=True)
     return Moments(values.numel() // values.shape[1], mean.flatten(), wide.sub_(mean).square_().sum(axes))

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
 from fedbn_flwr.training.loop import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.wrappers import not_compiled
@@ -116,24 +117,27 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _BatchStatistics(torch.autograd.Function):
-    """Mean and biased variance; autograd's own way keeps two more copies of x and is slower.
+    """Mean and biased variance, with n values per channel: d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n.
 
-    d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n with n values per channel.
+    Autograd's own way keeps two more copies of x and is slower.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        wide, axes = _wide(x), [axis for axis in range(x.dim()) if axis != 1]
-        mean = wide.mean(axes)
-        ctx.save_for_backward(x, mean)
-        return mean, (wide - _per_channel(mean, x)).square_().mean(axes)
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return batch_mean_and_variance(_wide(x))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, output[0])
 
     @staticmethod
     def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> Tensor:
         x, mean = ctx.saved_tensors
         count = x.numel() // x.shape[1]
-        deviations = _wide(x) - _per_channel(mean, x)
-        gradient = torch.addcmul(_per_channel(of_mean / count, x), deviations, _per_channel(2 * of_var / count, x))
+        deviations = _wide(x) - per_channel(mean, x)
+        gradient = torch.addcmul(per_channel(of_mean / count, x), deviations, per_channel(2 * of_var / count, x))
         return gradient.to(x.dtype)
 
 
@@ -143,12 +147,11 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
     Args:
         layer: the layer.
         x: its input (N, C, *).
-        mean: (C,), in float32 or wider.
-        var: biased (C,); it is at least 0.
+        mean: (C,), in float32, or in float64 with a float64 input.
+        var: biased (C,), likewise; it is at least 0.
     """
-    # torch's kernel takes given statistics as constants m, v. This is the same function of all its arguments with
-    # gamma sqrt((v + eps) / (var + eps)) for gamma and beta + gamma (m - mean) / sqrt(var + eps) for beta, whose values
-    # are gamma and beta, and whose gradients are those of mean and var.
+    # torch's kernel sends no gradient to the statistics that it is given, m and v. So mean and var enter a second time,
+    # as a factor of gamma that is 1 and a term of beta that is 0: the output stays, and the gradients are exact.
     m, v = mean.detach(), var.detach()
     weight, bias = ((v + layer.eps) / (var + layer.eps)).sqrt(), (m - mean) * (var + layer.eps).rsqrt()
     if layer.weight is not None:
@@ -186,7 +189,3 @@ class MomentSums:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    return values.view(1, -1, *[1] * (x.dim() - 2))

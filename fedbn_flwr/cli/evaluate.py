@@ -13,7 +13,7 @@ from fedbn_flwr.cli.console import app, console, exit_codes
 
 
 class PartChoice(StrEnum):
-    """The examples that ``evaluate`` uses: ``evaluate_run.DataPart`` for Typer, without its import."""
+    """The examples that ``evaluate`` uses: ``finished_run.evaluate.DataPart`` for Typer, without its import."""
 
     train = "train"
     test = "test"

@@ -20,6 +20,7 @@ from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
 from fedbn_flwr.doctor.thresholds import MAX_CHANNELS
+from fedbn_flwr.training.channels import other_axes
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Features", "LayerFeatures", "features"]
@@ -151,7 +152,7 @@ class _Watch(TorchFunctionMode):
 
     def leave(self, path: str, output: Tensor) -> None:
         self._output = (path, output)
-        axes = [axis for axis in range(output.dim()) if axis != 1]
+        axes = other_axes(output)
         low, high = output.detach().float().amin(axes).cpu(), output.detach().float().amax(axes).cpu()
         if path in self._range:
             low, high = torch.minimum(low, self._range[path][0]), torch.maximum(high, self._range[path][1])

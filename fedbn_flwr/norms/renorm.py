@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.norms.report import Replacement, shown_path
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
+from fedbn_flwr.training.channels import batch_mean_and_variance
 
 __all__ = ["BatchRenorm", "use_batch_renorm"]
 
@@ -72,14 +73,11 @@ class BatchRenorm(_BatchNorm):
         if mean is None or var is None:
             raise NormLayerError("batch renormalisation needs running statistics; this layer has none.")
         dtype = torch.promote_types(torch.promote_types(input.dtype, mean.dtype), torch.float32)
-        values = input.to(dtype)
-        axes = [0, *range(2, input.dim())]
-        batch_mean = values.mean(axes, keepdim=True)
-        batch_var = (values - batch_mean).square_().mean(axes)  # torch.var_mean takes ten times as long on a CPU
+        batch_mean, batch_var = batch_mean_and_variance(input.to(dtype))
         sigma = (var + self.eps).sqrt()
         rmax, dmax = (limit.to(dtype) for limit in self.limits())
         r = torch.clamp((batch_var + self.eps).sqrt() / sigma, 1 / rmax, rmax)
-        d = torch.clamp((batch_mean.flatten() - mean) / sigma, -dmax, dmax)
+        d = torch.clamp((batch_mean - mean) / sigma, -dmax, dmax)
         return r.to(mean.dtype), d.to(mean.dtype)
 
     def limits(self) -> tuple[Tensor, Tensor]:

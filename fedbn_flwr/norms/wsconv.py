@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
@@ -66,8 +67,11 @@ class _Scaled(DerivedWeightConv):
     gamma: float
 
     def derived_weight(self) -> Tensor:
-        """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in); finite for every weight."""
-        standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)  # each filter on its own
+        """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in); a filter of equal weights becomes 0."""
+        standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)  # each filter on its own, contiguous
+        # Channels-last: with one channel only the strides tell, and with one position nothing does.
+        if self.weight.dim() == 4 and self.weight.stride(1) == 1 and self.weight[0, 0].numel() > 1:
+            standardised = standardised.clone(memory_format=torch.channels_last)
         scale = self.gamma / math.sqrt(fan_in(self))
         return standardised * (scale if self.gain is None else self.gain * scale)
 

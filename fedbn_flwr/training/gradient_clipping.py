@@ -60,8 +60,7 @@ def clip_gradients(
             continue
         allowed = _unit_norms(parameter).clamp_(min=eps).mul_(clipping)
         norms = _unit_norms(gradient)
-        clipped = gradient * (allowed / norms.clamp(min=SMALLEST_NORM))
-        gradient.copy_(torch.where(norms > allowed, clipped, gradient))
+        gradient.mul_(torch.where(norms > allowed, allowed / norms.clamp(min=SMALLEST_NORM), 1.0))
 
 
 def clip_in_steps(

@@ -158,6 +158,8 @@ def test_gradients_are_those_of_differences(affine: bool, memory_format: torch.m
     for function, given in ((out, arguments), (batch_statistics, (x,))):
         assert torch.autograd.gradcheck(function, given)
         assert torch.autograd.gradgradcheck(function, given)
+    by_function = torch.func.grad(lambda x: batch_statistics(x)[1].sum())(x.detach())
+    torch.testing.assert_close(by_function, 2 * (x - x.mean((0, 2, 3), keepdim=True)).detach() / 16)
 
 
 def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:

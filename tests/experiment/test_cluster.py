@@ -31,7 +31,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.run import preflight, run
-from fedbn_flwr.experiment.studies import parallel as parallel_sweep
+from fedbn_flwr.experiment.studies import parallel
 from fedbn_flwr.experiment.studies.parallel import in_parallel
 from fedbn_flwr.experiment.studies.study import Cell, Study
 from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
@@ -259,8 +259,8 @@ def test_files_of_a_whole_run_that_a_machine_does_not_see_are_refused(
     seen = {"init": "weights.pt", "mlflow": "tracked"}
     monkeypatch.setattr(RaySession, "_without", lambda self, path: "b" if seen[lacking] in str(path) else "")
     session = RaySession("host:1")
-    monkeypatch.setattr(parallel_sweep, "cluster", lambda *args, **options: nullcontext(session))
-    monkeypatch.setattr(parallel_sweep, "_needs", start)
+    monkeypatch.setattr(parallel, "cluster", lambda *args, **options: nullcontext(session))
+    monkeypatch.setattr(parallel, "_needs", start)
     said = {
         "init": r"init=.*weights\.pt' is not on b: a run reads it there. Put it on a disk that all machines share.",
         "mlflow": "mlflow=.*tracked' is not one folder for all machines: b does not see",

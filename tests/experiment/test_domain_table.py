@@ -47,7 +47,7 @@ def test_the_table_has_rows_and_markdown() -> None:
         "| method | split | metric | dog | cat | average | runs |",
         "|---|---|---|---|---|---|---|",
         "| A | all | test-accuracy | 60.00 ± 14.14 | 25.00 ± 0.00 | 42.50 ± 7.07 | 2 |",
-        "| A | all | the paper's |  | 20.5 | 40.25 ± 1.5 |  |",
+        "| A | all | the paper's |  | 20.50 | 40.25 ± 1.50 |  |",
         "| A | all | difference |  | +4.50 | +2.25 |  |",
         "| B | all | personal-own-accuracy | 50.00 | 75.00 | 62.50 | 1 |",
     ]

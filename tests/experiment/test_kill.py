@@ -35,12 +35,12 @@ study, out, group = map(Path, sys.argv[1:])
 group.write_text(str(os.getpid()))
 
 from fedbn_flwr.experiment import run
-from fedbn_flwr.experiment.studies import tables as study_tables
+from fedbn_flwr.experiment.studies import tables
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import sweep
 
 os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here
-study_tables.draw_curves = lambda *_: b""
+tables.draw_curves = lambda *_: b""
 run.default_workers = lambda config: 2
 sweep(Study.load(study), out)
 """

@@ -401,7 +401,7 @@ def test_a_study_beside_the_papers_numbers(swept: Path) -> None:
     finals = [row["final"] for row in rows if row["method"] == "FedAvg"]
     mean, std = statistics.fmean(finals), statistics.stdev(finals)
     assert f"FedAvg {mean:.2f} ± {std:.2f} 2 " in page.text
-    assert f" 91.5 ± 0.4 {mean - 91.5:+.2f} test-accuracy" in page.text
+    assert f" 91.50 ± 0.40 {mean - 91.5:+.2f} test-accuracy" in page.text
     assert "runs finished 4 of 4" in page.text
     results, _, curves, split = page.figures
     seeds, means, paper = results["data"]
@@ -501,7 +501,7 @@ def test_the_difference_from_the_papers_numbers_by_domain(study: Path) -> None:
         final = json.loads(path.read_text())["final"]
         change(path, final={**final, "domains": {"test-accuracy": {"noisy": 0.4125, "clean": 0.5}}})
     text = Html(write_report(study)).text
-    assert "FedAvg, the paper 40 ± 2.5 - 45 FedAvg, difference +1.25 - +0.62" in text
+    assert "FedAvg, the paper 40.00 ± 2.50 - 45.00 FedAvg, difference +1.25 - +0.62" in text
 
 
 def test_the_batchnorm_picture_of_a_study(study: Path) -> None:

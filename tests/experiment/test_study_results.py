@@ -154,8 +154,10 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
     assert found[:2] == [("test-accuracy", 61.0, 3, 70.0), ("test-loss", 0.9, 2, None)]
     assert study.paper_numbers("A/all") == {"": PaperNumber(70, 2.5)}
     for wrong in ("high", "70 ± 1 ± 2", "70 ±", "70 ± -1", ".nan", "{cat: 70 +- 1}"):
-        with pytest.raises(ConfigError, match=r"paper: A/all: '.*' is no number of a paper; write 53.97 or 53.97 ± 4"):
+        with pytest.raises(ConfigError, match=r"paper: A/all.*: '.*' is no number of a paper; write 53.97 or 53.97"):
             load(tmp_path, TARGETS.replace("70 ± 2.5", wrong))
+    with pytest.raises(ConfigError, match=r"paper: A/all, cat: 'x' is no .*; A/all, dog: '\[1\]' is no number"):
+        load(tmp_path, TARGETS.replace("70 ± 2.5", "{cat: x, dog: [1]}"))
     with pytest.raises(ConfigError, match="target: 'none' is not one of splits"):
         load(tmp_path, TARGETS.replace("target: 60", "target: {none: 60}"))
 

@@ -31,9 +31,10 @@ METHODS = {key: strategy for strategy in STRATEGIES.values() for key in strategy
 # These files read and write formats of their own (config files, metrics.jsonl, summary.json, the channel's frames),
 # some of whose names are the same words. They may not touch a message or a Context.state, which the test checks.
 OTHER_FORMATS = {
-    *(f"experiment/{name}.py" for name in ("curves", "domain_table", "output", "simulation")),
-    *(f"experiment/{name}.py" for name in ("checkpoint", "cluster", "splitting", "sweep", "method_settings")),
-    *(f"experiment/config/{name}.py" for name in ("config", "fields", "unused")),
+    *(f"experiment/{name}.py" for name in ("cluster", "simulation", "data/splitting")),
+    *(f"experiment/config/{name}.py" for name in ("config", "fields", "method_settings", "unused")),
+    *(f"experiment/output/{name}.py" for name in ("checkpoint", "curves", "folder")),
+    *(f"experiment/studies/{name}.py" for name in ("domain_table", "sweep")),
     *(f"deployment/{name}.py" for name in ("compose", "layout", "federation", "__main__")),
     "cli/console.py",
     *("transport/grpc_channel.py", "client/state_folder.py", "engines/flower_run.py", "engines/processes.py"),

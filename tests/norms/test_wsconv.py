@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 from fedbn_flwr.norms.wsconv import GAMMAS
 from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
 
 RELU = 1.7128585504496627
 
@@ -213,6 +215,18 @@ def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None
     new, _ = replace_norm(conv(3, 4, 2).double(), "wsconv")
     torch.testing.assert_close(new.derived_weight(), reference(new.weight, new.gain, RELU), rtol=1e-12, atol=1e-12)
     assert new(torch.zeros(shape, dtype=torch.float64)).shape[1] == 4
+
+
+@pytest.mark.parametrize("norm", ["wsconv", "group+ws"])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels-last"])
+def test_the_memory_format_of_a_model_reaches_its_activations(norm: str, channels: int, memory_format: Any) -> None:
+    """With one channel the input does not tell the format: the filters must."""
+    model = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6))
+    model = set_memory_format(replace_norm(model, norm)[0], memory_format)
+    out = model(inputs_for(model)(torch.randn(2, channels, 8, 8)))
+    assert out.is_contiguous(memory_format=torch.channels_last) == (memory_format == "channels-last")
+    assert out.is_contiguous() == (memory_format == "contiguous")
 
 
 def test_copies_pickles_and_description() -> None:

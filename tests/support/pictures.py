@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fedbn_flwr.experiment.output import curves
 from fedbn_flwr.experiment.output.curves import draw_curves
-from fedbn_flwr.experiment.studies import tables as study_tables
+from fedbn_flwr.experiment.studies import tables
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -25,5 +25,5 @@ def undrawn(*args: Any, **kwargs: Any) -> bytes:
 @contextmanager
 def drawn() -> Iterator[None]:
     """Runs in the block draw their curves."""
-    with patch.object(curves, "draw_curves", draw_curves), patch.object(study_tables, "draw_curves", draw_curves):
+    with patch.object(curves, "draw_curves", draw_curves), patch.object(tables, "draw_curves", draw_curves):
         yield

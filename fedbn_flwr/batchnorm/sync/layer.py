@@ -14,22 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.channels import other_axes, per_channel
 
-__all__ = ["BatchNormCall", "Normalise", "elements_per_channel", "local_moments", "per_channel"]
+__all__ = ["BatchNormCall", "Normalise", "elements_per_channel", "local_moments"]
 
 
 def elements_per_channel(y: Tensor) -> int:
     """Return n_i, the number of elements of one channel (dimension 1) of ``y``."""
     return y.numel() // y.shape[1] if y.numel() else 0
-
-
-def per_channel(values: Tensor, y: Tensor) -> Tensor:
-    """Return ``values`` (C,) in a shape that broadcasts along dimension 1 of ``y``."""
-    return values.view(1, -1, *[1] * (y.dim() - 2))
-
-
-def _axes(y: Tensor) -> list[int]:
-    return [axis for axis in range(y.dim()) if axis != 1]
 
 
 def local_moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,9 +31,9 @@ def local_moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     the corrected mean after rounding, ``rest`` is what rounding removed. ``var`` is biased, about mean + rest. On a CPU
     this is several times faster than torch's Welford pass, and as exact if the mean is far above the deviation.
     """
-    centre = y.mean(_axes(y))
+    centre = y.mean(other_axes(y))
     centred = y - per_channel(centre, y)
-    error = centred.mean(_axes(y))
+    error = centred.mean(other_axes(y))
     mean = centre + error
     rest = error - (mean - centre)
     return centred, centre, torch.stack([mean, rest, (mean_square(centred) - error.square()).clamp_min_(0)])
@@ -49,7 +41,7 @@ def local_moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def mean_square(centred: Tensor) -> Tensor:
     """Return the mean of the squares of each channel, (C,)."""
-    return centred.square().mean(_axes(centred))
+    return centred.square().mean(other_axes(centred))
 
 
 class BatchNormCall:
@@ -137,9 +129,9 @@ class Normalise(torch.autograd.Function):
         grad = grad.to(mean.dtype)
         centred = y.to(mean.dtype) - per_channel(mean, y)
         scale = (var + ctx.eps).rsqrt_()
-        d_bias = grad.sum(_axes(y))
+        d_bias = grad.sum(other_axes(y))
         # Here and below the rest of the mean is subtracted per channel, not in a pass over all elements.
-        d_weight = ((grad * centred).sum(_axes(y)) - rest * d_bias) * scale
+        d_weight = ((grad * centred).sum(other_axes(y)) - rest * d_bias) * scale
         sum_g, sum_g_x_hat = d_bias, d_weight
         factor = scale
         if weight is not None:

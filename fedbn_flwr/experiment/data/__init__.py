@@ -1,1 +1,1 @@
-"""The data of a run: what every node reads, how it is split over the clients, and what is told of it."""
+"""The data of a run: what every node reads, how it is split over the clients, and the report on it."""

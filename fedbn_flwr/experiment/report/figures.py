@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from fedbn_flwr.experiment.studies.numbers import with_std
+
 __all__ = [
     "BYTES",
     "EXCHANGES",
@@ -70,7 +72,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Dots:
-    """A row of a plot of dots and intervals: all runs, their mean with an interval, and the paper's number."""
+    """A row of a plot of dots and intervals: all runs, their mean with an interval, the paper's number with its ±."""
 
     name: str
     values: Sequence[float]
@@ -282,11 +284,15 @@ def dots(rows: Sequence[Dots], title: str, interval: str) -> Drawing:
             "hovertemplate": "mean %{x:.2f}<extra></extra>",
         },
         {
-            **{"type": "scatter", "mode": "markers", "name": "the paper"},
+            **{"type": "scatter", "mode": "markers", "name": "the paper, with its ±"},
             **{"x": [row.paper for _, row in papers], "y": [name for name, _ in papers]},
             "marker": {"color": "--c1", "symbol": "x", "size": 9},
-            "error_x": {"type": "data", "color": "--c1", "array": [row.paper_std or 0 for _, row in papers]},
-            "hovertemplate": "the paper: %{x:.2f}<extra></extra>",
+            "error_x": {
+                **{"type": "data", "color": "--c1", "thickness": 1, "width": 3},
+                "array": [row.paper_std for _, row in papers],
+            },
+            "hovertemplate": "the paper: %{text}<extra></extra>",
+            "text": [with_std(row.paper, row.paper_std, ".2f") for _, row in papers],
         },
     ]
     layout = {

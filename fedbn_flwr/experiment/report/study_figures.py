@@ -55,8 +55,9 @@ def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
     head = ["method", "runs", "mean", "from", "to", "the paper"]
     numbers = [
         [
-            *(one.name, ", ".join(f"{v:.2f}" for v in one.values), *map(_number, (one.mean, one.low, one.high))),
-            with_std(one.paper, one.paper_std, "g"),
+            *(one.name, ", ".join(f"{v:.2f}" for v in one.values)),
+            *(with_std(value, None, ".2f") for value in (one.mean, one.low, one.high)),
+            with_std(one.paper, one.paper_std, ".2f"),
         ]
         for one in found
     ]
@@ -95,8 +96,8 @@ def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Seq
         rounds[name] = found
     title = f"{title_of(quantity)}{_of(files, split)}"
     everything = thinned(sorted({server_round for found in rounds.values() for server_round in found}))
-    rows = [[str(r), *(_number(found.get(r)) for found in rounds.values())] for r in everything]
-    last = "; ".join(f"{name} {_number(list(found.values())[-1])}" for name, found in rounds.items())
+    rows = [[str(r), *(with_std(found.get(r), None, ".2f") for found in rounds.values())] for r in everything]
+    last = "; ".join(f"{name} {with_std(list(found.values())[-1], None, '.2f')}" for name, found in rounds.items())
     label = f"{title} of {len(runs)} methods over rounds. Last values: {last}."
     drawing = curves(series, f"{quantity}{unit_of(quantity)}")
     drawing["height"] = 420
@@ -211,10 +212,10 @@ def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> tuple[Figu
         own = [by_pair.get((method, domain)) for domain in domains]
         table.append([method, *("-" if r is None else with_std(r["mean"], r["std"], f".{places}f") for r in own)])
         if any(r and r["paper"] is not None for r in own):
-            stated = ["-" if r is None else with_std(r["paper"], r["paper-std"], "g") for r in own]
+            stated = ["-" if r is None else with_std(r["paper"], r["paper-std"], f".{places}f") for r in own]
             table.append([f"{method}, the paper", *stated])
             differences = [None if r is None else r["difference"] for r in own]
-            table.append([f"{method}, difference", *("-" if d is None else f"{d:+.{places}f}" for d in differences)])
+            table.append([f"{method}, difference", *(with_std(d, None, f"+.{places}f") for d in differences)])
     title = f"{title_of(name)} by domain{_of(files, split)}"
     label = f"{title}, for {len(methods)} methods and {len(domains)} domains; the table below has the numbers."
     drawing = bars(groups, f"{name}{unit_of(name)}", ".1f" if in_percent(name) else ".3f")
@@ -223,7 +224,3 @@ def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> tuple[Figu
 
 def _of(files: StudyFiles, split: str) -> str:
     return f", {split}" if len(files.study.splits) > 1 else ""
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

@@ -38,7 +38,7 @@ def results_section(files: StudyFiles) -> Section:
     )
     more = [Text(target, "note")] if any(row["target"] is not None for row in rows) else []
     if any(row["paper"] is not None for row in rows):
-        notes.append("Difference: final minus the paper's number. The paper's ± is as the paper states it.")
+        notes.append("Difference: final minus the paper's number.")
     return Section("results", "Results", [table, Text(" ".join(notes), "note"), *dots_figures(files), cost, *more])
 
 
@@ -73,7 +73,7 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
     ]
     if any(row["paper"] is not None for row in rows):
         results += [
-            (f"paper{unit}", number("paper", "paper-std", form="g")),
+            (f"paper{unit}", number("paper", "paper-std")),
             ("difference", number("difference", form="+.2f")),
         ]
     if len({row["metric"] for row in rows}) > 1:

@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.experiment.studies.numbers import PaperNumber, with_std
-from fedbn_flwr.experiment.studies.study import WHOLE, Study
+from fedbn_flwr.experiment.studies.numbers import AVERAGE, WHOLE, PaperNumber, with_std
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
-__all__ = ["AVERAGE", "FIELDS", "domain_markdown", "domain_rows", "is_average"]
+__all__ = ["FIELDS", "domain_markdown", "domain_rows", "is_average"]
 
-AVERAGE = "average"
 FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper", "paper-std", "difference")
 Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
@@ -87,7 +86,7 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [with_std(row["mean"], row["std"], f".{places}f") for row in in_order]
         lines.append("| " + " | ".join([method, split, metric, *cells, str(runs)]) + " |")
         if any(row["paper"] is not None for row in own.values()):
-            papers = [with_std(row["paper"], row["paper-std"], "g", "") for row in in_order]
+            papers = [with_std(row["paper"], row["paper-std"], f".{places}f", "") for row in in_order]
             differences = [with_std(row["difference"], None, f"+.{places}f", "") for row in in_order]
             for head, cells in (("the paper's", papers), ("difference", differences)):
                 lines.append("| " + " | ".join([method, split, head, *cells, ""]) + " |")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-__all__ = ["PaperNumber", "with_std"]
+__all__ = ["AVERAGE", "WHOLE", "PaperNumber", "with_std"]
+
+AVERAGE = "average"  # of the domains
+WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domain
 
 
 class PaperNumber(NamedTuple):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, read_metrics
-from fedbn_flwr.experiment.studies.domain_table import AVERAGE, is_average
-from fedbn_flwr.experiment.studies.numbers import PaperNumber
-from fedbn_flwr.experiment.studies.study import WHOLE, Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.studies.domain_table import is_average
+from fedbn_flwr.experiment.studies.numbers import AVERAGE, WHOLE, PaperNumber
+from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, finished, summary_of
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 __all__ = ["FIELDS", "StudyResults"]

@@ -48,18 +48,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
-from fedbn_flwr.experiment.studies.numbers import PaperNumber
+from fedbn_flwr.experiment.studies.numbers import WHOLE, PaperNumber
 from fedbn_flwr.strategies import FedBS
 
 __all__ = [
     "FAILED",
     "STUDY_FILE",
-    "WHOLE",
     "Cell",
     "Study",
     "StudySettings",
@@ -71,7 +70,6 @@ __all__ = [
 ]
 
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
-WHOLE = ""  # in the paper's numbers by domain: a number of all domains together
 FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
 StudySettings = dict[str, Scalar]
@@ -103,10 +101,24 @@ class Study(BaseModel):
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     skip: list[str] = Field(default_factory=list)
     metrics: list[str] = Field(default_factory=list)
-    paper: dict[str, float | str | dict[str, float | str]] = Field(default_factory=dict)
+    paper: dict[str, Any] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
     target: float | dict[str, float] | None = None
     tune: Tuning | None = None
+
+    @field_validator("paper")
+    @classmethod
+    def _read_paper(cls, paper: dict[str, Any]) -> dict[str, Any]:
+        problems = []
+        for name, stated in paper.items():
+            for domain, value in stated.items() if isinstance(stated, dict) else ((WHOLE, stated),):
+                try:
+                    PaperNumber.read(value)
+                except ValueError as error:
+                    problems.append(f"{name}{domain and f', {domain}'}: {error}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return paper
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
@@ -141,7 +153,7 @@ class Study(BaseModel):
                 read["base"] = {**base, **read_overrides(overrides)}
             return cls.model_validate(read)
         except ValidationError as error:
-            lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
+            lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {_text_of(e)}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error
 
     def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
@@ -152,11 +164,6 @@ class Study(BaseModel):
         for name in (*self.skip, *self.paper, *self.overrides):
             if name not in self.names():
                 yield f"'{name}' names no METHOD/SPLIT"
-        for name in self.paper:
-            try:
-                self.paper_numbers(name)
-            except ValueError as error:
-                yield f"paper: {name}: {error}"
         for split in self.target if isinstance(self.target, dict) else ():
             if split not in self.splits:
                 yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
@@ -281,6 +288,12 @@ class Cell:
     def folder(self, out: Path) -> Path:
         """Return the run's folder under ``out``."""
         return out.joinpath(*(re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")))
+
+
+def _text_of(error: Mapping[str, Any]) -> str:
+    """Return what pydantic says of a value, or the text of this module's own error."""
+    own = error.get("ctx", {}).get("error")
+    return str(own) if isinstance(own, ValueError) else str(error["msg"]).lower()
 
 
 def trial_name(point: StudySettings) -> str:

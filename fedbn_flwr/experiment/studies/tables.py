@@ -177,21 +177,18 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
     for row in rows:
         places = 2 if in_percent(row["metric"] or "") else 4
         final = with_std(row["mean"], row["std"], f".{places}f")
-        cells = [row["method"], row["split"], row["metric"] or "-", final, _number(row["best-mean"], places)]
+        best = with_std(row["best-mean"], None, f".{places}f")
+        cells = [row["method"], row["split"], row["metric"] or "-", final, best]
         cells += [f"{row['rounds']:.10g}", f"{row['exchanges']:.10g}", f"{row['megabytes']:.2f}"]
         cells += [shown_runs(row)]
         if aims:
             rounds, exchanges, moved = (row[key] for key in _TARGETS)
             megabytes = None if moved is None else moved / 2**20
-            cells += ["" if row["target"] is None else f"{row['target']:g}", _number(rounds, 1)]
-            cells += [_number(exchanges, 1), _number(megabytes, 2)]
+            cells += ["" if row["target"] is None else f"{row['target']:g}", with_std(rounds, None, ".1f")]
+            cells += [with_std(exchanges, None, ".1f"), with_std(megabytes, None, ".2f")]
             cells += ["" if row["reached"] is None else f"{row['reached']} of {row['runs']}"]
         if paper:
             cells += [with_std(row["paper"], row["paper-std"], f".{places}f", "")]
             cells += [with_std(row["difference"], None, f"+.{places}f", "")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _number(value: float | None, places: int) -> str:
-    return "-" if value is None else f"{value:.{places}f}"
