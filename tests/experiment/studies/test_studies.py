@@ -15,7 +15,7 @@ from fedbn_flwr.experiment.data.partitioned_data import count_clients, partition
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import sweep
 
-FOLDER = Path(__file__).parents[2] / "studies"
+FOLDER = Path(__file__).parents[3] / "studies"
 FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
 LONGER = {"fedwon-table-1-office-small", "fixbn-table-4-small"}  # they have results, so they stay as they are
 SIZES = {"imagenet": 1281167, "tiny-imagenet": 100000, "cityscapes": 2975, "office-caltech10": 2021}
