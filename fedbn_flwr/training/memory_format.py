@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = ["MemoryFormat", "inputs_for", "set_memory_format"]
 
@@ -20,15 +21,23 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 def set_memory_format(model: nn.Module, memory_format: MemoryFormat = "auto") -> nn.Module:
     """Give the model's 4-d entries a memory format, in place, and return the model.
 
-    "auto" is channels-last for models with 2-d convolutions in float32 or less, and leaves other models as they are. It
-    looks at the model only, so every engine and every node decides alike.
+    "auto" is channels-last for models with 2-d convolutions in float32 or less and without instance norm, for which it
+    is slow in torch, and leaves other models as they are. It looks at the model only, so every engine and every node
+    decides alike.
     """
     if memory_format == "auto":
         convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
-        if not convolutions or any(m.weight.dtype == torch.float64 for m in convolutions):
+        wide = any(m.weight.dtype == torch.float64 for m in convolutions)
+        if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
             return model
     chosen = torch.contiguous_format if memory_format == "contiguous" else torch.channels_last
     return model.to(memory_format=chosen)  # type: ignore[call-overload,no-any-return,unused-ignore]
+
+
+def _normalises_each_channel(module: nn.Module) -> bool:
+    """Return whether the statistics are those of one channel of one example, as in instance norm."""
+    by_group = isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels
+    return by_group or isinstance(module, _InstanceNorm)
 
 
 def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:

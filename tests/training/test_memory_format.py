@@ -25,6 +25,9 @@ def test_auto_follows_the_model_and_not_the_clock() -> None:
     again = set_memory_format(set_memory_format(resnet18(num_classes=2)), "contiguous")
     assert all(p.is_contiguous() for p in again.parameters())
     assert not is_last(set_memory_format(resnet18(num_classes=2).double())), "no faster in float64"
+    for norm in (nn.GroupNorm(4, 4), nn.InstanceNorm2d(4)):
+        assert not is_last(set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), norm))), "slower in torch"
+    assert is_last(set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4))))
     linear = nn.Linear(3, 2)
     assert set_memory_format(linear) is linear
 
