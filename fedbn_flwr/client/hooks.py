@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -117,16 +117,16 @@ class Hooks:
         """Note a training pass that no other call sees: the optimizer need not be wrapped."""
         self._trained = self._trained or (self._model.training and torch.is_grad_enabled())
 
-    def _act(self) -> float:
+    def _act(self) -> float | Tensor:
         """Apply the hooks to the gradients; return the sum of the penalties."""
         if any(_overrides(hook, "begin", "start") for hook in self._hooks.values()):
             self._check_device()
-        total = 0.0
+        total: float | Tensor = 0.0
         for hook in self._hooks.values():
             with torch.enable_grad():
                 penalty = hook.penalty(self._model)
             if penalty is not None:
-                total += penalty.item()
+                total = total + penalty.detach()  # not a number: that would wait for the device in each step
                 trainable = [p for p in self._model.parameters() if p.requires_grad]
                 for p, grad in zip(trainable, torch.autograd.grad(penalty, trainable), strict=True):
                     p.grad = grad if p.grad is None else p.grad.add_(grad)

@@ -64,6 +64,21 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def refuse_named_gpu(config: Config) -> None:
+    """Refuse ``device=cuda:N`` where Ray gives out the GPUs.
+
+    Raises:
+        ConfigError: the device is named.
+    """
+    if config.device.startswith("cuda:"):
+        raise ConfigError(f"device={config.device} names a GPU, and Ray chooses it. Set device=cuda or auto.")
+
+
+def gpu_share(at_once: int, gpus: int) -> float:
+    """Return the part of a GPU that each of ``at_once`` runs or clients asks for: they share all GPUs evenly."""
+    return 1 / max(1, -(-at_once // gpus))
+
+
 def on_device(model: nn.Module, config: Config) -> nn.Module:
     """Return the model on the device of a config, in its memory format."""
     return set_memory_format(model.to(pick_device(config.device)), config.memory_format)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.errors import DivergedError, EngineError
@@ -16,6 +19,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.flower_log import LogEcho
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, FLOWER_LOG, read_metrics
 from fedbn_flwr.experiment.output.recorder import OnRound
+from fedbn_flwr.experiment.setup import gpu_share, pick_device, refuse_named_gpu
 
 __all__ = ["simulate"]
 
@@ -68,8 +72,8 @@ def simulate(
         config: the settings, with ``num_clients`` and an absolute ``out``.
         out: the output folder; it also gets the run's log, ``flower.log``.
         on_round: called with each line of ``metrics.jsonl`` as it appears.
-        federation_config: replaces the defaults (a CPU per torch thread, no GPU; on CUDA all clients share the first
-            GPU).
+        federation_config: replaces the defaults: a CPU per torch thread, and on CUDA as large a part of a GPU that as
+            many clients compute at once as the cores allow.
         ray_address: ``host:port`` of a Ray cluster, on whose machines the clients run; None = a private Ray here.
 
     Raises:
@@ -77,12 +81,13 @@ def simulate(
         EngineError: the run did not complete.
         DivergedError: it diverged; the folder is complete, up to this round.
     """
+    refuse_named_gpu(config)
     if ray_address is not None:
         check_cluster(config, ray_address)
     federation: dict[str, Scalar] = {
         "num-supernodes": config.num_clients,
         "client-resources-num-cpus": config.torch_threads,
-        **(_actors(config) if ray_address is None else {}),
+        **({**_actors(config), **_gpus(config)} if ray_address is None else {}),
         **(federation_config or {}),
     }
     before = _summary(out)
@@ -141,6 +146,16 @@ def _actors(config: Config) -> dict[str, Scalar]:
     if not config.method().needs_all_at_once(config.params()):
         return {}
     return {"init-args-num-cpus": config.num_clients * config.torch_threads}
+
+
+def _gpus(config: Config) -> dict[str, Scalar]:
+    """Return the part of a GPU of each client: an actor without one sees none, and would compute on the CPU."""
+    if pick_device(config.device).type != "cuda":
+        return {}
+    at_once = config.num_clients
+    if not _actors(config):
+        at_once = min(at_once, (os.cpu_count() or 1) // config.torch_threads)
+    return {"client-resources-num-gpus": gpu_share(at_once, torch.cuda.device_count())}
 
 
 def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> None:

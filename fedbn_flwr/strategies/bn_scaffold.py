@@ -205,9 +205,10 @@ class BNControlVariates(ControlVariates):
         count, mean, m2 = (self._before[name] for name in kept)
         dtype = torch.promote_types(like.dtype, torch.float32)
         # The server's way from the moments to its variates: equal ones leave exact zeros.
-        change = (u - mean).to(like.device, dtype), (s - _variance(m2, count).to(s.dtype)).to(like.device, dtype)
+        change = (u - mean).to(dtype), (s - _variance(m2, count).to(s.dtype)).to(dtype)
         any_change = any(bool(values.any()) for values in change)
-        return _Correction(*change, (self._floor * s).to(like.device, dtype), any_change)
+        mean_change, var_change, floor = (values.to(like.device) for values in (*change, (self._floor * s).to(dtype)))
+        return _Correction(mean_change, var_change, floor, any_change)
 
     def _forward(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         correction = self._corrections.get(layer)

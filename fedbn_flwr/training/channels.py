@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = ["batch_mean_and_variance", "other_axes", "per_channel"]
@@ -21,8 +22,11 @@ def batch_mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance (C,) of ``x``, in its dtype.
 
     In float32 the variance has a relative error of 1e-6, and of 1e-4 where the mean is 1e5 deviations from 0. On a CPU
-    torch.var_mean, which is more exact, takes ten times as long.
+    torch.var_mean, which is more exact, takes ten times as long; on a GPU it is one pass.
     """
     axes = other_axes(x)
+    if x.is_cuda:
+        var, mean = torch.var_mean(x, axes, correction=0)
+        return mean, var
     mean = x.mean(axes)
     return mean, (x - per_channel(mean, x)).square_().mean(axes)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.errors import ConfigError
@@ -13,7 +14,7 @@ from fedbn_flwr.errors import ConfigError
 __all__ = ["before_steps"]
 
 
-def before_steps(optimizer: torch.optim.Optimizer, act: Callable[[], float]) -> RemovableHandle:
+def before_steps(optimizer: torch.optim.Optimizer, act: Callable[[], float | Tensor]) -> RemovableHandle:
     """Call ``act`` before every step of ``optimizer``, after the gradients are computed; uses a torch hook.
 
     Args:

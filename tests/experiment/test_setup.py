@@ -13,7 +13,8 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError, DataError, EngineError
+from fedbn_flwr.experiment import simulation
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.node import client_fn
@@ -35,6 +36,35 @@ from fedbn_flwr.training.wrappers import unwrap
 def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
     own = node_config if node_config else {"partition-id": partition_id, "num-partitions": 3}
     return Context(1, 7, own, RecordDict(), config.to_mapping())
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 1 / 4),  # 8 cores, 2 GPUs: 8 of 20 clients at once, 4 on a GPU
+        ({"num-clients": 3}, 1 / 2),
+        ({"torch-threads": 8}, 1),
+        ({"strategy": "fedtan", "fedtan-transport": "channel"}, 1 / 10),  # all at once
+        ({"device": "cpu"}, None),
+    ],
+)
+def test_the_clients_of_a_simulation_get_gpus(tmp_path: Path, monkeypatch, settings, share: float | None) -> None:
+    """Ray hides the GPUs from an actor that asks for none."""
+    asked: dict[str, Any] = {}
+
+    def flower_run(app: Path, *, federation_config: dict[str, Any], **_: Any) -> None:
+        asked.update(federation_config)
+        (tmp_path / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(simulation, "flower_run", flower_run)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(EngineError, match="the run wrote no"):  # the summary above is empty
+        simulation.simulate(Config.make({"num-clients": 20, **settings}), tmp_path)
+    assert asked.get("client-resources-num-gpus") == share
+    with pytest.raises(ConfigError, match=r"device=cuda:1 names a GPU, and Ray chooses it. Set device=cuda or auto"):
+        simulation.simulate(Config.make({"num-clients": 2, "device": "cuda:1"}), tmp_path)
 
 
 def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:

@@ -78,7 +78,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
         raise ReplyError(f"exchange {tag!r} needs {len(tensors)} positive, finite weights; got {list(weights)}.")
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
-    wide = [t.detach().to(torch.float64) for t in tensors]
+    wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
     result = _weighted_sum(wide, shares)
     if kind == "moments":
         result = _pooled(wide, shares, tensors[0].dtype)

@@ -23,7 +23,7 @@ from fedbn_flwr.experiment.data.partitioned_data import count_clients, partition
 from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import work_of
-from fedbn_flwr.experiment.setup import make_model, pick_device
+from fedbn_flwr.experiment.setup import gpu_share, make_model, pick_device, refuse_named_gpu
 from fedbn_flwr.experiment.studies.study import Cell, finished
 from fedbn_flwr.experiment.studies.sweep import Follower, Outcome, Runner, do_cell, note_failure
 from fedbn_flwr.training.settings import share_of
@@ -84,8 +84,8 @@ def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | N
     def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
         threads = max(cell.config.torch_threads for cell in cells)
         here: dict[str, Any] = {"num_cpus": parallel * threads, "memory_gib": memory_gib or None}
-        if named := [cell.name for cell in cells if cell.config.device.startswith("cuda:")]:
-            raise ConfigError(f"{named[0]}: device=cuda:N names a GPU, and Ray chooses it. Set device=cuda or auto.")
+        for cell in cells:
+            refuse_named_gpu(cell.config)
         configs = [cell.config for cell in cells]
         with cluster(configs, ray_address, **({} if ray_address else here)) as session:
             if ray_address:
@@ -229,5 +229,5 @@ def _gpu_share(cells: Sequence[Cell]) -> float:
     has: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     if not has.get("GPU") or all(cell.config.device == "cpu" for cell in cells):
         return 0.0
-    at_once = max(1, int(has.get("CPU", 1)) // max(cell.config.torch_threads for cell in cells))
-    return 1 / max(1, -(-at_once // int(has["GPU"])))
+    at_once = int(has.get("CPU", 1)) // max(cell.config.torch_threads for cell in cells)
+    return gpu_share(at_once, int(has["GPU"]))
