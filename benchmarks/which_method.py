@@ -86,7 +86,9 @@ def _facts(results: StudyResults, cells: Sequence[Cell]) -> str:
     """Return the commits that the runs were done with, and this machine; older runs do not name their commit."""
     versions = {(results.summary(cell) or {})["versions"]["fedbn-flwr"] for cell in cells}
     commits = sorted(version.partition("+g")[2] for version in versions)
-    return f"Runs at commit {', '.join(commits)}; {machine()}." if all(commits) else facts()
+    if not all(commits):
+        return facts()
+    return f"Runs at commit{'s' * (len(commits) > 1)} {' and '.join(commits)}; {machine()}."
 
 
 def _rate(run: Path) -> str:
