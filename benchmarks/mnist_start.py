@@ -31,7 +31,7 @@ from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 
 Scalar = bool | int | float | str
 SETTING: Mapping[str, Scalar] = {
@@ -110,8 +110,10 @@ def accuracies(config: Config, variant: Variant) -> tuple[float, float]:
         raise RuntimeError(f"a client was refused: {refused[0]}")
     final.load_state_dict(tensors(from_record(result.arrays)))
     test = data.test_view()
-    running, own = (100 * evaluate(final, test, batch_statistics=way).accuracy for way in (False, True))
-    return running, own
+    running = evaluate(final, test)
+    with without_running_statistics(final):
+        own = evaluate(final, test)
+    return 100 * running.accuracy, 100 * own.accuracy
 
 
 def main(

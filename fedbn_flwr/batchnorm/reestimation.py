@@ -30,7 +30,6 @@ __all__ = [
     "pool",
     "reestimate_statistics",
     "stop_tracking",
-    "survey_statistics",
     "tracking_layers",
 ]
 
@@ -160,14 +159,6 @@ def reestimate_statistics(
     return {path: sums[module] for path, module in found if module in sums}
 
 
-def survey_statistics(model: nn.Module, data: Batches, *, batch_size: int, seed: int) -> dict[str, Moments]:
-    """Return ``reestimate_statistics``, two examples at a time at least: the pass of a client before it trains.
-
-    From one example a BatchNorm after a linear layer computes no statistics, whatever the batches of the training are.
-    """
-    return reestimate_statistics(model, data, batch_size=max(batch_size, 2) if batch_size else 0, seed=seed)
-
-
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
     """Give BatchNorm layers re-estimated statistics: the mean and the biased variance, by which a batch is normalised.
 
@@ -184,7 +175,8 @@ def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
 def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
     if not len(data):
         return []
-    batches = list(torch.split(torch.arange(len(data)), batch_size or len(data)))
+    # From one example a BatchNorm after a linear layer computes no statistics, whatever the batches in training are.
+    batches = list(torch.split(torch.arange(len(data)), max(batch_size, 2) if batch_size else len(data)))
     if len(batches[-1]) == 1 and not takes_one_example(model, prepared(data.batch(batches[-1])[0])):
         *batches, last = batches
         if batches:

@@ -207,14 +207,14 @@ class TorchClient(NumPyClient):
 
     def _round(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
         """Train like ``fit``, but return arrays that share the model's memory: copy them before the next message."""
-        try:
-            with self._lend() as lent:
+        with self._lend() as lent:
+            try:
                 return self._train(lent, parameters, config)
-        except Pending as exchange:
-            name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
-            return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
-        except StepDone:
-            return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
+            except Pending as exchange:
+                name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
+                return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
+            except StepDone:
+                return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
 
     def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
         read, local = TrainConfig.read(config), self._local_entries(lent, config)
@@ -391,13 +391,21 @@ class TorchClient(NumPyClient):
         return moments_of_inputs(self.train_data.samples, self.train_data.indices)
 
     def _standardise(self, read: MessageConfig) -> None:
-        """Use the mean and std of inputs that the server sends."""
+        """Use the mean and std of inputs that the server sends.
+
+        Raises:
+            DataError: data are not in memory, so that they cannot be scaled.
+        """
         if mean := read.input_mean:
-            self.train_data, *tests = (
-                data.scaled(mean, read.input_std) if isinstance(data, Subset) else data
-                for data in (self.train_data, *self.test_data.values())
-            )
-            self.test_data = dict(zip(self.test_data, tests, strict=True))
+            scaled: dict[str, Batches] = {}
+            for name, data in {"training": self.train_data, **self.test_data}.items():
+                if not isinstance(data, Subset):
+                    raise DataError(
+                        f"the server sends one mean and std for the inputs of all clients, and the {name} data are a "
+                        f"{type(data).__name__}; fedbn_flwr.data.Subset needed"
+                    )
+                scaled[name] = data.scaled(mean, read.input_std)
+            self.train_data, self.test_data = scaled.pop("training"), scaled
 
     def _stream(self, server_round: int, purpose: str) -> torch.Generator:
         key: int | str = -1 if self.partition_id is None else self.partition_id
@@ -422,10 +430,21 @@ class TorchClient(NumPyClient):
         return store
 
     def _local_entries(self, lent: LentModel, config: Config) -> tuple[str, ...]:
-        """Return the entries that stay here under this model's own names; the server's may have a wrapper's prefix."""
-        names = MessageConfig.read(config).local_entries
-        prefix = wrapper_prefix(names, lent.parts.names)
-        return tuple(name.removeprefix(prefix) for name in names)
+        """Return the entries that stay here under this model's own names; the server's may have a wrapper's prefix.
+
+        Raises:
+            ConfigError: gamma and beta of some BatchNorm layers stay, and those of others do not.
+        """
+        sent = MessageConfig.read(config).local_entries
+        prefix = wrapper_prefix(sent, lent.parts.names)
+        names = tuple(name.removeprefix(prefix) for name in sent)
+        shared = [name for name in lent.parts.affine if name not in names]
+        if shared and len(shared) < len(lent.parts.affine):
+            raise ConfigError(
+                f"the strategy leaves gamma and beta of BatchNorm layers with the clients, but not '{shared[0]}': it "
+                "found the layers by running statistics, and this one has none. Pass parts=split_state(model) to it."
+            )
+        return names
 
     def _load(
         self, lent: LentModel, parameters: list[Array], config: Config, store: LocalState

@@ -68,7 +68,7 @@ def work(
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, not a Message")
         return reply, context
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also CancelledError, SystemExit: the run waits for a reply
         logger.debug(traceback.format_exc())
         return app_error(message, error if isinstance(error, Exception) else repr(error)), None
 

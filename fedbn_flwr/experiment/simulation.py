@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,11 @@ def simulate(
         echo(line)
 
     ended = threading.Event()
-    follower = threading.Thread(target=_follow, args=(out / "metrics.jsonl", on_round, ended))
+    follower = ThreadPoolExecutor(1, thread_name_prefix="follower")
     with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as folder:
         app = Path(folder)
         _write_app(app, config, ray_address)
-        follower.start()
+        following = follower.submit(_follow, out / "metrics.jsonl", on_round, ended)
         try:
             flower_run(app, run_config={}, federation_config=federation, on_line=on_line)
         except EngineError as error:
@@ -114,10 +115,11 @@ def simulate(
             raise DivergedError(whole, summary[DIVERGED_AT]) from error
         finally:
             ended.set()
-            follower.join()
+            follower.shutdown()
             if out.is_dir():
                 with (out / FLOWER_LOG).open("a") as log:
                     log.write("\n".join(lines) + "\n")
+    following.result()  # raises what on_round raised
     if summary := _summary(out):
         return summary
     raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))

@@ -47,7 +47,7 @@ def reply_to_fit(
     """Return the reply to a training message, given the result of ``fit`` or of the method ``of``.
 
     Raises:
-        StateError: more or fewer arrays than names.
+        StateError: more or fewer arrays than names, or a metric cannot be sent.
     """
     metrics = dict(metrics)
     names = json.loads(str(metrics.pop(ARRAY_NAMES))) if ARRAY_NAMES in metrics else _names(message)
@@ -57,21 +57,29 @@ def reply_to_fit(
             f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
         )
     content = _in_records(message, dict(zip(names, arrays, strict=True)))
-    _add_metrics(content, num_examples, metrics)
+    _add_metrics(content, num_examples, metrics, of)
     return Message(content, reply_to=message)
 
 
 def reply_to_evaluate(message: Message, loss: float, num_examples: int, metrics: Config) -> Message:
-    """Return the reply to an evaluation message, given the result of ``evaluate``."""
+    """Return the reply to an evaluation message, given the result of ``evaluate``.
+
+    Raises:
+        StateError: a metric cannot be sent.
+    """
     content = RecordDict()
-    _add_metrics(content, num_examples, {LOSS: loss, **metrics})
+    _add_metrics(content, num_examples, {LOSS: loss, **metrics}, "evaluate")
     return Message(content, reply_to=message)
 
 
 def describe(message: Message, properties: Config) -> Message:
-    """Return the reply to the strategies' query: the numbers that ``get_properties`` returned."""
-    record = MetricRecord({key: value for key, value in properties.items() if isinstance(value, (int, float))})
-    return Message(RecordDict({METRICS: record}), reply_to=message)
+    """Return the reply to the strategies' query: the numbers that ``get_properties`` returned.
+
+    Raises:
+        StateError: a value cannot be sent.
+    """
+    numbers, _ = _split(properties, "get_properties")
+    return Message(RecordDict({METRICS: MetricRecord(numbers)}), reply_to=message)
 
 
 def to_records(first: str, entries: Mapping[str, Array]) -> dict[str, ArrayRecord]:
@@ -103,9 +111,35 @@ def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
     return RecordDict(dict(records))
 
 
-def _add_metrics(content: RecordDict, num_examples: int, metrics: Config) -> None:
-    """Add the metrics: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
-    numbers = {key: +value for key, value in metrics.items() if isinstance(value, (int, float))}  # +True is 1
+def _add_metrics(content: RecordDict, num_examples: int, metrics: Config, of: str) -> None:
+    """Add the metrics that the method ``of`` returned: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
+    numbers, texts = _split(metrics, of)
     content[METRICS] = MetricRecord({NUM_EXAMPLES: num_examples, **numbers})
-    if any(isinstance(value, (str, bytes)) for value in metrics.values()):
-        content[INFO] = ConfigRecord({k: v for k, v in metrics.items() if isinstance(v, (str, bytes))})
+    if texts:
+        content[INFO] = ConfigRecord(texts)
+
+
+def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the numbers and lists of numbers, and text and bytes; those of NumPy and torch become Python's.
+
+    Raises:
+        StateError: a value is neither.
+    """
+    numbers: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
+    for key, value in values.items():
+        if hasattr(value, "tolist"):  # a scalar or an array of NumPy or torch; a bool is a number, too
+            value = value.tolist()
+        if isinstance(value, (str, bytes)):
+            texts[key] = value
+        elif isinstance(value, (int, float)):
+            numbers[key] = +value  # +True is 1
+        elif isinstance(value, (list, tuple)) and all(isinstance(number, (int, float)) for number in value):
+            kind = float if any(isinstance(number, float) for number in value) else int  # a MetricRecord mixes none
+            numbers[key] = [kind(number) for number in value]
+        elif value is not None:
+            raise StateError(
+                f"{of} returned {key}={value!r:.80}, a {type(value).__name__}: only numbers, lists of numbers, text "
+                "and bytes can be sent"
+            )
+    return numbers, texts

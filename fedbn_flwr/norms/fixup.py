@@ -149,6 +149,8 @@ def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
         he = math.sqrt(2 / (conv.out_channels * conv.weight[0, 0].numel()))
         conv.weight.mul_(factor * he / root_mean_square.clamp(min=torch.finfo(conv.weight.dtype).tiny))
     branch[-1].weight.zero_()
+    if branch[-1].bias is not None:
+        branch[-1].bias.zero_()
 
 
 def _block(module: nn.Module, known: Wiring) -> _Block | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -84,8 +84,12 @@ class Dispatcher:
             messages.append(Message(content, node.node_id, message_type))
         return messages
 
-    def in_order(self, replies: Iterable[Message], report: RoundReport) -> list[tuple[Node, Message]]:
+    def in_order(
+        self, replies: Iterable[Message], report: RoundReport, dropped: Collection[int] = ()
+    ) -> list[tuple[Node, Message]]:
         """Return the replies in the order of partition ids; report the nodes that did not answer.
+
+        ``dropped`` are ids of nodes that the report names already, and from which no reply is expected.
 
         A reply that comes from none of the nodes asked is left out; it is reported with each node that did not answer.
         """
@@ -97,7 +101,7 @@ class Dispatcher:
         self._answered |= {node.label for node, message in pairs if message.has_content() or is_app_error(message)}
         why = self._no_reply([message for message in messages if message.metadata.src_node_id not in asked])
         for node in self._asked:
-            if node.node_id not in answered and node.node_id not in report.rejected:
+            if node.node_id not in answered and node.node_id not in dropped:
                 report.reject(node.node_id, f"{node}: {why}")
                 logger.warning("round %d: %s: %s", report.server_round, node, why)
         self._asked = []

@@ -149,6 +149,7 @@ class Server(Method[P]):
             NothingTrainedError: no round had enough usable replies. This error and the one before hold the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
+        self.stopped = False
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.by_run_rounds = True
 
@@ -174,6 +175,9 @@ class Server(Method[P]):
             test_and_end_round,
         )
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
+        last = self.reports[-1].server_round if self.reports else num_rounds
+        if self.recalibrates and not self._ends_diverged and not self._tests_after(last):
+            self._reestimate(last, arrays, polling(grid))  # the run was stopped between two tests
         result.arrays = self._completed(arrays)
         self._refuse_failed_run(result)
         return result
@@ -409,7 +413,7 @@ class Server(Method[P]):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
         report = self.run.report
-        pairs = self.dispatcher.in_order([*self._early_replies, *replies], report)
+        pairs = self.dispatcher.in_order([*self._early_replies, *replies], report, report.rejected)
         self._early_replies = []
         for node, message in pairs:
             self.run.note_kept(node, message)
@@ -496,13 +500,17 @@ class Server(Method[P]):
 
     # --- tests -------------------------------------------------------------------------------------------------------
 
+    def _tests_after(self, server_round: int) -> bool:
+        """Return whether clients test, and statistics are re-estimated, after this round."""
+        return server_round % self.params.eval_every == 0 or server_round == self.run.num_rounds
+
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
         refuse_own_keys(config=config)
         self.run.arrays = arrays
-        if server_round % self.params.eval_every and server_round != self.run.num_rounds:
+        if not self._tests_after(server_round):
             return []
         if (self.recalibrates or RECALIBRATED in self.tests) and any(self.run.parts.moments()):
             self._reestimate(server_round, arrays, grid)
@@ -566,6 +574,13 @@ class Server(Method[P]):
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the global model for the test after a round, with averaged BN parts if these are asked for."""
+        if self.completes_tests and self.recalibrates and server_round and not self._tests_after(server_round):
+            logger.warning(
+                "round %d: the model of evaluate_fn and on_round_end has statistics that are not re-estimated: that is "
+                "done after every %d rounds, with eval_every=1 after each",
+                server_round,
+                self.params.eval_every,
+            )
         if not self.completes_tests or SHARED_BN not in self.tests:
             return self._for_tests(arrays)
         if server_round and not self.completion(SHARED_BN):

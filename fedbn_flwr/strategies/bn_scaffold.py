@@ -83,7 +83,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State, Variance
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.batchnorm.reestimation import Moments, survey_statistics
+from fedbn_flwr.batchnorm.reestimation import Moments, reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import (
     MomentSums,
     batch_statistics,
@@ -236,7 +236,7 @@ class SurveyedBNVariates(BNControlVariates):
 
     def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
         """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
-        self._found = survey_statistics(model, data, batch_size=batch_size, seed=seed)
+        self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed)
 
     def _measured(self, model: nn.Module) -> dict[str, Moments]:
         return self._found

@@ -85,7 +85,7 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.batchnorm.reestimation import Moments, pool, stop_tracking, survey_statistics
+from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statistics, stop_tracking
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
@@ -188,7 +188,7 @@ class SurveyedStatistics(GlobalStatistics):
         """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
         self._release()
         try:
-            self._found = survey_statistics(model, data, batch_size=batch_size, seed=seed)
+            self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed)
         finally:
             self._hold()
 

@@ -41,7 +41,9 @@ and other optimizers are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean g
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Running statistics and buffers are averaged with $p_i$ and not corrected.
+The paper has no BatchNorm. Running statistics and buffers are averaged with $p_i$ and not corrected. In the paper no
+reply is lost. Here a client keeps its new $c_i$ before the server has its reply; if the reply is refused or comes too
+late, $c$ has no part of that change and is no longer the mean of the $c_i$. A warning says so.
 
 ## Law
 
@@ -50,6 +52,7 @@ With variates at zero, equal clients and $\eta_g = 1$ it is FedAvg.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -74,6 +77,8 @@ _NEEDS_SGD = (
     "scaffold corrects plain SGD: its variates are differences of the weights over K * eta, which are mean gradients "
     "under SGD only"
 )
+
+logger = logging.getLogger("flwr")
 
 VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server")
 
@@ -247,6 +252,13 @@ class Scaffold(FedAvg[P]):
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; then step x and c with the unweighted means of the clients' changes."""
+        if lost := self.run.report.rejected:
+            logger.warning(
+                "round %d: replies of %d clients are not used. Those of them that trained keep a new c_i, of which c "
+                "has no part: c is not the mean of the c_i from now on.",
+                server_round,
+                len(lost),
+            )
         state = super().combine(server_round, replies, before)
         shares = [1 / len(replies)] * len(replies)
         changes = [reply.extras[VARIATES] for reply in replies]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,6 @@ def evaluate(
     *,
     task: Task = CLASSIFICATION,
     batch_size: int = 0,
-    batch_statistics: bool = False,
 ) -> EvalResult:
     """Return the metrics of ``model`` on all of ``data`` in eval mode; afterwards every module has its mode again.
 
@@ -61,8 +60,6 @@ def evaluate(
         data: the test data; batches follow their order.
         task: the loss, which targets count, and the score.
         batch_size: examples per batch; 0 = the task's number.
-        batch_statistics: BatchNorm normalises with the test batch's own statistics. The running statistics are neither
-            used nor changed, and all other layers are in eval mode.
 
     Returns:
         Mean loss (every target has the same weight, also in a smaller last batch) and the metrics of the task. NaN if
@@ -78,8 +75,7 @@ def evaluate(
     matrix: Tensor | None = None
     gathered: list[tuple[Tensor, Tensor]] = []
     unusable: list[Tensor] = []
-    statistics = without_running_statistics(model) if batch_statistics else nullcontext()
-    with kept_modes(model), torch.inference_mode(), statistics:
+    with kept_modes(model), torch.inference_mode():
         model.eval()
         order = torch.split(torch.arange(len(data)), batch_size or task.test_batch)
         for _, (inputs, targets) in with_positions(data, order):
@@ -87,9 +83,9 @@ def evaluate(
             targets = task.on_device(targets, device)
             task.check(outputs, targets)
             counted = task.counted(targets)
-            totals += torch.stack(
-                [task.loss(outputs, targets).double() * counted, task.correct(outputs, targets), counted]
-            )
+            loss = task.loss(outputs, targets).double() * counted
+            loss = torch.where(counted > 0, loss, 0.0)  # torch's mean over no target is NaN
+            totals += torch.stack([loss, task.correct(outputs, targets), counted])
             if "miou" in task.metrics:
                 counts = confusion(outputs, targets, task.ignore)
                 matrix = counts if matrix is None else matrix + counts

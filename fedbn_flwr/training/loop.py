@@ -191,8 +191,8 @@ class TrainResult:
     """The result of one round of local training.
 
     Attributes:
-        loss: mean of the batch losses before each step over the processed examples, without penalties; NaN if all
-            batches are empty.
+        loss: mean of the batch losses before each step over the processed examples, without penalties; that of a batch
+            in which no target counts is 0. NaN if all batches are empty.
         accuracy: the share of counted targets that are predicted correctly, before each step; None for a task without
             accuracy.
         num_processed: processed examples; an example counts in each step that uses it.
@@ -279,9 +279,12 @@ def train(
                 totals.add(loss, outputs, targets)
     metrics = {key: value for hook in hooks for key, value in hook.end(bare).items()}
     if not totals.steps:
+        remedy = f"use a batch-size above 1 (it is {settings.batch_size})"
+        if len(data) == 1:
+            remedy = "give this client, which has one training example, more of them, leave it out"
         raise DataError(
-            f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance. Use a "
-            f"batch-size above 1 (it is {settings.batch_size}) or another norm."
+            f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance: {remedy}, or use "
+            "another norm"
         )
     return totals.result(dropped, metrics)
 
@@ -336,14 +339,12 @@ class _Totals:
             self.task.refuse(int(torch.stack(self.unusable).sum()))
         if not self.sizes:
             return TrainResult(math.nan, None, 0, self.steps, dropped, metrics)
+        counted = torch.stack(self.counted).tolist()
         total = 0.0  # not sum(), which rounds differently from Python 3.12 on
-        for loss, size in zip(torch.stack(self.losses).tolist(), self.sizes, strict=True):
-            total += loss * size
-        processed, correct, counted = (
-            sum(self.sizes),
-            *(int(torch.stack(n).sum()) for n in (self.correct, self.counted)),
-        )
-        accuracy = correct / max(counted, 1) if "accuracy" in self.task.metrics else None
+        for loss, size, targets in zip(torch.stack(self.losses).tolist(), self.sizes, counted, strict=True):
+            total += loss * size if targets else 0.0  # torch's mean over no target is NaN
+        processed, correct = sum(self.sizes), int(torch.stack(self.correct).sum())
+        accuracy = correct / max(sum(counted), 1) if "accuracy" in self.task.metrics else None
         return TrainResult(total / processed, accuracy, processed, self.steps, dropped, metrics)
 
 

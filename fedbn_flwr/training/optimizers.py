@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.sgd import sgd, sgd_step
+from fedbn_flwr.training.sgd import PlainSGD, sgd, sgd_step
 
 __all__ = ["make_optimizer", "take_step"]
 
@@ -39,7 +39,7 @@ def make_optimizer(model: nn.Module, settings: LocalTraining) -> torch.optim.Opt
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
     """Do ``optimizer.step()``, with the same bits."""
-    if isinstance(optimizer, torch.optim.SGD):
+    if type(optimizer) is PlainSGD:  # a user's may have Nesterov momentum, or hooks around its step
         sgd_step(optimizer)
     else:
         optimizer.step()

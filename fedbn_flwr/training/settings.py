@@ -83,7 +83,8 @@ class LocalTraining:
         learning_rate: rate over rounds.
         local_steps: steps per round; 0 = use epochs.
         sampling: how the batch of a step is drawn: with replacement (arXiv:2301.02982, 6.1), or without, as passes over
-            the data in a new order each; the last batch of a pass may be smaller.
+            the data in a new order each; the last batch of a pass may be smaller. In both ways a batch of at least the
+            size of the data is all of them once, in order (ours).
         local_epochs: passes over the data per round, each in a new order; the last batch may be smaller.
         batch_size: examples per step; 0 = the whole local data set in every step.
         optimizer: torch's SGD, Adam or AdamW; it is new in each round, except in the centralized reference.

@@ -10,10 +10,10 @@ from torch import nn
 
 from fedbn_flwr.training.settings import LocalTraining
 
-__all__ = ["sgd", "sgd_step"]
+__all__ = ["PlainSGD", "sgd", "sgd_step"]
 
 
-class _SGD(torch.optim.SGD):
+class PlainSGD(torch.optim.SGD):
     """SGD whose methods are called without torch's wrapper, which imports the compiler to keep out of compiled code.
 
     The import takes longer than 100 steps of a small model, and over a network every message starts a process.
@@ -23,15 +23,15 @@ class _SGD(torch.optim.SGD):
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
-def sgd(model: nn.Module, settings: LocalTraining) -> torch.optim.SGD:
+def sgd(model: nn.Module, settings: LocalTraining) -> PlainSGD:
     """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     rate = settings.learning_rate.initial
-    return _SGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
+    return PlainSGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
 
 
 @torch.no_grad()
-def sgd_step(optimizer: torch.optim.SGD) -> None:
+def sgd_step(optimizer: PlainSGD) -> None:
     """Do ``optimizer.step()`` with the same bits, in a fraction of its time for small models.
 
     It has no dampening and no Nesterov momentum: ``sgd`` sets neither.

@@ -140,3 +140,9 @@ def test_merged_moments_are_those_of_all_values(sizes: list[int], offset: float,
     np.testing.assert_allclose(total.mean - offset, centred.mean(0).astype(float), atol=1e-15 * max(offset, 1) * 8)
     m2 = ((centred - centred.mean(0)) ** 2).sum(0).astype(float)
     np.testing.assert_allclose(total.m2, m2, rtol=1e-6 if offset > 1e6 else 1e-9, atol=1e-12)
+
+
+def test_one_example_at_a_time_is_two_where_a_layer_needs_two(points, mlp) -> None:
+    one, two = (reestimate_statistics(mlp(), points(7), batch_size=size)["1"] for size in (1, 2))
+    assert one.count == 7
+    assert torch.equal(one.m2, two.m2)

@@ -18,6 +18,7 @@ from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import RecordingGrid
 
 SIZES = (6, 13, 9, 21)
 
@@ -73,6 +74,15 @@ def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
     with InProcessGrid(app(build, [points(n, i) for i, n in enumerate(SIZES)]), 4) as grid:
         FedTAN().start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=3)
     assert build.count == 4
+
+
+def test_an_exchange_by_messages_builds_no_model(points, mlp) -> None:
+    build = Builds(mlp)
+    with InProcessGrid(app(build, [points(n, i) for i, n in enumerate(SIZES)]), 4) as grid:
+        by_messages = RecordingGrid(grid, lambda: (), False)
+        FedTAN().start(grid=by_messages, initial_arrays=to_record(mlp().state_dict()), num_rounds=2)
+    assert len(by_messages.config("query.exchange")) > 0
+    assert build.count == 1
 
 
 def test_a_query_takes_no_model(points, mlp) -> None:

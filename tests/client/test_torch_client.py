@@ -349,6 +349,16 @@ def test_local_parts_are_kept_and_not_returned(client) -> None:
     assert all(torch.equal(own[name], tensor) for name, tensor in client.model[1].state_dict().items())
 
 
+def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(points) -> None:
+    """A strategy that has names alone cannot find it, and would average its gamma and beta."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)).double()
+    own = TorchClient(model, points(9), points(3), SETTINGS, context=context())
+    with pytest.raises(ConfigError, match=r"but not '2.weight': .* Pass parts=split_state\(model\) to it\."):
+        own.fit(own.get_parameters({}), {"fedbn-flwr.local-entries": BN, "server-round": 1})
+    whole = json.dumps([*json.loads(BN), "2.weight", "2.bias"])
+    assert len(own.fit(own.get_parameters({}), {"fedbn-flwr.local-entries": whole, "server-round": 1})[0]) == 2
+
+
 def test_kept_entries_win_over_received_ones(client) -> None:
     """A common start that is sent again does not undo what the client learnt."""
     start = client.get_parameters({})
@@ -404,3 +414,11 @@ def test_a_client_without_tests_of_its_own_does_the_others(points, mlp) -> None:
     assert metrics["own-num-examples"] == 0
     assert (count, loss) == (6, metrics["global-loss"])
     assert not any(name.startswith("own-") and name != "own-num-examples" for name in metrics)
+
+
+def test_inputs_that_cannot_have_the_servers_scale_are_refused(client, mlp) -> None:
+    scale = {"fedbn-flwr.input-mean": [0.5], "fedbn-flwr.input-std": [2.0]}
+    with pytest.raises(
+        DataError, match="one mean and std for the inputs of all clients, and the training data are a Points"
+    ):
+        client.fit(arrays(mlp()), scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -328,14 +329,17 @@ def test_an_app_that_returns_nothing_or_exits_fails_its_client_only(workers: int
             return None
         if context.node_config["partition-id"] == 2:
             sys.exit(3)
+        if context.node_config["partition-id"] == 4:
+            raise asyncio.CancelledError("stopped")  # no Exception, as KeyboardInterrupt
         return Message(RecordDict(), reply_to=message)
 
-    with InProcessGrid(app_of(work), 4, workers=workers) as grid:
+    with InProcessGrid(app_of(work), 5, workers=workers) as grid:
         for _ in range(2):
-            replies = grid.send_and_receive(to(grid, 0, 1, 2, 3), timeout=30)
-            assert [reply.has_error() for reply in replies] == [False, True, True, False]
+            replies = grid.send_and_receive(to(grid, 0, 1, 2, 3, 4), timeout=30)
+            assert [reply.has_error() for reply in replies] == [False, True, True, False, True]
             assert "returned NoneType, not a Message" in replies[1].error.reason
             assert "SystemExit(3)" in replies[2].error.reason
+            assert "CancelledError('stopped')" in replies[4].error.reason
 
 
 def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:

@@ -87,3 +87,18 @@ def test_the_command_names_the_log_of_a_simulation_alone(tmp_path: Path, capsys:
     (tmp_path / "flower.log").touch()
     _print_results("fedbn", summary, tmp_path)
     assert f"{tmp_path}/flower.log" in capsys.readouterr().out
+
+
+def test_what_the_callback_raises_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flower_run(*args: object, **options: object) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
+        (tmp_path / "summary.json").write_text('{"rounds": 1}')
+
+    def on_round(line: dict[str, object]) -> None:
+        raise KeyError(line["round"])
+
+    monkeypatch.setattr(simulation, "flower_run", flower_run)
+    config = Config.make({"num-clients": 2, "out": str(tmp_path)})
+    assert simulation.simulate(config, tmp_path, lambda line: None) == {"rounds": 1}
+    with pytest.raises(KeyError, match="1"):
+        simulation.simulate(config, tmp_path, on_round)

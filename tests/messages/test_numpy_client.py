@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
 from fedbn_flwr.compat.flower import identify_process
-from fedbn_flwr.messages.numpy_client import open_message
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.numpy_client import describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.protocol import INFO
 from fedbn_flwr.messages.records import to_record
 
 
@@ -21,3 +25,26 @@ def test_arrays_of_a_message_are_copies_or_on_request_views() -> None:
     assert np.array_equal(copy, shared)
     assert (copy.flags.writeable, np.shares_memory(copy, raw)) == (True, False)
     assert (shared.flags.writeable, np.shares_memory(shared, raw)) == (False, True)
+
+
+def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out() -> None:
+    identify_process(1)
+    message = Message(RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN)
+    mean = np.float32(0.5)
+    metrics = {
+        "loss": mean,
+        "n": np.int64(3),
+        "t": torch.tensor(0.25),
+        "each": [1, 2.0],
+        "all": np.ones(2),
+        "who": "me",
+    }
+    sent = {"loss": 0.5, "n": 3, "t": 0.25, "each": [1.0, 2.0], "all": [1.0, 1.0]}
+    for reply in (reply_to_fit(message, [np.zeros(1)], 7, metrics), reply_to_evaluate(message, mean, 7, metrics)):
+        assert dict(reply.content["metrics"]) == {"num-examples": 7, **sent}
+        assert dict(reply.content[INFO]) == {"who": "me"}
+    assert dict(describe(message, {"num-examples": np.int64(7)}).content["metrics"]) == {"num-examples": 7}
+    with pytest.raises(
+        StateError, match=r"^fit returned best=\{'loss': 1\}, a dict: only numbers, lists of numbers, text"
+    ):
+        reply_to_fit(message, [np.zeros(1)], 7, {"best": {"loss": 1}})

@@ -136,8 +136,12 @@ def test_forward_and_backward_equal_the_network_written_out(name: str) -> None:
         torch.testing.assert_close(parameter.grad, p[key].grad, rtol=1e-8, atol=1e-9)
 
 
-def test_at_the_start_blocks_are_their_shortcuts_and_logits_zero() -> None:
-    new, _ = replace_norm(small(), "fixup")
+@pytest.mark.parametrize("bias", [False, True])
+def test_at_the_start_blocks_are_their_shortcuts_and_logits_zero(bias: bool) -> None:
+    model = small()
+    for conv in [module for module in model.modules() if isinstance(module, nn.Conv2d) and bias]:
+        conv.bias = nn.Parameter(torch.randn(conv.out_channels, dtype=conv.weight.dtype))
+    new, _ = replace_norm(model, "fixup")
     x = torch.randn(2, 16, 8, 8).relu()
     assert torch.equal(new.get_submodule("layer1.0")(x), x)
     assert not new(torch.randn(2, 3, 32, 32)).any()

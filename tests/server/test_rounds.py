@@ -210,6 +210,9 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
     expected = rf"node 8 \(partition 1\): {why}; replies from none of the nodes asked \(1\): error 6: not mine"
     assert list(report.rejected) == [8]
     assert re.match(expected, report.rejected[8])
+    dispatcher.address(asked[1:], "evaluate", ArrayRecord(), (), {}, report.evaluate, {})
+    dispatcher.in_order([], report)
+    assert report.rejected[8].count("no reply") == 2, "that of the training, and that of the test"
 
 
 @pytest.mark.parametrize("loses", [True, False])

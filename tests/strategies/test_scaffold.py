@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 
 import numpy as np
 import pytest
@@ -258,3 +259,17 @@ def test_momentum_that_does_not_fit_the_model_is_refused(federate, datasets, mlp
     for wrong in ({"0.weight": np.zeros(3)}, {"no.such": np.zeros(3)}):
         with pytest.raises(ReplyError, match=r"'momentum': entry .* does not fit the model"):
             strategy.check(2, dataclasses.replace(reply, extras={MOMENTUM: wrong}), before)
+
+
+def test_a_round_with_lost_replies_says_what_becomes_of_the_variates(federate, datasets, mlp, caplog) -> None:
+    strategy, seen = Scaffold(), []
+    strategy.on_replies = lambda *found: seen.append(found)
+    federate(strategy, mlp, datasets, rounds=1)
+    logging.getLogger("flwr").propagate = True
+    with caplog.at_level(logging.WARNING, "flwr"):
+        strategy.combine(1, seen[0][1], seen[0][2])
+        assert "no part" not in caplog.text
+        strategy.run.report.reject(7, "node 7: no reply within 60 s")
+        strategy.combine(1, seen[0][1], seen[0][2])
+    assert "replies of 1 clients are not used" in caplog.text
+    assert "c is not the mean of the c_i from now on" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 
 import numpy as np
 import torch
@@ -94,3 +95,21 @@ def test_a_model_that_is_in_eval_mode_before_its_training_is_not_tracked(mlp) ->
     hook.begin(model)
     model.train()(torch.randn(4, 5, dtype=torch.float64))
     assert model[1].num_batches_tracked == 0
+
+
+def test_a_run_that_stops_between_two_tests_ends_with_the_unions_statistics(federate, datasets, mlp, caplog) -> None:
+    """A second run of the strategy is not stopped. The tests in between are told of their statistics."""
+    strategy = StaticBN(eval_every=3)
+
+    def stop(server_round: int) -> None:
+        strategy.stopped = server_round == 5
+
+    logging.getLogger("flwr").propagate = True
+    with caplog.at_level(logging.WARNING, "flwr"):
+        stopped = federate(strategy, mlp, datasets, rounds=9, evaluate_fn=stop)
+    told = [text[:7] for text in caplog.messages if "has statistics that are not re-estimated" in text]
+    assert told == ["round 1", "round 2", "round 4", "round 5"]
+    whole = federate(StaticBN(), mlp, datasets, rounds=5)
+    for name, array in whole.state.items():
+        np.testing.assert_array_equal(stopped.state[name], array, err_msg=name)
+    assert len(federate(strategy, mlp, datasets, rounds=2).strategy.reports) == 2

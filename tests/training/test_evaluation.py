@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 from fedbn_flwr.training.tasks import Task
 
 
@@ -71,7 +71,8 @@ def test_statistics_of_each_test_batch(points, mlp) -> None:
     """BatchNorm by hand on each batch; running statistics neither used nor changed, dropout off."""
     data, model = points(10), mlp(dropout=0.5)
     before = copy.deepcopy(model.state_dict())
-    found = evaluate(model, data, batch_size=6, batch_statistics=True)
+    with without_running_statistics(model):
+        found = evaluate(model, data, batch_size=6)
     losses = []
     with torch.no_grad():
         for part in torch.arange(10).split(6):

@@ -19,6 +19,8 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining, TrainResult, sgd, train
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.gradient_clipping import clip_in_steps
 from fedbn_flwr.training.memory_format import inputs_for
 
 
@@ -171,6 +173,37 @@ def test_a_given_optimizer_keeps_its_momentum(points, mlp) -> None:
     same(model, other)
 
 
+def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:
+    """Also Nesterov's, and with hooks around it."""
+    data, model, other = points(8), mlp(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
+    reference = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9, nesterov=True)
+    clip_in_steps(optimizer, 1e-3)
+    clip_in_steps(reference, 1e-3)
+    for _ in range(2):
+        train(model, data, settings(batch_size=0), learning_rate=0.1, stream=stream, optimizer=optimizer)
+        reference.zero_grad()
+        F.cross_entropy(other(data.inputs), data.targets).backward()
+        reference.step()
+    same(model, other)
+
+
+def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
+    """Torch's mean over no target is NaN; the other batches' losses are counted as ever, in training and in tests."""
+    data = points(12)
+    data.targets[8:] = -100
+    model = mlp()
+    expected = F.cross_entropy(model.eval()(data.inputs[:8]), data.targets[:8]).item()
+    found = evaluate(model, data, batch_size=4)
+    assert (found.loss, found.num_examples) == (pytest.approx(expected, rel=1e-14), 12)
+    data = points(12)
+    _, empty, _ = settings(batch_size=4).batches(12, stream("batches"))
+    data.targets[empty] = -100
+    trained = run(mlp(), data, batch_size=4)
+    assert math.isfinite(trained.loss)
+    assert trained.num_processed == 12
+
+
 def test_frozen_parameters_stay_frozen(points, mlp) -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
@@ -223,9 +256,13 @@ def test_nothing_to_train_on(points, mlp) -> None:
     with pytest.raises(DataError) as error:
         run(mlp(), points(3), batch_size=1)
     assert str(error.value) == (
-        "all 3 batches have one example, from which BatchNorm cannot compute a variance. Use a batch-size above 1 "
-        "(it is 1) or another norm."
+        "all 3 batches have one example, from which BatchNorm cannot compute a variance: use a batch-size above 1 "
+        "(it is 1), or use another norm"
     )
+    with pytest.raises(
+        DataError, match=r"give this client, which has one training example, more of them, leave it out,"
+    ):
+        run(mlp(), points(1), batch_size=4)
     assert run(mlp(norm=False), points(3), batch_size=1).num_steps == 3
 
 

@@ -57,10 +57,9 @@ class Config(Values):
                 range, settings that contradict each other.
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        lines: list[str] = []
         _warn_of_old_names(values)
-        values = {RENAMED.get(key, key): value for key, value in values.items()}
-        values, twice = _of_records(values)
+        lines = _named_twice(values)
+        values, twice = _of_records(_renamed(values))
         lines += twice
         steps, epochs = (values.get(key) for key in ("local-steps", "local-epochs"))
         if steps and epochs and not (complete and epochs == fields["local-epochs"].default):
@@ -100,8 +99,8 @@ class Config(Values):
         Raises:
             ConfigError: as ``make``; also if a key of the run's own has no effect.
         """
-        values, twice = _of_records({RENAMED.get(key, key): value for key, value in {**shared, **own}.items()})
-        if twice:
+        values, twice = _of_records(_renamed(shared) | _renamed(own))
+        if twice := [*_named_twice(shared), *_named_twice(own), *twice]:
             raise ConfigError("\n".join(twice))
         mine = {RENAMED.get(key, key) for key in own} | {f"record-{key}" for key in own if key in _OF_RECORDS}
         dropped: dict[str, str] = {}
@@ -129,8 +128,12 @@ class Config(Values):
             if not isinstance(read, dict):
                 raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
             values.update(read)
-        _warn_of_old_names(values)
-        return cls.make({**from_older(values), **read_overrides(overrides)})
+        changed = read_overrides(overrides)
+        for source in (values, changed):
+            _warn_of_old_names(source)
+            if twice := _named_twice(source):
+                raise ConfigError("\n".join(twice))
+        return cls.make(from_older(values) | _renamed(changed))
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
@@ -162,6 +165,19 @@ def _warn_of_old_names(values: Mapping[str, Any]) -> None:
             logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
 
 
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
+def _named_twice(values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each setting that stands under its old and its new name."""
+    both = [(old, new) for old, new in RENAMED.items() if old in values and new in values]
+    return [
+        f"{old}={values[old]} and {new}={values[new]} are both set; {old} is the old name: remove it"
+        for old, new in both
+    ]
+
+
 def _of_records(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Read ``dp=record`` as ``record-dp=true``, and the noise and the norm beside it as those of records.
 
@@ -188,7 +204,7 @@ def from_older(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Older versions ignored such keys and wrote them to the resolved config. There ``agc`` acted under fedwon only.
     """
-    found = {RENAMED.get(key, key): value for key, value in values.items()}
+    found = _renamed(values)
     if found.keys() >= {"dp-clipping-quantile", "dp-clipping-rate", "resume"} and "dp-clipping" not in found:
         adapts = bool(found["dp-clipping-quantile"])  # 0 was the word for a fixed norm
         found |= {"dp-clipping": "adaptive" if adapts else "fixed"}

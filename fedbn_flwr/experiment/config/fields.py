@@ -242,7 +242,9 @@ class Fields(MethodSettings):
         "local training", 1, "E passes over the local data per round; not together with local-steps", ge=0
     )
     sampling: Sampling = _key(
-        "local training", "with-replacement", "how the batches of local-steps are drawn, see training.settings"
+        "local training",
+        "with-replacement",
+        "how the batches of local-steps are drawn; a batch of at least the size of a client's data is all of them",
     )
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
     augment: str = _key(

@@ -19,6 +19,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, reestimate_statistics
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.output.definitions import CLIENTS, HELD_OUT
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.method import TEST_BN
@@ -28,10 +29,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["HELD_OUT", "HeldOut", "distance"]
-
-HELD_OUT = "held-out"
-"""The key of their tests in a line of ``metrics.jsonl``, and the prefix of the means over them."""
+__all__ = ["HeldOut", "distance"]
 
 _SMALLEST = 1e-12  # of a variance by which a distance is divided
 
@@ -129,4 +127,6 @@ def _means(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         values = [metrics[name] for metrics in found.values() if metrics.get(name) == metrics.get(name, float("nan"))]
         if values:
             means[f"{HELD_OUT}-{name}"] = sum(values) / len(values)
+        if len(values) < len(found):
+            means[f"{HELD_OUT}-{name}{CLIENTS}"] = len(values)
     return means

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TestBN
-from fedbn_flwr.experiment.data.held_out import HELD_OUT
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.server.method import TEST_BN
 
-__all__ = ["CLIENTS", "definitions"]
+__all__ = ["CLIENTS", "HELD_OUT", "definitions"]
+
+HELD_OUT = "held-out"
+"""The key of the tests of held-out clients in a line of ``metrics.jsonl``, and the prefix of the means over them."""
 
 CLIENTS = "-clients"  # ends the key with the number of clients that define a metric
 _OF_SOME = {

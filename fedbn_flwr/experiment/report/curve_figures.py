@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedbn_flwr.experiment.data.held_out import HELD_OUT
-from fedbn_flwr.experiment.output.definitions import CLIENTS
+from fedbn_flwr.experiment.output.definitions import CLIENTS, HELD_OUT
 from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS, Mark, Series, curves
 from fedbn_flwr.experiment.report.page import Figure, Section, Switch, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles

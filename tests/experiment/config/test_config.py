@@ -229,6 +229,11 @@ def test_all_problems_are_reported_at_once() -> None:
     ("values", "line"),
     [
         ({"local_steps": 3}, "unknown key 'local_steps'. Did you mean 'local-steps'?"),
+        (
+            {"strategy": "fedtan", "fedtan-transport": "messages", "fedtan-exchange": "channel"},
+            "fedtan-exchange=channel and fedtan-transport=messages are both set; fedtan-exchange is the old name: "
+            "remove it",
+        ),
         ({7: 3}, "unknown key '7'. See docs/config.md for all keys."),
         ({"freeze-at": -1}, "freeze-at: -1 is not a round; the first is 1, and 0 freezes from the start"),
         ({"freeze-at": 1.5}, "freeze-at: 1.5 is not a fraction in [0, 1]; for a round write an int"),

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.data.held_out import _means
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import run
@@ -231,3 +232,9 @@ def test_a_resumed_run_and_the_reference_test_them(start: Start, tmp_path: Path)
     _, alone, _ = start(Table().save(tmp_path / "rest.npz", "d"), "rest", **keys)
     assert [line["test-loss"] for line in lines] == [line["test-loss"] for line in alone]
     assert all(set(line["held-out"]["d"]) >= {"global-accuracy", "adapted-accuracy"} for line in lines)
+
+
+def test_a_mean_over_some_of_them_says_over_how_many() -> None:
+    found = {"a": {"num-examples": 3, "global-loss": 1.0, "adapted-loss": 3.0}, "b": {"global-loss": 2.0}}
+    means = _means(found)
+    assert means == {"held-out-global-loss": 1.5, "held-out-adapted-loss": 3.0, "held-out-adapted-loss-clients": 1}

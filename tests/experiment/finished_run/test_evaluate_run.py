@@ -23,7 +23,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.finished_run.evaluate import _Place, _predictions, evaluate_run
 from fedbn_flwr.experiment.setup import make_model
-from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, Task
 
 
@@ -121,7 +121,8 @@ def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg) -> None:
     model, view = make_model(config), partitioned_data(config, 3).test_view()
     model.load_state_dict(global_state(run))
     # The MLP has one BN layer, so one batch with all inputs has the statistics of the two passes.
-    whole = evaluate(model, view, batch_size=len(view), batch_statistics=True)
+    with without_running_statistics(model):
+        whole = evaluate(model, view, batch_size=len(view))
     assert adapted.result.loss == pytest.approx(whole.loss, rel=1e-5)
     assert plain.result.loss == pytest.approx(evaluate(model, view).loss, rel=1e-6) != adapted.result.loss
 
