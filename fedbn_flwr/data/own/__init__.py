@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fedbn_flwr.data.image_files import hold
 from fedbn_flwr.data.own.arrays import read_arrays
+from fedbn_flwr.data.own.features import stated_features
 from fedbn_flwr.data.own.folder import read_folder
 from fedbn_flwr.data.own.hub import read_hub
 from fedbn_flwr.data.own.request import KINDS, Found, OwnData, chosen_task, is_own
-from fedbn_flwr.data.own.table import read_table, stated_features, table_columns
+from fedbn_flwr.data.own.table import read_table, table_columns
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.registry import IMAGENET, DatasetInfo
 from fedbn_flwr.data.samples import Examples, Samples

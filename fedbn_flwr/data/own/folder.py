@@ -6,22 +6,44 @@ Also ``{train,test}/class/file``. For segmentation ``images/file`` and ``masks/f
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedbn_flwr.data.folders import SUFFIXES
 from fedbn_flwr.data.image_files import unreadable
 from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, numbered_classes, shown
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.training.tasks import Task
 
 __all__ = ["read_folder"]
 
 PARTS = {"train": False, "training": False, "test": True, "testing": True}
 _VALIDATION = {"val", "valid", "validation"}
 _PIXELS = {"images", "masks"}
+
+
+Place = tuple[str, str, str]
+"""(client, part, class) of an image; "" where its path does not say."""
+
+
+@dataclass
+class _Files:
+    """The image files, and for each its place and, for segmentation, its mask."""
+
+    paths: list[Path]
+    places: list[Place]
+    masks: list[Path]
+
+    def without(self, numbers: Collection[int]) -> _Files:
+        """Return the files but those with these numbers."""
+        kept = [number for number in range(len(self.paths)) if number not in numbers]
+        masks = [self.masks[number] for number in kept] if self.masks else []
+        return _Files([self.paths[number] for number in kept], [self.places[number] for number in kept], masks)
 
 
 def read_folder(request: OwnData) -> Found:
@@ -33,6 +55,39 @@ def read_folder(request: OwnData) -> Found:
     """
     from PIL import Image
 
+    files, by_pixel = _files(request)
+    problems = unreadable(files.paths, whole=request.skip_unreadable)
+    largest, only_ignored = _look_at_masks(files.masks, problems) if by_pixel else (0, False)
+    notes = _notes_of_unreadable(request, len(files.paths), problems)
+    files = files.without(problems)
+    if not files.paths:
+        raise DataError(f"dataset={request.name!r}: none of the image files can be read.")
+    clients, client_names = numbered([client for client, _, _ in files.places])
+    has_clients = client_names != ("",)
+    with Image.open(files.paths[0]) as first:
+        width, height = first.size
+    targets: torch.Tensor | Sequence[Path]
+    if by_pixel:
+        task, outputs, names = _segmentation(request, largest, only_ignored)
+        targets = files.masks
+    else:
+        targets, task, outputs, names = _classes(request, [label for _, _, label in files.places])
+    return Found(
+        files.paths,
+        targets,
+        task,
+        outputs,
+        names,
+        clients if has_clients else None,
+        client_names if has_clients else (),
+        tests=_tests(request, [part for _, part, _ in files.places]),
+        size=(height, width),
+        notes=notes,
+    )
+
+
+def _files(request: OwnData) -> tuple[_Files, bool]:
+    """Return the image files, in the order of their paths, and whether their pixels have classes."""
     root = request.existing()
     if not root.is_dir():
         raise DataError(f"dataset={request.name!r} is a file; a folder of image folders needed.")
@@ -44,91 +99,79 @@ def read_folder(request: OwnData) -> Found:
         )
     places = {folder: _place(request, root, folder) for folder in folders}
     _same_depth(request, root, places)
-    by_pixel = any(place[2] in _PIXELS for place in places.values())
-    paths: list[Path] = []
-    rows: list[tuple[str, str, str]] = []
-    masks: list[Path] = []
+    by_pixel = any(label in _PIXELS for _, _, label in places.values())
+    found = _Files([], [], [])
     for folder in sorted(folders):
         if by_pixel and folder.name == "masks":
             continue
-        files = folders[folder]
-        paths += [folder / name for name in files]
-        rows += [places[folder]] * len(files)
-        if by_pixel:
-            masks += [_mask(request, folder, name) for name in files]
-    problems = unreadable(paths, whole=request.skip_unreadable)
-    largest, only_ignored = (0, False) if not by_pixel else _look_at_masks(masks, problems)
-    notes: list[str] = []
-    if problems:
-        listed = "\n".join(list(problems.values())[:10]) + (
-            f"\nand {len(problems) - 10} more" if len(problems) > 10 else ""
+        names = folders[folder]
+        found.paths += [folder / name for name in names]
+        found.places += [places[folder]] * len(names)
+        found.masks += [_mask(request, folder, name) for name in names] if by_pixel else []
+    return found, by_pixel
+
+
+def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the note of files that are left out; DataError if they may not be."""
+    if not problems:
+        return ()
+    listed = "\n".join(list(problems.values())[:10])
+    listed += f"\nand {len(problems) - 10} more" if len(problems) > 10 else ""
+    if not request.skip_unreadable:
+        raise DataError(
+            f"dataset={request.name!r}: {len(problems)} of {num_files} image files cannot be read:\n{listed}\n"
+            "Repair or remove them, or leave them out with skip-unreadable=true."
         )
-        if not request.skip_unreadable:
-            raise DataError(
-                f"dataset={request.name!r}: {len(problems)} of {len(paths)} image files cannot be read:\n{listed}\n"
-                "Repair or remove them, or leave them out with skip-unreadable=true."
-            )
-        notes.append(f"{len(problems)} of {len(paths)} image files are left out, they cannot be read:\n{listed}")
-        kept = [at for at in range(len(paths)) if at not in problems]
-        paths, rows = [paths[at] for at in kept], [rows[at] for at in kept]
-        masks = [masks[at] for at in kept] if masks else masks
-    if not paths:
-        raise DataError(f"dataset={request.name!r}: none of the image files can be read.")
-    clients, client_names = numbered([client for client, _, _ in rows])
-    has_clients = client_names != ("",)
-    parts = np.array([part for _, part, _ in rows])
-    tests = np.array([PARTS.get(part, False) for part in parts.tolist()]) if (parts != "").any() else None
-    if tests is not None and (tests.all() or not tests.any()):
+    return (f"{len(problems)} of {num_files} image files are left out, they cannot be read:\n{listed}",)
+
+
+def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:
+    """Return which images are tests by their folders; None if the folders do not say."""
+    if not any(parts):
+        return None
+    tests = np.array([PARTS.get(part, False) for part in parts])
+    if tests.all() or not tests.any():
         lacks = "training" if tests.all() else "test"
         raise DataError(
-            f"dataset={request.name!r} has no {lacks} images: the folders are {shown(sorted(set(parts.tolist())))}. "
+            f"dataset={request.name!r} has no {lacks} images: the folders are {shown(sorted(set(parts)))}. "
             "Add the other one, or leave the folders train and test out: then test-share of the images are tests."
         )
-    with Image.open(paths[0]) as first:
-        width, height = first.size
-    no_names: tuple[str, ...] = ()
-    if by_pixel:
-        task = chosen_task(request, "segmentation", ("segmentation",))
-        if request.num_classes and request.num_classes <= largest:
-            raise ConfigError(
-                f"num-classes={request.num_classes}, and the masks of dataset={request.name!r} have class {largest}: "
-                f"{largest + 1} or more needed. 255 is for pixels that do not count."
-            )
-        if only_ignored:
-            raise DataError(
-                f"dataset={request.name!r}: the masks have the values 0 and 255, and 255 is for pixels that do not "
-                "count. Save the classes as 0 and 1."
-            )
-        outputs, names = request.num_classes or max(largest + 1, 2), no_names
-        targets: torch.Tensor | Sequence[Path] = masks
-    else:
-        labels, names = numbered_classes(request, [label for _, _, label in rows], "class folders")
-        allowed = ("classification", *(("binary",) if len(names) == 2 else ()))
-        task = chosen_task(request, "classification", allowed)
-        if len(names) < 2:
-            raise DataError(
-                f"dataset={request.name!r} has one class folder only ({shown(names)}); two or more needed. Is the path "
-                "one folder too deep?"
-            )
-        if request.num_classes and request.num_classes < len(names):
-            raise ConfigError(
-                f"num-classes={request.num_classes} is fewer than the {len(names)} class folders of dataset="
-                f"{request.name!r} ({shown(names)})."
-            )
-        outputs, targets = max(len(names), request.num_classes), torch.from_numpy(labels)
-        outputs = 1 if task.name == "binary" else outputs
-    return Found(
-        paths,
-        targets,
-        task,
-        outputs,
-        names,
-        clients if has_clients else None,
-        client_names if has_clients else (),
-        tests=tests,
-        size=(height, width),
-        notes=tuple(notes),
-    )
+    return tests
+
+
+def _segmentation(request: OwnData, largest: int, only_ignored: bool) -> tuple[Task, int, tuple[str, ...]]:
+    """Return task, number of outputs and names of the classes of masks whose largest class is ``largest``."""
+    task = chosen_task(request, "segmentation", ("segmentation",))
+    if request.num_classes and request.num_classes <= largest:
+        raise ConfigError(
+            f"num-classes={request.num_classes}, and the masks of dataset={request.name!r} have class {largest}: "
+            f"{largest + 1} or more needed. 255 is for pixels that do not count."
+        )
+    if only_ignored:
+        raise DataError(
+            f"dataset={request.name!r}: the masks have the values 0 and 255, and 255 is for pixels that do not "
+            "count. Save the classes as 0 and 1."
+        )
+    return task, request.num_classes or max(largest + 1, 2), ()
+
+
+def _classes(request: OwnData, found: Sequence[str]) -> tuple[torch.Tensor, Task, int, tuple[str, ...]]:
+    """Return the targets of images in class folders, the task, the number of outputs and the names of the classes."""
+    labels, names = numbered_classes(request, found, "class folders")
+    allowed = ("classification", *(("binary",) if len(names) == 2 else ()))
+    task = chosen_task(request, "classification", allowed)
+    if len(names) < 2:
+        raise DataError(
+            f"dataset={request.name!r} has one class folder only ({shown(names)}); two or more needed. Is the path "
+            "one folder too deep?"
+        )
+    if request.num_classes and request.num_classes < len(names):
+        raise ConfigError(
+            f"num-classes={request.num_classes} is fewer than the {len(names)} class folders of dataset="
+            f"{request.name!r} ({shown(names)})."
+        )
+    outputs = 1 if task.name == "binary" else max(len(names), request.num_classes)
+    return torch.from_numpy(labels), task, outputs, names
 
 
 def _image_folders(root: Path) -> dict[Path, list[str]]:
@@ -142,8 +185,8 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
     return found
 
 
-def _place(request: OwnData, root: Path, folder: Path) -> tuple[str, str, str]:
-    """Return (client, part, class) of a folder; "" where its path does not say."""
+def _place(request: OwnData, root: Path, folder: Path) -> Place:
+    """Return the place of a folder's images."""
     steps = list(folder.relative_to(root).parts)
     if not steps:
         raise DataError(
@@ -166,7 +209,7 @@ def _place(request: OwnData, root: Path, folder: Path) -> tuple[str, str, str]:
     return rest[0] if rest else "", part.lower(), label
 
 
-def _same_depth(request: OwnData, root: Path, places: dict[Path, tuple[str, str, str]]) -> None:
+def _same_depth(request: OwnData, root: Path, places: dict[Path, Place]) -> None:
     """Raise DataError if some images have a client (or a part) and others have none."""
     for which, what in ((0, "client folder"), (1, "train or test folder")):
         having = [folder for folder, place in places.items() if place[which]]

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fedbn_flwr.data.own.arrays import as_inputs
+from fedbn_flwr.data.own.features import features_of, stated_features
 from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
-from fedbn_flwr.data.own.table import features_of, stated_features
 from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.errors import ConfigError, DataError
 

@@ -1,0 +1,152 @@
+"""The features of a table: numbers as they are, text as a feature for each category."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedbn_flwr.data.own.request import OwnData, shown
+from fedbn_flwr.errors import DataError
+
+__all__ = ["FILE", "MISSING", "as_text", "features_of", "listed", "row_of", "stated_features"]
+
+MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "None")
+"""Texts in a CSV file that mean a missing value."""
+
+FILE = "(file)"
+"""The column with the name of each row's file, where a table is made from several."""
+
+_MOST_CATEGORIES = 50
+
+
+def stated_features(text: str, columns: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
+    """Return (column, categories) of a comma list ``age,sex:F|M``; () for numbers, and for text as it is found."""
+    found = []
+    for entry in listed(text):
+        name, _, categories = (entry, "", "") if entry in columns else entry.partition(":")
+        found.append((name.strip(), tuple(c.strip() for c in categories.split("|") if c.strip())))
+    return found
+
+
+@dataclass
+class _Features:
+    """The features of a table so far: columns of N numbers, their names, notes, and what is wrong."""
+
+    columns: list[Any] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def features_of(
+    request: OwnData, table: Any, wanted: list[tuple[str, tuple[str, ...]]], tests: Any
+) -> tuple[torch.Tensor, tuple[str, ...], tuple[str, ...]]:
+    """Return the features float32 (N, F), their names, and notes; a missing value is NaN.
+
+    Categories that are not stated are those of all rows, or of the training rows of ``split-column``. Text that is none
+    of them is 0 in all its features, as missing text is with ``missing=mean``.
+
+    Raises:
+        DataError: values are missing and ``missing`` is "refuse", or a column has no usable values.
+    """
+    import pandas as pd
+
+    found = _Features()
+    in_training = np.ones(len(table), bool) if tests is None else ~tests
+    for name, categories in wanted:
+        column = table[name]
+        missing = int(column.isna().sum())
+        if missing == len(table):
+            found.problems.append(f"column {name!r} has no values at all: leave it out of feature-columns")
+        elif missing and request.missing == "refuse":
+            where = row_of(table, int(np.flatnonzero(column.isna())[0]))
+            found.problems.append(f"column {name!r}: {missing} of {len(table)} values are missing (first in {where})")
+        elif pd.api.types.is_numeric_dtype(column) and not categories:
+            _add_numbers(found, name, column)
+        else:
+            _add_text(found, name, categories, table, in_training)
+    if problems := found.problems:
+        way = "\nUse missing=mean for the mean of the training rows, or other feature-columns."
+        way = way if any(" are missing " in problem for problem in problems) else ""
+        raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems) + way)
+    if not found.columns:
+        raise DataError(f"dataset={request.name!r} has no columns for features; set feature-columns.")
+    if filled := int(np.isnan(np.stack(found.columns)).sum()):
+        found.notes.append(f"{filled} missing values are replaced by the mean of the training rows (missing=mean)")
+    features = torch.from_numpy(np.stack(found.columns, 1).astype(np.float32))
+    return features, tuple(found.names), tuple(found.notes)
+
+
+def _add_numbers(found: _Features, name: str, column: Any) -> None:
+    """Add a column of numbers, if float32 tells its values apart."""
+    values = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32)
+    if np.isinf(rounded).any():
+        found.problems.append(f"column {name!r} has infinite values, or values above 3e38")
+    kept, known = (len(np.unique(part[~np.isnan(part)])) for part in (rounded, values))
+    if 10 * kept < 9 * known:
+        found.problems.append(
+            f"column {name!r}: its {known} different values are {kept} in float32 (such as {values[0]:.17g}); "
+            "subtract a constant from it, a date or time say"
+        )
+    found.columns.append(values)
+    found.names.append(name)
+
+
+def _add_text(found: _Features, name: str, categories: tuple[str, ...], table: Any, in_training: Any) -> None:
+    """Add a feature, 0 or 1, for each category of a column of text; () = those of the training rows."""
+    import pandas as pd
+
+    text = table[name].map(lambda v: None if pd.isna(v) else as_text(v))
+    texts = sorted({v for v in text if not pd.isna(v)})
+    odd = [value for value in texts if not _is_number(value)]
+    if 0 < len(odd) < len(texts) and not categories:
+        where = row_of(table, int(np.flatnonzero(text == odd[0])[0]))
+        found.problems.append(
+            f"column {name!r} has numbers and text ({shown(odd)}; first in {where}): correct it (missing is one of "
+            f"{', '.join(MISSING[1:])} or nothing), or state its categories, {name}:A|B"
+        )
+        return
+    kinds = categories or tuple(sorted({v for v in text[in_training] if not pd.isna(v)}))
+    if len(kinds) > _MOST_CATEGORIES and not categories:
+        found.problems.append(
+            f"column {name!r} is text with {len(kinds)} different values (such as {shown(kinds, 3)}): leave it out "
+            f"of feature-columns, or state its categories, {name}:A|B"
+        )
+        return
+    if other := sorted(set(texts) - set(kinds)):
+        found.notes.append(f"column {name!r}: {shown(other)} is none of the categories and counts as none")
+    found.notes.append(f"column {name!r} is text: {len(kinds)} features ({shown(kinds)})")
+    found.columns += [(text == kind).to_numpy(dtype=np.float64) for kind in kinds]
+    found.names += [f"{name}={kind}" for kind in kinds]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def row_of(table: Any, at: int) -> str:
+    """Return where a row is, counted from 0, in its own file if there are several."""
+    if FILE not in table.columns:
+        return f"row {at}"
+    file = table[FILE].iloc[at]
+    return f"row {at - int(np.flatnonzero(table[FILE] == file)[0])} of {file}"
+
+
+def as_text(value: Any) -> str:
+    """Return a value of a table as text: 3.0 is "3"."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+
+
+def listed(text: str) -> list[str]:
+    """Return the entries of a comma list."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
