@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = ["Checkpoint", "CheckpointManager", "Checkpoints", "after_interrupt"]
 logger = logging.getLogger("flwr")
 
 _VERSION, _KEPT = 1, 2
+_LONG = 120.0  # seconds of work that a kill may cost, and one round
 _FILE = re.compile(r"round-(\d+)\.safetensors")
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
 
@@ -74,6 +76,7 @@ class Checkpoints:
         self.folder = out / "checkpoint"
         self._config = config
         self._owner = {"kind": "server", "version": _VERSION, "fingerprint": fingerprint}
+        self._saved_at = time.monotonic()
 
     @property
     def rounds(self) -> list[int]:
@@ -81,9 +84,14 @@ class Checkpoints:
         return _rounds(self.folder)
 
     def due(self, server_round: int, last: bool, stopping: EarlyStopping | None = None) -> bool:
-        """Return whether a checkpoint is due: before round 1, every ``checkpoint-every`` rounds, the last, the best."""
+        """Return whether a checkpoint is due.
+
+        It is before round 1, every ``checkpoint-every`` rounds, two minutes after the one before, and after the last
+        and the best round.
+        """
         every, best = self._config.checkpoint_every, stopping.best(server_round) if stopping else None
-        return every > 0 and (server_round % every == 0 or last or best == server_round)
+        long = time.monotonic() - self._saved_at >= _LONG
+        return every > 0 and (server_round % every == 0 or long or last or best == server_round)
 
     def save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None) -> None:
         """Write a checkpoint; keep the last two, and the best round as of each of them.
@@ -99,6 +107,7 @@ class Checkpoints:
             last = self.rounds[-_KEPT:]
             for old in {*self.rounds}.difference(last, map(stopping.best, last) if stopping else ()):
                 self._path(old).unlink()
+            self._saved_at = time.monotonic()
         except OSError as error:
             existing = ", ".join(map(str, self.rounds)) or "none"
             raise EngineError(
@@ -257,7 +266,7 @@ class CheckpointManager:
         self._update_continuity()
 
     def after_round(self, server_round: int, stopping: EarlyStopping | None = None) -> None:
-        """Save a checkpoint before the first round, every ``checkpoint-every`` rounds, after the last and the best."""
+        """Save a checkpoint if one is due."""
         last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
         if not self._checkpoints.due(server_round, last, stopping):
             return

@@ -53,6 +53,20 @@ def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(out: Path
     )
 
 
+def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    """Of round 0, after 2 minutes or more, and of the last: a kill costs no more than that."""
+    saved, clock = [], iter(range(0, 10_000, 50))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    write = module.write_checked
+    monkeypatch.setattr(module, "write_checked", lambda path, content: (saved.append(path.stem), write(path, content)))
+    checkpoints = Checkpoints(tmp_path, Config.make({"checkpoint-every": 100}), "model")
+    for server_round in range(8):
+        if checkpoints.due(server_round, server_round == 7):
+            checkpoints.save(module.Checkpoint(server_round, {}, {}, "run"))
+    assert [int(name[-1]) for name in saved] == [0, 3, 6, 7]
+    assert not Checkpoints(tmp_path, Config.make({"checkpoint-every": 0}), "model").due(3, True)
+
+
 @pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "version", "model", "settings"])
 def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
     out: Path, harm: str, caplog, whole: str
