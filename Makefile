@@ -108,4 +108,4 @@ dist: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv .compat dist runs site
+	rm -rf .venv .compat dist site runs/demo-*

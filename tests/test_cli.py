@@ -139,6 +139,16 @@ def test_inspect_shows_the_papers_megabytes() -> None:
     assert "layer3.2.norm2" not in quiet
 
 
+def test_inspect_takes_strategy_and_clients_by_set_too() -> None:
+    one = call("inspect", "--model", "mlp", "--dataset", "digits", "--strategy", "fedbn", "--num-clients", "20").output
+    other = call(
+        "inspect", "--model", "mlp", "--dataset", "digits", "--set", "strategy=fedbn", "--set", "num-clients=20"
+    )
+    assert one == other.output
+    assert "fedbn, 20 clients" in one
+    assert "stays with the client" in one
+
+
 def test_inspect_warns_if_a_run_is_refused() -> None:
     result = call("inspect", "--norm", "group", "--strategy", "silobn")
     assert result.exit_code == 0

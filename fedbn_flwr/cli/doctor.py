@@ -41,8 +41,10 @@ def doctor(
                 raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
             found = diagnose_run(path, max_examples)
         elif path.is_file():
-            if dataset or state:
-                raise ConfigError(f"{target} is a saved state: with data name the model, and give it with --state.")
+            if dataset or state or set_:
+                raise ConfigError(
+                    f"{target} is a saved state: for data and settings name the model, and give it with --state."
+                )
             found = diagnose_saved_state(path, split=split)
         elif dataset:
             found = diagnose_model(target, dataset, settings, state, max_examples, split)

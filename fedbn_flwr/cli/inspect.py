@@ -28,10 +28,12 @@ def inspect(
     from fedbn_flwr.strategies import STRATEGIES
 
     with exit_codes():
+        given = read_overrides(set_ or [])
+        strategy = str(given.get("strategy", strategy))
         if strategy not in STRATEGIES:
             raise unknown_name("strategy", strategy, STRATEGIES)
-        chosen = {"model": model, "norm": norm, "dataset": dataset, "strategy": strategy}
-        settings = Config.make({**chosen, **read_overrides(set_ or [])})
+        settings = Config.make({"model": model, "norm": norm, "dataset": dataset, **given, "strategy": strategy})
+        num_clients = settings.num_clients if given.get("num-clients") else num_clients
         built = make_model(settings)
         loaded = initialise(built, settings)
         found = inspect_model(built, strategy, num_clients, settings)

@@ -32,6 +32,7 @@ from fedbn_flwr.data.augment import Augment, Draw, transform_image
 from fedbn_flwr.data.samples import Examples, Samples
 from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.machine import num_cores
 
 __all__ = ["FileSamples", "FileSet", "ImageCache", "hold", "unreadable"]
 
@@ -515,7 +516,7 @@ def _unpacked(stored: Bytes, has_mask: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def _for_all(count: int, act: Any) -> None:
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(8, num_cores())) as pool:
         for start in range(0, count, _CHUNK):  # a million futures at the same time would need a gigabyte
             list(pool.map(act, range(start, min(start + _CHUNK, count))))
 
@@ -536,17 +537,18 @@ def _num_workers(asked: int) -> int:
     shared = multiprocessing.parent_process() is not None or (ray is not None and ray.is_initialized())
     if shared:
         return 0
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores()
 
 
 def _executor(files: FileSet, workers: int) -> Executor:
     """Return worker processes that are forks of this one, which share the cache; threads where there are no forks."""
     if sys.platform == "win32":
-        return ThreadPoolExecutor(workers, initializer=_open_set, initargs=(files, 0))
+        return ThreadPoolExecutor(workers, initializer=_open_set, initargs=(weakref.ref(files), 0))
     context = multiprocessing.get_context("fork")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the processes only decode
-        pool = ProcessPoolExecutor(workers, context, _open_set, (files, os.getpid()))
+        # The pool ends with the files: it must not be what keeps them.
+        pool = ProcessPoolExecutor(workers, context, _open_set, (weakref.ref(files), os.getpid()))
         pool.submit(int).result()  # starts all processes
     return pool
 
@@ -560,9 +562,9 @@ def _read(numbers: Sequence[int], each: Sequence[str], seeds: Sequence[int]) -> 
     return found
 
 
-def _open_set(files: FileSet, parent: int) -> None:
+def _open_set(files: weakref.ref[FileSet], parent: int) -> None:
     """Prepare a worker for one set of files; a process ends when its parent has ended, however that came about."""
-    _of_this_worker.files = files
+    _of_this_worker.files = files()
     if not parent:
         return
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.deployment.certificates import make_certificates
 from fedbn_flwr.deployment.compose import given_variables
 from fedbn_flwr.deployment.federation import Federation, run_app
@@ -70,13 +71,16 @@ def up(
     command += ["--nodes", str(nodes), "--folder", str(folder)]
     with (folder / "supervisor.log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    (folder / "supervisor.pid").write_text(f"{process.pid}\n")
+    write_atomically(folder / "supervisor.pid", f"{process.pid}\n")
     deadline = time.monotonic() + _WAIT_SECONDS
-    while not (folder / "ready").exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.terminate()
-            raise EngineError(f"the federation did not start:\n{(folder / 'supervisor.log').read_text()[-3000:]}")
-        time.sleep(0.1)
+    try:
+        while not (folder / "ready").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise EngineError(f"the federation did not start:\n{(folder / 'supervisor.log').read_text()[-3000:]}")
+            time.sleep(0.1)
+    except BaseException:  # also Ctrl-C: nothing is left behind
+        process.terminate()
+        raise
     typer.echo(f"{nodes} nodes are online; logs are in {folder / 'logs'}")
 
 
@@ -134,7 +138,8 @@ def down(folder: Folder = _HOME) -> None:
 def _supervisor(folder: Path) -> int:
     """Return the process id of a folder's supervisor, else 0; after a reboot another process may have its id."""
     path = folder / "supervisor.pid"
-    pid = int(path.read_text()) if path.is_file() else 0
+    text = path.read_text().strip() if path.is_file() else ""
+    pid = int(text) if text.isdecimal() else 0
     return pid if b"supervise" in _command(pid) else 0
 
 

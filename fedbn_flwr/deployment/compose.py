@@ -18,7 +18,9 @@ NODE = ("supernode-", "superexec-clientapp-")
 """Prefixes of the services that each node has; their names end with the node's number."""
 
 _USED = ("entrypoint", "command", "environment", "volumes", "healthcheck")
-_ENV_LINE = re.compile(r"""(?:export\s+)?(\w+)\s*=\s*(["']?)(.*)\2""")
+_ENV_LINE = re.compile(  # NAME="value" or NAME=value, and perhaps a comment
+    r"""(?:export\s+)?(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)'|((?![\s"'#])(?:(?!\s\#).)*)|)\s*(?:\#.*)?"""
+)
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:?[-?])([^}]*))?\})")
 
 
@@ -80,7 +82,7 @@ def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) 
     env_file = path.parent / ".env"
     lines = env_file.read_text().splitlines() if env_file.is_file() else []
     found = [match for line in lines if (match := _ENV_LINE.fullmatch(line.strip()))]
-    values = {match[1]: match[3] for match in found} | dict(environment)
+    values = {match[1]: (match[2] or match[3] or match[4] or "").strip() for match in found} | dict(environment)
     services = _read(path, num_nodes)
     used = _names([{key: service.get(key) for key in _USED} for service in services.values()]) - {"CERTS"}
     known = {name for name in _names(list(services.values())) if values.get(name)}

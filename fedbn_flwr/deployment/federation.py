@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ __all__ = ["Federation", "Outcome", "nodes_online", "run_app"]
 
 _START_SECONDS = 90.0
 _AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away for longer
+_STARTED = re.compile(r"started run (\d+)")
 _CONNECTION = "federation"  # its name in docker/flwr.toml
 
 
@@ -278,7 +280,14 @@ def run_app(
     if run_config:
         command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
     before = {run["run-id"] for run in flower_runs(environment, _CONNECTION, prefix)}
-    tail = stream(command, environment, on_line)
+    own: list[str] = []  # the id of the run, once Flower has given it
+
+    def note(line: str) -> None:
+        own.extend(_STARTED.findall(line))
+        if on_line:
+            on_line(line)
+
+    tail = stream(command, environment, note)
     # Flower's command ends when the SuperLink goes away; the run continues when the SuperLink is back.
     last_seen = time.monotonic()
     while True:
@@ -289,6 +298,8 @@ def run_app(
             if time.monotonic() > last_seen + _AWAY_SECONDS:
                 raise
             new = [{"status": "unknown"}]
+        if len(new) > 1:  # somebody else began one meanwhile: Flower's command names its own
+            new = [run for run in new if str(run["run-id"]) in own]
         if len(new) != 1:
             raise EngineError("flwr run: refused by Flower. The last lines of its log:\n" + "\n".join(tail))
         if new[0]["status"].startswith("finished"):

@@ -117,8 +117,10 @@ def diagnose_saved_state(
     """
     entries = read_state_file(state)
     if model:
-        built = make_model(Config.make({**(settings or {}), "model": model}))
-        return diagnose_state(named(entries, built.state_dict()), model=built, **(split or {}))
+        config = Config.make({**(settings or {}), "model": model})
+        built = make_model(config)
+        state_dict = named(entries, built.state_dict())
+        return diagnose_state(state_dict, model=built, training=training_of(config), **(split or {}))
     if all(name.isdecimal() for name in entries):
         raise StateError(
             f"{state} is a list of {len(entries)} arrays without names: nothing tells which are BatchNorm's. Name the "

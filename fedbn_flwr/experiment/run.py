@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model, pick_device, refuse_too_few_clients
 from fedbn_flwr.experiment.simulation import simulate
+from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["ENGINES", "Engine", "default_workers", "preflight", "run", "work_of"]
@@ -60,7 +60,7 @@ def default_workers(config: Config) -> int:
 
     Clients on a GPU share it in one process. A small run is over before processes have started.
     """
-    cores = (os.cpu_count() or 1) // config.torch_threads
+    cores = num_cores() // config.torch_threads
     clients = max(1, share_of(config.fraction_train, config.num_clients))
     if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
         return 0

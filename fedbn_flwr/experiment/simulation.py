@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from fedbn_flwr.experiment.flower_log import LogEcho
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, FLOWER_LOG, read_metrics
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.setup import gpu_share, pick_device, refuse_named_gpu
+from fedbn_flwr.machine import num_cores
 
 __all__ = ["simulate"]
 
@@ -156,7 +156,7 @@ def _gpus(config: Config) -> dict[str, Scalar]:
         return {}
     at_once = config.num_clients
     if not _actors(config):
-        at_once = min(at_once, (os.cpu_count() or 1) // config.torch_threads)
+        at_once = min(at_once, num_cores() // config.torch_threads)
     return {"client-resources-num-gpus": gpu_share(at_once, torch.cuda.device_count())}
 
 

@@ -91,30 +91,33 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
             if child in new:
                 module.add_module(name, new[child])
     found = new.get(model, model)
-    if new and not _alike(found, example, expected, new):
+    if new and (why := _unlike(found, example, expected, new)):
         norms = (path for path, layer in plain.named_modules() if _is_norm(layer))
-        return copy.deepcopy(plain).eval(), Folding({}, (), dict.fromkeys(norms, _HIDDEN))
+        return copy.deepcopy(plain).eval(), Folding({}, (), dict.fromkeys(norms, why))
     return found, Folding(folded, tuple(paths[conv] for conv in derived), left)
 
 
 @torch.no_grad()
-def _alike(model: nn.Module, example: Tensor, expected: Any, replaced: Iterable[nn.Module]) -> bool:
-    """Return whether the model's outputs are these up to rounding, and none of the replaced layers is called."""
+def _unlike(model: nn.Module, example: Tensor, expected: Any, replaced: Iterable[nn.Module]) -> str:
+    """Return "" if the model's outputs are these up to rounding, and no replaced layer is called; else why not."""
     called: list[nn.Module] = []
     handles = [layer.register_forward_pre_hook(lambda layer, args: called.append(layer)) for layer in replaced]
     try:
         found = model(example)
     except Exception:  # the model's own code uses what the new layers lack
-        return False
+        return _HIDDEN
     finally:
         for handle in handles:
             handle.remove()
-    pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=True))
-    return not called and all(
-        bool((one - other).abs().max() <= 1000 * torch.finfo(other.dtype).eps * other.abs().max())
-        for one, other in pairs
-        if isinstance(other, Tensor) and other.is_floating_point()
-    )
+    if called:
+        return _HIDDEN
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if isinstance(other, Tensor) and other.is_floating_point() and other.numel():
+            apart = float(torch.where(one == other, 0.0, (one - other).abs()).max())  # infinite ones may be equal
+            largest = float(other.abs().max())
+            if not apart <= 1000 * torch.finfo(other.dtype).eps * largest:
+                return f"folding would change its outputs by up to {apart:.2g}, where the largest is {largest:.2g}"
+    return ""
 
 
 def _is_norm(module: nn.Module) -> bool:

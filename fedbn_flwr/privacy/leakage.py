@@ -13,6 +13,7 @@ worse than this guess.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,8 @@ class Leakage:
 
     @property
     def share(self) -> float:
-        """1 - error / guess."""
-        return 1 - self.error / self.guess
+        """1 - error / guess; NaN where the guess is exact: of one client, or of clients with one mix."""
+        return 1 - self.error / self.guess if self.guess else math.nan
 
 
 class ClassMixAttack:

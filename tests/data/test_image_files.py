@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +133,15 @@ def test_a_worker_that_was_killed_ends_the_reading_with_an_error(files) -> None:
     with pytest.raises(DataError, match="a process that decodes images has ended"):
         list(reading)
     assert len(list(subset.batches([torch.tensor([0])]))) == 1  # with a new process
+
+
+def test_workers_end_with_their_files(files) -> None:
+    samples = read(files, workers=1)
+    list(Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3).batches([torch.tensor([0])]))
+    (process,) = samples.files._workers[1]._processes.values()
+    gone = weakref.ref(samples.files)
+    del samples
+    gc.collect()
+    assert gone() is None
+    process.join(timeout=20)
+    assert not process.is_alive()

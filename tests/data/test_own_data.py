@@ -349,6 +349,11 @@ BAD = {
     ),
     "tables with other columns": (_mixed, r"two.csv and one.csv differ in the columns x, z"),
     "a column twice": (lambda p: _csv(p, "x,x ,target\n1,2,0\n2,3,1\n"), r"has two columns x\. Rename"),
+    "a target twice": (lambda p: _csv(p, "x,target,target\n1,0,0\n2,1,1\n"), r"has two columns target\. Rename"),
+    "rows longer than the first": (
+        lambda p: _csv(p, "x,target\n0,2,0\n1,3,1\n"),
+        r"rows of .* have more values than the first has names\. Name each column",
+    ),
     "dates as numbers": (
         lambda p: _csv(p, "day,target\n" + "".join(f"{20240101 + i},{i % 2}\n" for i in range(40))),
         r"column 'day': its 40 different values are 21 in float32",
@@ -494,6 +499,15 @@ def test_a_data_set_of_the_hub_by_a_local_stand_in(tmp_path: Path) -> None:
     assert (info.class_names, data.group_names, info.channels) == (("no", "yes"), ("a", "b"), 1)
     assert data.train.inputs[:, 0, 0, 0].tolist() == list(range(8))
     assert data.test.targets.tolist() == [0, 1, 0, 1]
+    three = datasets.ClassLabel(names=["none", "benign", "malignant"])
+    some = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "label": [1, 2, 1]})
+    (tmp_path / "three").mkdir()
+    some.cast_column("label", three).to_parquet(str(tmp_path / "three/train.parquet"))
+    for names, targets in (("", [1, 2, 1]), ("malignant,benign", [1, 0, 1])):
+        info = own_info(OwnData("hf", str(tmp_path / "three"), class_names=names))
+        assert info.class_names == tuple(names.split(",") if names else three.names)
+        data = load_dataset(info)
+        assert sorted([*data.train.targets.tolist(), *data.test.targets.tolist()]) == sorted(targets)
     with pytest.raises(ConfigError, match=r"client-column='place' is not a column .*site"):
         own_info(OwnData("hf", str(tmp_path / "set"), client_column="place"))
     with pytest.raises(DataError, match=r"hf:.*absent' cannot be read: "):

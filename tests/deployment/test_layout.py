@@ -170,16 +170,19 @@ def test_make_reads_the_variables_of_the_environment_and_of_the_env_file(tmp_pat
     lines = [
         "# nodes",
         "",
-        "NODE_1_DATA=/from/file",
+        "NODE_1_DATA=/from/file # a comment",
+        "NODE_1_CONFIG=",
+        "NODE_5_DATA=/a#b c # another",
         "export NODE_2_DATA='/a b'",
-        'NODE_4_CONFIG="partition-id=9"',
+        'NODE_4_CONFIG="partition-id=9" # the fourth # node',
         "NODE_3_CONFIG=partition-id=5 data-path='/data/x'",
         "X=1",
     ]
     (tmp_path / ".env").write_text("\n".join(lines))
     env = {"NODE_1_DATA": "/from/env", "NODE_CPUS": "4", "CERTS": "/keys", "PATH": "/bin", "NODE_9_DATA": "/nobody"}
-    assert given_variables(tmp_path / "compose.yml", 4, env) == (
+    assert given_variables(tmp_path / "compose.yml", 5, env) == (
         {
+            "NODE_5_DATA": "/a#b c",
             **{"NODE_1_DATA": "/from/env", "NODE_2_DATA": "/a b", "NODE_4_CONFIG": "partition-id=9"},
             "NODE_3_CONFIG": "partition-id=5 data-path='/data/x'",
         },

@@ -57,7 +57,7 @@ def test_the_clients_of_a_simulation_get_gpus(tmp_path: Path, monkeypatch, setti
         (tmp_path / "summary.json").write_text("{}")
 
     monkeypatch.setattr(simulation, "flower_run", flower_run)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(simulation, "num_cores", lambda: 8)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(EngineError, match="the run wrote no"):  # the summary above is empty

@@ -185,3 +185,13 @@ def test_the_report_names_what_stays() -> None:
         "1 not folded (3): GroupNorm computes its statistics from each example",
     ]
     assert fold(net(nn.ReLU()), images())[1].lines() == ["nothing to fold: the model has no norm layer"]
+
+
+def test_outputs_that_folding_would_change_are_told_by_how_much() -> None:
+    """Infinite outputs that stay infinite are no change."""
+    check(
+        Two(lambda n, x: n.norm(n.conv(x)) + getattr(n.norm, "eps", 0.0)).double(), images(), 0, "by up to 1e-05, where"
+    )
+    model = trained(net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), images())
+    model[1].bias.data[0] = torch.inf
+    assert fold(model, images())[1].folded

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from fedbn_flwr.privacy.leakage import ClassMixAttack, class_mix, shadow_clients
+from fedbn_flwr.privacy.leakage import ClassMixAttack, Leakage, class_mix, shadow_clients
 
 CLASSES = 4
 
@@ -69,3 +71,7 @@ def test_shadow_clients_have_many_mixes_of_the_public_classes() -> None:
     assert {len(own) for own in found} == {50}
     assert (shares.max(1) > 0.7).mean() > 0.5
     np.testing.assert_allclose(shares.mean(0), 0.25, atol=0.12)
+
+
+def test_one_client_has_no_guess_to_compare_with() -> None:
+    assert math.isnan(Leakage(0.1, 0.0).share)

@@ -52,7 +52,9 @@ def read_hub(request: OwnData) -> Found:
             f"dataset={request.name!r}: {int((values < 0).sum())} examples have no label (-1). Save a data set without "
             "them, or with another test part."
         )
-    targets, task, outputs, class_names = read_targets(request, values, f"column {label!r}")
+    if names and not request.positive_values:  # the numbers of some classes are not those of their names
+        values = np.array(names, object)[values]
+    targets, task, outputs, class_names = read_targets(request, values, f"column {label!r}", names=names or ())
     image = next((n for n in columns if type(parts[0].features[n]).__name__ == "Image"), "")
     notes: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
@@ -75,7 +77,7 @@ def read_hub(request: OwnData) -> Found:
         targets,
         task,
         outputs,
-        tuple(names) if names and not request.positive_values else class_names,
+        class_names,
         clients,
         client_names,
         keys(request.group_column)[0] if request.group_column else None,

@@ -148,20 +148,20 @@ def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str
 
 
 def numbered_classes(
-    request: OwnData, values: Sequence[object], what: str
+    request: OwnData, values: Sequence[object], what: str, known: Sequence[str] = ()
 ) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Return the class of each value and the names of the classes, those of the config if it has some.
+    """Return the class of each value and the names of the classes: the config's, else the known ones, else all values.
 
     Raises:
         DataError: a value is none of the config's classes.
     """
-    names = request.classes
+    names = tuple(request.classes or known)
     if not names:
         return numbered(values)
-    known = {name: at for at, name in enumerate(names)}
-    if unknown := sorted({str(value) for value in values} - known.keys()):
+    number = {name: at for at, name in enumerate(names)}
+    if unknown := sorted({str(value) for value in values} - number.keys()):
         raise DataError(f"dataset={request.name!r}: {what} have {shown(unknown)}; class-names has {shown(names, 20)}.")
-    return np.array([known[str(value)] for value in values], np.int64), names
+    return np.array([number[str(value)] for value in values], np.int64), names
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -143,24 +144,25 @@ def _tables(request: OwnData) -> tuple[Any, bool]:
 def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
     import pandas as pd
 
+    header = None
     try:
         if not path.stat().st_size:
             raise DataError(f"dataset={request.name!r}: {path} is empty.")
         if path.suffix.lower() == ".parquet":
             return pd.read_parquet(path)
-        separator = "\t" if path.suffix.lower() == ".tsv" else None
-        table = pd.read_csv(
-            path,
-            sep=separator,
-            engine="python",
-            na_values=list(MISSING),
-            keep_default_na=False,
-            skipinitialspace=True,
-            encoding="utf-8-sig",
-            nrows=rows,
-        )
+        read: dict[str, Any] = {"engine": "python", "skipinitialspace": True, "encoding": "utf-8-sig"}
+        read["sep"] = "\t" if path.suffix.lower() == ".tsv" else None
+        header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **read)
+        with warnings.catch_warnings():  # by default pandas takes the first of too many values for a row's name
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            read |= {"na_values": list(MISSING), "keep_default_na": False, "index_col": False}
+            table = pd.read_csv(path, nrows=rows, **read)
     except DataError:
         raise
+    except pd.errors.ParserWarning as error:
+        raise DataError(
+            f"dataset={request.name!r}: rows of {path} have more values than the first has names. Name each column."
+        ) from error
     except UnicodeError as error:
         raise DataError(f"dataset={request.name!r}: {path} is not UTF-8 ({error}). Save it as UTF-8.") from error
     except (OSError, ValueError, ImportError) as error:  # pandas' parser errors are ValueErrors
@@ -168,7 +170,8 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
     except Exception as error:  # csv.Error and Arrow's errors have no common base
         raise DataError(f"dataset={request.name!r}: {path} cannot be read: {type(error).__name__}: {error}") from error
     table.columns = [str(name).strip() for name in table.columns]
-    if twice := sorted(set(table.columns[table.columns.duplicated()])):
+    given = table.columns if header is None else header.iloc[0].str.strip()  # pandas calls a second y y.1
+    if twice := sorted({name for name in given[given.duplicated()] if name}):
         raise DataError(f"dataset={request.name!r}: {path} has two columns {shown(twice)}. Rename one of them.")
     return table
 

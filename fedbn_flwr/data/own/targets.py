@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ _MOST_CLASSES = 1000
 
 
 def read_targets(
-    request: OwnData, values: Any, what: str, row: Callable[[int], str] = "row {}".format
+    request: OwnData, values: Any, what: str, row: Callable[[int], str] = "row {}".format, names: Sequence[str] = ()
 ) -> tuple[Tensor, Task, int, tuple[str, ...]]:
     """Return targets, task, number of outputs, and names of the classes.
 
@@ -28,6 +28,7 @@ def read_targets(
         values: an array (N,) or (N, K), numbers or text.
         what: the column or array, for messages.
         row: returns where the example of a number is, for messages.
+        names: the classes in order, if the values are text and the config does not name them.
 
     Raises:
         ConfigError: the values are not for the task, or there are no positive ones.
@@ -57,7 +58,7 @@ def read_targets(
     if text or values.dtype.kind in "biu" or labels:
         if request.task == "regression" and not text:
             return _numbers(request, values[:, None], what)
-        return _classes(request, values, what, text)
+        return _classes(request, values, what, text, names)
     if request.task not in ("", "regression"):
         raise ConfigError(
             f"task={request.task} does not fit {what} of dataset={request.name!r}: numbers with fractions "
@@ -66,7 +67,9 @@ def read_targets(
     return _numbers(request, values[:, None], what)
 
 
-def _classes(request: OwnData, values: Any, what: str, text: bool) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+def _classes(
+    request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]
+) -> tuple[Tensor, Task, int, tuple[str, ...]]:
     counts = len(np.unique(values))
     if counts > _MOST_CLASSES and counts > len(values) // 2:
         raise DataError(
@@ -80,7 +83,7 @@ def _classes(request: OwnData, values: Any, what: str, text: bool) -> tuple[Tens
         labels = values.astype(np.int64)  # the numbers of the classes
         found = int(labels.max()) + 1
     else:
-        labels, names = numbered_classes(request, [v if text else int(v) for v in values.tolist()], what)
+        labels, names = numbered_classes(request, [v if text else int(v) for v in values.tolist()], what, known)
         found = len(names)
     task = chosen_task(request, "classification", ("classification", *(("binary",) if found <= 2 else ())))
     if request.num_classes and request.num_classes < found:

@@ -349,7 +349,7 @@ def _predictions(
 
 
 def _shown(value: float) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.9g}" if isinstance(value, float) else str(value)  # float32, to be read again
 
 
 def _write(out: Path, predictions: str, about: Mapping[str, str], rows: Sequence[Row]) -> None:

@@ -253,13 +253,14 @@ def heatmap(
     return {"data": [trace], "layout": layout, "height": 110 + min(max(22 * len(down), 120), 560)}
 
 
-def dots(rows: Sequence[Dots], title: str, interval: str) -> Drawing:
+def dots(rows: Sequence[Dots], title: str, interval: str, form: str) -> Drawing:
     """Return a plot of all runs, the mean with an interval, and the paper's number, a row for each name.
 
     Args:
         rows: the rows, the first one on top.
         title: of the axis of values.
         interval: what the interval is, for the legend.
+        form: the format of the values.
     """
     names = [_text(row.name) for row in rows]
     runs = [(name, value, seed) for name, row in zip(names, rows, strict=True) for value, seed in _runs(row)]
@@ -269,7 +270,7 @@ def dots(rows: Sequence[Dots], title: str, interval: str) -> Drawing:
         {
             **{"type": "scatter", "mode": "markers", "name": "each run"},
             **{"x": [value for _, value, _ in runs], "y": [name for name, _, _ in runs]},
-            **{"text": [seed for _, _, seed in runs], "hovertemplate": "%{text}: %{x:.2f}<extra></extra>"},
+            **{"text": [seed for _, _, seed in runs], "hovertemplate": f"%{{text}}: %{{x:{form}}}<extra></extra>"},
             "marker": {"color": "--muted", "symbol": "circle-open", "size": 7},
         },
         {
@@ -281,7 +282,7 @@ def dots(rows: Sequence[Dots], title: str, interval: str) -> Drawing:
                 "array": [0 if row.high is None else row.high - (row.mean or 0) for _, row in means],
                 "arrayminus": [0 if row.low is None else (row.mean or 0) - row.low for _, row in means],
             },
-            "hovertemplate": "mean %{x:.2f}<extra></extra>",
+            "hovertemplate": f"mean %{{x:{form}}}<extra></extra>",
         },
         {
             **{"type": "scatter", "mode": "markers", "name": "the paper, with its ±"},
@@ -292,7 +293,7 @@ def dots(rows: Sequence[Dots], title: str, interval: str) -> Drawing:
                 "array": [row.paper_std for _, row in papers],
             },
             "hovertemplate": "the paper: %{text}<extra></extra>",
-            "text": [with_std(row.paper, row.paper_std, ".2f") for _, row in papers],
+            "text": [with_std(row.paper, row.paper_std, form) for _, row in papers],
         },
     ]
     layout = {

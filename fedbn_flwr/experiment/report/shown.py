@@ -49,6 +49,11 @@ def unit_of(key: str) -> str:
     return " (%)" if in_percent(key) else ""
 
 
+def form_of(key: str) -> str:
+    """Return the format of a value in the report's unit: two places for a share in percent, else four."""
+    return ".2f" if in_percent(key) else ".4f"
+
+
 def metric(key: str, value: Any, *, signed: bool = False) -> str:
     """Return a value of metrics.jsonl as text, without unit; "-" without a value."""
     if key.endswith(CLIENTS) and value is not None:
@@ -56,7 +61,7 @@ def metric(key: str, value: Any, *, signed: bool = False) -> str:
     number = scaled(key, value)
     if number is not None and abs(number) >= _LARGE:
         return f"{number:.4g}"
-    return "-" if number is None else f"{number:{'+' if signed else ''}.{2 if in_percent(key) else 4}f}"
+    return "-" if number is None else f"{number:{'+' if signed else ''}{form_of(key)}}"
 
 
 def with_unit(key: str, value: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fedbn_flwr.experiment.report.page import Block, Code, Facts, Listing, More, Page, Section, Table, Text
 from fedbn_flwr.experiment.report.run import command, method_name, run_warnings
-from fedbn_flwr.experiment.report.shown import duration, in_percent, setting, size, unit_of, with_unit
+from fedbn_flwr.experiment.report.shown import duration, form_of, in_percent, scaled, setting, size, unit_of, with_unit
 from fedbn_flwr.experiment.report.split_figures import split_figures
 from fedbn_flwr.experiment.report.study_figures import (
     comparison_section,
@@ -184,7 +184,7 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
         for text in run_warnings(run) if run.summary else ():
             warned.setdefault(text, []).append(str(cell.seed))
         numbers = [run.final.get(key), run.best.get(key)]
-        shown = ["-" if value is None else f"{value * (100 if in_percent(key) else 1):.2f}" for value in numbers]
+        shown = ["-" if value is None else f"{scaled(key, value):{form_of(key)}}" for value in numbers]
         time = duration(sum(line["seconds"] for line in run.lines))
         rows.append(
             [str(cell.seed), status, *shown, str(len(run.lines)), time, str(run.summary.get("sha256", "-"))[:16]]

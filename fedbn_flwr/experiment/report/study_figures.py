@@ -11,7 +11,7 @@ from fedbn_flwr.experiment.report.curve_figures import UNITS, test_of
 from fedbn_flwr.experiment.report.figures import Dots, Series, bars, curves, dots
 from fedbn_flwr.experiment.report.page import Block, Figure, Listing, Section, Switch, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
-from fedbn_flwr.experiment.report.shown import in_percent, scaled, thinned, title_of, unit_of
+from fedbn_flwr.experiment.report.shown import form_of, in_percent, scaled, thinned, title_of, unit_of
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.studies.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
 from fedbn_flwr.experiment.studies.domain_table import domain_rows
@@ -38,7 +38,7 @@ def dots_figures(files: StudyFiles) -> list[Figure]:
 
 
 def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
-    mixed = len({row["metric"] for row in rows}) > 1
+    mixed, form = len({row["metric"] for row in rows}) > 1, form_of(quantity)
     found, texts = [], []
     for row in rows:
         own = [r for r in files.rows if all(r[k] == row[k] for k in ("method", "split", "metric"))]
@@ -49,20 +49,20 @@ def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
         found.append(
             Dots(name, values, row["mean"], interval["low"], interval["high"], row["paper"], row["paper-std"], seeds)
         )
-        texts.append(f"{name} {row['mean']:.2f}")
+        texts.append(f"{name} {row['mean']:{form}}")
     title = f"{title_of(quantity)} after the last round{_of(files, split)}"
     label = f"{title}, mean over seeds: {'; '.join(texts)}."
     head = ["method", "runs", "mean", "from", "to", "the paper"]
     numbers = [
         [
-            *(one.name, ", ".join(f"{v:.2f}" for v in one.values)),
-            *(with_std(value, None, ".2f") for value in (one.mean, one.low, one.high)),
-            with_std(one.paper, one.paper_std, ".2f"),
+            *(one.name, ", ".join(f"{v:{form}}" for v in one.values)),
+            *(with_std(value, None, form) for value in (one.mean, one.low, one.high)),
+            with_std(one.paper, one.paper_std, form),
         ]
         for one in found
     ]
     caption = f"{_INTERVAL.capitalize()} (Student's t)"
-    drawing = dots(found, f"{quantity}{unit_of(quantity)}", _INTERVAL)
+    drawing = dots(found, f"{quantity}{unit_of(quantity)}", _INTERVAL, form)
     return Figure(drawing, label, title, Table(head, numbers, caption))
 
 
@@ -87,7 +87,7 @@ def curves_section(files: StudyFiles) -> Section:
 
 
 def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Sequence[RunFiles]]) -> Figure:
-    mixed = len({own[0].headline for own in runs.values()}) > 1
+    mixed, form = len({own[0].headline for own in runs.values()}) > 1, form_of(quantity)
     series, rounds = [], {}
     for method, own in runs.items():
         name = method + (f" ({test_of(own[0].headline)})" if mixed else "")
@@ -96,8 +96,8 @@ def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Seq
         rounds[name] = found
     title = f"{title_of(quantity)}{_of(files, split)}"
     everything = thinned(sorted({server_round for found in rounds.values() for server_round in found}))
-    rows = [[str(r), *(with_std(found.get(r), None, ".2f") for found in rounds.values())] for r in everything]
-    last = "; ".join(f"{name} {with_std(list(found.values())[-1], None, '.2f')}" for name, found in rounds.items())
+    rows = [[str(r), *(with_std(found.get(r), None, form) for found in rounds.values())] for r in everything]
+    last = "; ".join(f"{name} {with_std(list(found.values())[-1], None, form)}" for name, found in rounds.items())
     label = f"{title} of {len(runs)} methods over rounds. Last values: {last}."
     drawing = curves(series, f"{quantity}{unit_of(quantity)}")
     drawing["height"] = 420
@@ -165,14 +165,16 @@ def _differences(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Fi
     head = ["method", "against", "difference", "from", "to", "p", "p (Holm)", "seeds", "shown"]
     table = [
         [
-            *(*names(r), *(f"{r[key]:+.2f}" for key in ("difference", "low", "high"))),
+            *(*names(r), *(f"{r[key]:+{form_of(name)}}" for key in ("difference", "low", "high"))),
             *(f"{r['p']:.3f}", f"{r['p-holm']:.3f}", str(r["seeds"]), _shown(r)),
         ]
         for r in ordered
     ]
     clear = sum(_shown(row) != "no" for row in rows)
     label = f"{title}: {clear} of {len(rows)} pairs have an interval without 0."
-    drawing = dots(pairs, f"difference{' (points)' if in_percent(name) else ''}", f"{LEVEL:.0%} interval")
+    drawing = dots(
+        pairs, f"difference{' (points)' if in_percent(name) else ''}", f"{LEVEL:.0%} interval", form_of(name)
+    )
     line = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted"}}
     drawing["layout"] |= {"shapes": [line], "showlegend": False}
     return Figure(drawing, label, title, Table(head, table))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.experiment.report.page import Link, Section, Table, Text
-from fedbn_flwr.experiment.report.shown import MEBIBYTE, in_percent
+from fedbn_flwr.experiment.report.shown import MEBIBYTE, form_of, in_percent
 from fedbn_flwr.experiment.report.study_figures import dots_figures
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.studies.numbers import with_std
@@ -52,9 +52,9 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
     percent = all(in_percent(row["metric"] or "") for row in rows)
     unit = " (%)" if percent else ""
 
-    def number(key: str, std: str = "", form: str = "") -> Any:
+    def number(key: str, std: str = "", form: str = "", sign: str = "") -> Any:
         def cell(row: dict[str, Any]) -> str:
-            places = form or (".2f" if in_percent(row["metric"] or "") else ".4f")
+            places = form or sign + form_of(row["metric"] or "")
             return with_std(row[key], row[std] if std else None, places)
 
         return cell
@@ -74,7 +74,7 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
     if any(row["paper"] is not None for row in rows):
         results += [
             (f"paper{unit}", number("paper", "paper-std")),
-            ("difference", number("difference", form="+.2f")),
+            ("difference", number("difference", sign="+")),
         ]
     if len({row["metric"] for row in rows}) > 1:
         results.append(("metric", lambda row: row["metric"] or "-"))

@@ -19,6 +19,7 @@ from fedbn_flwr.training.tasks import in_percent, quantity_of
 __all__ = ["DIFFERENT_TESTS", "FIELDS", "LEVEL", "comparisons", "comparisons_markdown", "difference", "left_out"]
 
 LEVEL = 0.95
+_EQUAL = 1e-9  # differences of shares of examples, equal as fractions, differ in float64's last digits
 FIELDS = (
     *("split", "method", "metric", "other", "other-metric"),
     *("seeds", "difference", "low", "high", "p", "p-holm"),
@@ -38,7 +39,7 @@ def difference(values: Sequence[float]) -> dict[str, float | None]:
     differ by the same number of examples.
     """
     mean = statistics.fmean(values)
-    if len(set(values)) < 2:
+    if max(values) - min(values) <= _EQUAL * max(1.0, *map(abs, values)):
         return {"difference": mean, "low": None, "high": None, "p": None}
     from scipy.stats import t
 

@@ -20,6 +20,8 @@ Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 def domain_rows(study: Study, summaries: Summaries) -> list[dict[str, Any]]:
     """Return a row for each method, split and domain, and one for the average of the domains; shares in percent.
 
+    The average is that of the runs with a value in every domain.
+
     Args:
         study: the study, with the metrics that have rows (by default the main one of each run) and the paper's numbers
             by domain and "average".
@@ -38,8 +40,11 @@ def domain_rows(study: Study, summaries: Summaries) -> list[dict[str, Any]]:
             continue
         stated = study.paper_numbers(f"{method}/{split}") if metric == done[0]["headline"] else {}
         stated.pop(WHOLE, None)
-        defined = [{domain: value for domain, value in run.items() if value is not None} for run in found]
-        runs = [{**run, AVERAGE: statistics.fmean(run.values())} for run in defined if run]
+        runs = [{domain: value for domain, value in run.items() if value is not None} for run in found]
+        num_domains = len({domain for run in found for domain in run})
+        for run in runs:
+            if len(run) == num_domains:  # an average over other domains is another quantity
+                run[AVERAGE] = statistics.fmean(run.values())
         scale = 100 if in_percent(metric) else 1
         for domain in dict.fromkeys([*(name for run in found for name in run), *stated, AVERAGE]):
             values = [scale * run[domain] for run in runs if domain in run]
@@ -62,9 +67,10 @@ def is_average(final: Mapping[str, Any], metric: str) -> bool:
 
     With as many clients in each domain, the mean over the clients is; a test of all images together is none.
     """
-    values = [value for value in final.get("domains", {}).get(metric, {}).values() if value is not None]
-    whole = final.get(metric)
-    return bool(values) and whole is not None and math.isclose(whole, statistics.fmean(values))
+    values, whole = list(final.get("domains", {}).get(metric, {}).values()), final.get(metric)
+    if not values or whole is None or None in values:
+        return False
+    return math.isclose(whole, statistics.fmean(values))
 
 
 def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -26,6 +26,7 @@ from fedbn_flwr.experiment.run import work_of
 from fedbn_flwr.experiment.setup import gpu_share, make_model, pick_device, refuse_named_gpu
 from fedbn_flwr.experiment.studies.study import Cell, finished
 from fedbn_flwr.experiment.studies.sweep import Follower, Outcome, Runner, do_cell, note_failure
+from fedbn_flwr.machine import memory_bytes, num_cores
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["default_parallel", "in_parallel", "memory_need"]
@@ -45,10 +46,10 @@ def default_parallel(cells: Sequence[Cell]) -> int:
     if not cells or sum(work_of(cell.config) for cell in cells) < _WORTH_RAY:
         return 1
     threads = max(cell.config.torch_threads for cell in cells)
-    places = (os.cpu_count() or 1) // threads
+    places = num_cores() // threads
     if any(pick_device(cell.config.device).type == "cuda" for cell in cells):
         places = torch.cuda.device_count()
-    memory = 0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = 0.6 * memory_bytes()
     return max(1, min(len(cells), places, int(memory / max(memory_need(cell.config) for cell in cells))))
 
 

@@ -287,7 +287,8 @@ class Cell:
 
     def folder(self, out: Path) -> Path:
         """Return the run's folder under ``out``."""
-        return out.joinpath(*(re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")))
+        parts = [re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")]
+        return out.joinpath(*(part if part.strip(".") else "_" * max(1, len(part)) for part in parts))  # not "..", ""
 
 
 def _text_of(error: Mapping[str, Any]) -> str:

@@ -70,6 +70,7 @@ _COLUMNS = (
         "split",
         "metric",
         "runs",
+        "without-value",
         "with-rejected",
         "diverged",
         "failed",
@@ -86,7 +87,8 @@ _COLUMNS = (
 def table_rows(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a row for each method, split and metric, from the tidy rows.
 
-    Means and sample standard deviations are those of the runs that finished; rounds and traffic are means, too.
+    Means and sample standard deviations are those of the runs that finished with a value, which ``runs`` counts; rounds
+    and traffic are means, too.
     ``with-rejected`` counts the runs of the mean in which replies were lost or refused, and ``reached`` those that
     reached the target; the means up to the target are those of the latter. ``difference`` is mean minus paper.
     """
@@ -117,7 +119,8 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "method": method,
         "split": split,
         "metric": metric,
-        "runs": len(counted),
+        "runs": sum(row["final"] is not None for row in counted),
+        "without-value": sum(row["final"] is None for row in counted),
         "with-rejected": sum(row["rejected"] > 0 for row in counted),
         "diverged": len(ended) - len(counted),
         "failed": len(own) - len(ended),
@@ -139,7 +142,10 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
 
 def shown_runs(row: Row) -> str:
     """Return the number of runs of a row of the table, and what must be known of them."""
-    others = (("with-rejected", "with lost replies"), ("diverged", "diverged"), ("failed", "failed"))
+    others = (
+        *(("without-value", "without a value"), ("with-rejected", "with lost replies")),
+        *(("diverged", "diverged"), ("failed", "failed")),
+    )
     return ", ".join([str(row["runs"]), *(f"{row[key]} {what}" for key, what in others if row[key])])
 
 

@@ -77,12 +77,25 @@ class Delivery:
             end = self._calls.get()
             try:
                 self._deliver()
-                if end:
-                    self._tracker.close(end.summary)
+                self._warned = False
             except Exception as error:  # whatever a service, its package or the network raises
                 self._warn(error)
             if end:
+                self._close(end)
                 return
+
+    def _close(self, end: _End) -> None:
+        if self._waiting:  # `wait` says so
+            return
+        try:
+            self._tracker.close(end.summary)
+        except Exception as error:  # as above
+            logger.warning(
+                "%s has all rounds of the run and did not take its end: %s: %s. There it may look as if it still ran.",
+                self._tracker.key,
+                type(error).__name__,
+                error,
+            )
 
     def _deliver(self) -> None:
         if self._have < 0:

@@ -12,7 +12,7 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.studies.study import STUDY_FILE
 
-__all__ = ["Memory", "Tracker", "group_of", "name_of", "numbers_of", "summary_of_run", "tags_of"]
+__all__ = ["Memory", "Tracker", "draws_anew", "group_of", "name_of", "numbers_of", "summary_of_run", "tags_of"]
 
 _DEEPEST = 8  # folders between a study's and a run's; names of methods and splits may have "/"
 
@@ -65,6 +65,11 @@ class Memory:
         """Write the file."""
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, json.dumps(asdict(self)) + "\n")
+
+
+def draws_anew(config: Config) -> bool:
+    """Return whether the rounds that a resume repeats have other numbers: their noise or batches are drawn anew."""
+    return config.dp != "off" or config.record_dp or config.masked_sums
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:

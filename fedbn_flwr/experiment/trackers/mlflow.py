@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.trackers.interface import Memory, group_of, name_of, tags_of
+from fedbn_flwr.experiment.trackers.interface import Memory, draws_anew, group_of, name_of, tags_of
 
 __all__ = ["MLflow"]
 
@@ -36,6 +36,7 @@ class MLflow:
         self._file = folder / "mlflow.json"
         self._memory = Memory.read(self._file, config.mlflow)
         self._client: Any = None
+        self._repeated_after = after if draws_anew(config) else None
 
     @staticmethod
     def problem(config: Config) -> str:
@@ -65,6 +66,8 @@ class MLflow:
             self._log(params=values)
         self._client.update_run(self._memory.id, status="RUNNING")
         self._memory.round = int(data.metrics.get(_ROUND, 0))
+        if self._repeated_after is not None:  # a later value of a step takes the place of the earlier one
+            self._memory.round = min(self._memory.round, self._repeated_after)
         return self._memory.round
 
     def _experiment(self, name: str, files: str | None) -> str:

@@ -6,6 +6,7 @@ and ``wandb sync`` sends it later. The id of the run is kept in the folder, so t
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.trackers.interface import Memory, group_of, name_of, tags_of
+from fedbn_flwr.experiment.trackers.interface import Memory, draws_anew, group_of, name_of, tags_of
 
 __all__ = ["WandB"]
+
+logger = logging.getLogger("flwr")
 
 
 _SECONDS_TO_BEGIN = 15.0  # without a network; a later round tries again. The end of the process waits for an attempt
@@ -34,6 +37,7 @@ class WandB:
         self._file = folder / "wandb" / "fedbn-run.json"
         self._memory = Memory.read(self._file, config.wandb)
         self._run: Any = None
+        self._repeated_after = after if draws_anew(config) else None
 
     @staticmethod
     def problem(config: Config) -> str:
@@ -64,7 +68,15 @@ class WandB:
             dir=str(self._folder),
             settings=self._wandb.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_BEGIN),
         )
-        return max(self._memory.round, int(self._run.starting_step) - 1)
+        found = max(self._memory.round, int(self._run.starting_step) - 1)
+        if self._repeated_after is not None and found > self._repeated_after:
+            logger.warning(
+                "wandb has the rounds %d to %d as before the resume, and cannot change them; metrics.jsonl has "
+                "those of the resumed run",
+                self._repeated_after + 1,
+                found,
+            )
+        return found
 
     def add_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers; the package sends them from a process of its own."""

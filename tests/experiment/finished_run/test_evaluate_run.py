@@ -203,7 +203,7 @@ class Targets:
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "lines"),
     [
-        (BINARY, [[0.0], [2.0]], [1, 0], ["index,target,prediction,probability", "0,1,0,0.5", "1,0,1,0.880797"]),
+        (BINARY, [[0.0], [2.0]], [1, 0], ["index,target,prediction,probability", "0,1,0,0.5", "1,0,1,0.880797078"]),
         (REGRESSION, [1.5, -2.0], [1.0, 0.5], ["index,target,prediction", "0,1,1.5", "1,0.5,-2"]),
         (
             MULTI_LABEL,
@@ -211,7 +211,7 @@ class Targets:
             [[1.0, float("nan")]],
             [
                 "index,target-a,target-b,prediction-a,prediction-b,probability-a,probability-b",
-                "0,1,nan,0,1,0.5,0.880797",
+                "0,1,nan,0,1,0.5,0.880797078",
             ],
         ),
         (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.experiment.output.folder import read_metrics
-from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows
+from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows, is_average
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import sweep
@@ -63,6 +63,17 @@ def test_a_domain_only_the_paper_has_is_shown_as_missing() -> None:
     ]
     assert [row["difference"] for row in rows] == [None, None, None]
     assert "| - |" in domain_markdown("", rows)
+
+
+def test_a_run_without_a_value_in_a_domain_has_no_average() -> None:
+    runs = [run("auroc", cat=0.9, dog=0.5), run("auroc", cat=0.7, dog=None)]
+    rows = domain_rows(Study(name="pets", methods={"A": {}}), {("A", "all"): runs})
+    assert [(row["domain"], row["runs"], row["mean"]) for row in rows] == [
+        *(("cat", 2, pytest.approx(80.0)), ("dog", 1, 50.0)),
+        ("average", 1, pytest.approx(70.0)),
+    ]
+    assert is_average({"auroc": 0.7, **runs[0]["final"]}, "auroc")
+    assert not is_average({"auroc": 0.7, **runs[1]["final"]}, "auroc")
 
 
 STUDY = """

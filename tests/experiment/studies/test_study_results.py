@@ -51,7 +51,9 @@ def test_differences_are_paired_by_seed_as_scipy_does() -> None:
     text = comparisons_markdown("s", found)
     assert [line.count("\\*\\*") for line in text.splitlines()[-3:]] == [0, 1, 1]
     equal = [row("A", seed, 50.0 + seed) for seed in (0, 1)] + [row("B", seed, 50.25 + seed) for seed in (0, 1)]
-    for unknown in (rows[:1] + rows[5:6], equal):
+    right = {"A": (330, 291, 322), "B": (331, 292, 323)}  # of 360: 1 apart in each, and in float64 not quite
+    counted = [row(method, seed, 100 * (n / 360)) for method, own in right.items() for seed, n in enumerate(own)]
+    for unknown in (rows[:1] + rows[5:6], equal, counted):
         (pair,) = comparisons(unknown)
         assert (pair["low"], pair["p"], pair["p-holm"]) == (None, None, None)
     alone = comparisons_markdown("s", comparisons(rows[:1] + rows[5:6]))
@@ -137,6 +139,8 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
     first, second = table_rows(study, rows)
     assert (first["reached"], first["rounds-to-target"], first["difference"]) == (2, 2.5, pytest.approx(0.0))
     assert (first["with-rejected"], second["with-rejected"]) == (1, 0)
+    (undefined,) = table_rows(study, [row | {"final": row["final"] if not row["seed"] else None} for row in rows[::2]])
+    assert (undefined["runs"], undefined["without-value"], undefined["mean"]) == (1, 1, rows[0]["final"])
     text = write_tables(StudyResults(study, tmp_path / "out"))
     assert "| 2, 1 with lost replies |" in text
     assert "| 70.00 ± 2.50 | +0.00 |" in text

@@ -121,6 +121,24 @@ def test_a_tracker_that_fails_costs_one_warning_and_no_round(
     assert "wandb does not take the run's rounds: ConnectionError: no route" in caplog.text
 
 
+def test_a_tracker_that_cannot_end_its_run_says_so(
+    tmp_path: Path, fake: type[Fake], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after an earlier failure that has passed."""
+    fake.broken = True
+    folder = RunFolder(tmp_path / "run", Config.make({"wandb": "project"}))
+    folder.add_round({"round": 1, **LINE})
+    while not caplog.records:
+        time.sleep(0.001)
+    fake.broken = False
+    monkeypatch.setattr(fake, "close", lambda self, summary: 1 / 0)
+    folder.finish(STATE, {}, {"rounds": 1})
+    assert [number for number, _ in fake.rounds] == [1]
+    assert (
+        "wandb has all rounds of the run and did not take its end: ZeroDivisionError" in caplog.records[-1].getMessage()
+    )
+
+
 def test_a_tracker_that_hangs_does_not_stop_the_run(
     tmp_path: Path, fake: type[Fake], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
