@@ -22,7 +22,7 @@ def num_cores() -> int:
 
 def memory_bytes() -> int:
     """Return the memory that this process may have, in bytes: the machine's, or that of its container."""
-    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *map(int, _limits("memory.max")))
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *map(int, _limits("memory.max"))])
 
 
 def _limits(name: str) -> Iterator[str]:
