@@ -1,6 +1,6 @@
 """What a method, and a norm, cost beside FedAvg with BatchNorm: CPU seconds of a round, as ratios on the same steps.
 
-    python benchmarks/methods.py --write docs/performance.md    # some ten minutes on one core
+    python benchmarks/methods.py --write docs/performance.md    # some eight minutes a turn on one core
 
 ResNet-20 on random images of CIFAR-10's size: five clients, each an epoch of 320 images in batches of 32, a thread. The
 methods take turns, and each round of a turn counts but the first, which FBN and HBN spend on their warm-up.
@@ -98,7 +98,7 @@ def main(
         for name, value in sorted(medians.items(), key=lambda item: item[1])
     ]
     text = table(["method", "CPU seconds a round", "/ fedavg"], rows)
-    text += f"\n{CLIENTS} clients x {IMAGES} images, batches of {BATCH}; medians of {turns * ROUNDS} rounds. {facts()}"
+    text += f"\n\n{CLIENTS} clients x {IMAGES} images, batches of {BATCH}; medians of {turns * ROUNDS} rounds. {facts()}"
     write_block(write, "methods", text) if write else print(text)
 
 
