@@ -98,7 +98,8 @@ def main(
         for name, value in sorted(medians.items(), key=lambda item: item[1])
     ]
     text = table(["method", "CPU seconds a round", "/ fedavg"], rows)
-    text += f"\n\n{CLIENTS} clients x {IMAGES} images, batches of {BATCH}; medians of {turns * ROUNDS} rounds. {facts()}"
+    work = f"{CLIENTS} clients x {IMAGES} images, batches of {BATCH}; medians of {turns * ROUNDS} rounds."
+    text += f"\n\n{work} {facts()}"
     write_block(write, "methods", text) if write else print(text)
 
 
