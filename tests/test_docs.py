@@ -197,8 +197,8 @@ def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixt
     for name in ("pyproject.toml", "docs/methods/fedtan.md", "docs/methods/gone.md"):
         assert f"stale: {name}" in stale
     assert stale.count("\n") == 3
-    assert main([str(tmp_path), "--check"]) == 0
-    assert (tmp_path / "pyproject.toml").read_text() == (ROOT / "pyproject.toml").read_text()
+    for name in ("pyproject.toml", "docs/methods/fedtan.md"):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text()
     assert not (tmp_path / "docs/methods/gone.md").exists()
 
 

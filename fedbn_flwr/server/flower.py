@@ -149,7 +149,6 @@ class Server(Method[P]):
             NothingTrainedError: no round had enough usable replies. This error and the one before hold the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
-        self.stopped = False
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.by_run_rounds = True
 
@@ -163,17 +162,20 @@ class Server(Method[P]):
                 self._end_round(server_round)
             return metrics
 
-        result = run_rounds(
-            self,
-            polling(grid),
-            initial_arrays,
-            after,
-            num_rounds,
-            timeout,
-            train_config,
-            evaluate_config,
-            test_and_end_round,
-        )
+        try:
+            result = run_rounds(
+                self,
+                polling(grid),
+                initial_arrays,
+                after,
+                num_rounds,
+                timeout,
+                train_config,
+                evaluate_config,
+                test_and_end_round,
+            )
+        finally:
+            self.stopped = False  # of this run, not of a next one
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         last = self.reports[-1].server_round if self.reports else num_rounds
         if self.recalibrates and not self._ends_diverged and not self._tests_after(last):
