@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Tas
 from tests.support import federation, pictures, preloaded
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
+from tests.support.pretended_gpu import pretended_gpu
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
@@ -58,10 +59,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU, and in a second test marked ``gpu`` the GPU."""
-    return torch.device(request.param)
+GPUS = ["pretended", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=["cpu", *GPUS])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The CPU, a pretended GPU, and in a third test marked ``gpu`` a GPU."""
+    if request.param == "pretended":
+        with pretended_gpu(monkeypatch):
+            yield torch.device("cuda")
+    else:
+        yield torch.device(request.param)
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A pretended GPU, and in a second test marked ``gpu`` a GPU."""
+    with pretended_gpu(monkeypatch) if request.param == "pretended" else nullcontext():
+        yield torch.device("cuda")
 
 
 @pytest.fixture(autouse=True, scope="session")

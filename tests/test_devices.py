@@ -1,4 +1,7 @@
-"""A run on a GPU is the run on the CPU: every test here runs on both, and is skipped where there is no GPU."""
+"""A run on a GPU is the run on the CPU.
+
+The tests run on a pretended GPU (``tests/support/pretended_gpu.py``), and on a real one where there is one.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.randomness import Generators, seeded
 from tests.support.points import Points
+from tests.support.pretended_gpu import pretended_gpu
 from tests.support.synchronised import WEIGHT_DECAY, centralised, client_data, distances, synchronised, trained
 
 SIZES = (6, 4, 5)
@@ -187,6 +191,43 @@ def test_the_default_generators_are_seeded_in_a_block_and_restored_after_it(devi
     assert torch.equal(torch.rand(4, device=device), expected)
     assert torch.equal(*drawn)
     assert not torch.equal(drawn[0], expected)
+
+
+def test_the_cpu_waits_for_the_gpu_once_a_round_and_not_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, here = client_data((3, 16, 16), (24,), dtype=torch.float32)[0], resnet().float()
+
+    def waits(steps: int) -> tuple[Any, Any, Any]:
+        settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_steps=steps, sgd_momentum=0.9)
+        with pretended_gpu(monkeypatch) as costs:
+            model = here.to("cuda")
+            train(model, data, settings, learning_rate=0.01, stream=stream)
+            trained_in = dict(costs.reads)
+            evaluate(model, data, batch_size=24 // steps)
+            tested_in = dict(costs.reads)
+            reestimate_statistics(model, data, batch_size=24 // steps)
+            assert costs.launches["native_batch_norm"] > 0
+            return trained_in, tested_in, dict(costs.reads)
+
+    assert waits(2) == waits(6)
+
+
+BROKEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "two devices": lambda x: x + torch.zeros(3),
+    "weights elsewhere": lambda x: nn.Linear(3, 3)(x),
+    "index of the GPU into the CPU": lambda x: torch.zeros(3)[x.long()],
+    "numpy": lambda x: np.asarray(x),
+    "generator": lambda x: torch.rand(3, device=x.device, generator=torch.Generator()),
+    "generator in place": lambda x: x.normal_(generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_what_breaks_a_rule_of_a_gpu_raises_on_the_pretended_one_too(rule: str, gpu: torch.device) -> None:
+    x = torch.zeros(3, device=gpu)
+    with pytest.raises((RuntimeError, TypeError), match=r"cuda|same device"):
+        BROKEN[rule](x)
+    assert torch.equal(x[[0, 1]].cpu(), torch.zeros(2))
+    assert (x + torch.tensor(1.0)).tolist() == [1.0, 1.0, 1.0]  # a scalar of the CPU may be anywhere
 
 
 class Cut(Exception):

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.experiment.config import Config
@@ -44,6 +46,20 @@ def check_learns(strategy: str, partition: str, settings: Mapping[str, Any], out
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_learns_digits(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
     check_learns(strategy, partition, needs(strategy), tmp_path / "out")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
+    strategy: str, needs: Needs, tmp_path: Path, gpu: torch.device
+) -> None:
+    settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 2}
+    ended = []
+    for device in ("cpu", gpu.type):
+        config, _ = Config.make_of_shared(settings, {**needs(strategy), "strategy": strategy, "device": device})
+        assert run(config, tmp_path / device)["rejected"] == 0
+        ended.append(load_file(tmp_path / device / "model.safetensors"))
+    for name, expected in ended[0].items():
+        torch.testing.assert_close(ended[1][name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow
