@@ -196,6 +196,8 @@ def test_the_default_generators_are_seeded_in_a_block_and_restored_after_it(devi
 def test_the_cpu_waits_for_the_gpu_once_a_round_and_not_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     data, here = client_data((3, 16, 16), (24,), dtype=torch.float32)[0], resnet().float()
 
+    launches: dict[int, tuple[int, int]] = {}
+
     def waits(steps: int) -> tuple[Any, Any, Any]:
         settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_steps=steps, sgd_momentum=0.9)
         with pretended_gpu(monkeypatch) as costs:
@@ -203,12 +205,20 @@ def test_the_cpu_waits_for_the_gpu_once_a_round_and_not_at_each_step(monkeypatch
             train(model, data, settings, learning_rate=0.01, stream=stream)
             trained_in = dict(costs.reads)
             evaluate(model, data, batch_size=24 // steps)
-            tested_in = dict(costs.reads)
+            tested_in, before = dict(costs.reads), costs.launches.total()
             reestimate_statistics(model, data, batch_size=24 // steps)
-            assert costs.launches["native_batch_norm"] > 0
+            reestimation = costs.launches.total() - before
+            with torch.no_grad():
+                for _ in range(steps):
+                    model.train()(torch.zeros(4, 3, 16, 16, device="cuda"))
+            launches[steps] = reestimation, costs.launches.total() - before - reestimation
             return trained_in, tested_in, dict(costs.reads)
 
     assert waits(2) == waits(6)
+    passes, forwards = (more - less for less, more in zip(*launches.values(), strict=True))
+    assert forwards > 4 * 60
+    # Four batches more: a conversion, the variance and a product in each layer, beside the forward pass.
+    assert passes <= forwards + 4 * 3 * len(tracking_layers(resnet()))
 
 
 BROKEN: dict[str, Callable[[torch.Tensor], Any]] = {

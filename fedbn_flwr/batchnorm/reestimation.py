@@ -1,13 +1,12 @@
 """Re-estimation ("precise BN"): BatchNorm statistics from one pass over data under fixed weights. Torch only.
 
-Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. It is merged with the sum
-of the batches before it (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and
-M2 / (n - 1), the unbiased variance that torch's layers keep.
+Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. At the end of the pass all
+are merged at once (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1),
+the unbiased variance that torch's layers keep.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from fedbn_flwr.training.randomness import seeded
 
 __all__ = [
     "Moments",
+    "by_path",
     "load_statistics",
     "merge",
     "mixture",
@@ -57,24 +57,36 @@ def moments_of(values: Tensor) -> Moments:
     values = values.detach()
     if values.device.type == "cpu" and values.numel() > _BLOCK:
         blocks = torch.split(values, max(1, _BLOCK * len(values) // values.numel()))
-        return functools.reduce(merge, map(_moments_of_block, blocks))
+        return merge([_moments_of_block(block) for block in blocks])
     return _moments_of_block(values)
 
 
 def _moments_of_block(values: Tensor) -> Moments:
-    axes = other_axes(values)
+    axes, count = other_axes(values), values.numel() // values.shape[1]
     wide = values.to(torch.float64, copy=True)  # in the order of memory, contiguous or channels-last
+    if wide.is_cuda:  # one kernel, which on a CPU takes ten times as long as the four below
+        var, mean = torch.var_mean(wide, axes, correction=0)
+        return Moments(count, mean, var * count)
     mean = wide.mean(axes, keepdim=True)
-    return Moments(values.numel() // values.shape[1], mean.flatten(), wide.sub_(mean).square_().sum(axes))
+    return Moments(count, mean.flatten(), wide.sub_(mean).square_().sum(axes))
 
 
-def merge(first: Moments, second: Moments) -> Moments:
-    """Return the moments of the union of both sets of values."""
-    count = first.count + second.count
-    difference = second.mean - first.mean
-    mean = first.mean + difference * (second.count / count)
-    m2 = first.m2 + second.m2 + difference.square() * (first.count * second.count / count)
-    return Moments(count, mean, m2)
+def merge(moments: Sequence[Moments]) -> Moments:
+    """Return the moments of the union of one or more sets of values."""
+    if len(moments) == 1:
+        return moments[0]
+    count, first = sum(own.count for own in moments), moments[0].mean
+    counts = first.new_tensor([[own.count] for own in moments])
+    apart = torch.stack([own.mean for own in moments]) - first  # from one of the means: the numbers stay small
+    shift = (counts * apart).sum(0) / count
+    m2 = torch.stack([own.m2 for own in moments]).sum(0) + (counts * (apart - shift).square()).sum(0)
+    return Moments(count, first + shift, m2)
+
+
+def by_path(model: nn.Module, found: Mapping[nn.Module, Sequence[Moments]]) -> dict[str, Moments]:
+    """Return the moments of each layer's calls, merged, by its path or paths; layers without a call are left out."""
+    merged = {layer: merge(moments) for layer, moments in found.items()}
+    return {path: merged[module] for path, module in model.named_modules(remove_duplicate=False) if module in merged}
 
 
 def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
@@ -89,7 +101,7 @@ def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> 
             sum p_i (var_i + (mean_i - mean)^2). None = by the counts.
     """
     if weights is None:
-        return functools.reduce(merge, moments)
+        return merge(moments)
     count = sum(own.count for own in moments)
     mean, variance = mixture(moments, weights)
     return Moments(count, mean, count * variance)
@@ -152,11 +164,10 @@ def reestimate_statistics(
         paths has an entry for each. Layers that were not called are left out. The result is empty if there is no data,
         or one example only, from which BatchNorm cannot compute statistics.
     """
-    sums: dict[nn.Module, Moments] = {}
+    found: dict[nn.Module, list[Moments]] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        new = moments_of(args[0] if args else kwargs["input"])
-        sums[layer] = merge(sums[layer], new) if layer in sums else new
+        found.setdefault(layer, []).append(moments_of(args[0] if args else kwargs["input"]))
 
     with kept_modes(model), torch.no_grad():
         model.train(layers is None)
@@ -167,8 +178,7 @@ def reestimate_statistics(
         with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
             for _, (inputs, _) in with_positions(data, batches):
                 model(prepared(inputs))
-    found = model.named_modules(remove_duplicate=False)
-    return {path: sums[module] for path, module in found if module in sums}
+    return by_path(model, found)
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import Moments, merge, tracking_layers
+from fedbn_flwr.batchnorm.reestimation import Moments, by_path, tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
 from fedbn_flwr.training.loop import kept_modes
@@ -162,10 +162,10 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
 
 
 class MomentSums:
-    """The moments of layers' inputs, merged over their calls and steps."""
+    """The moments of layers' inputs over their calls and steps."""
 
     def __init__(self) -> None:
-        self._sums: dict[nn.Module, Moments] = {}
+        self._found: dict[nn.Module, list[Moments]] = {}
 
     def add(self, layer: nn.Module, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> None:
         """Add the input ``x`` (N, C, *) of a call.
@@ -178,13 +178,12 @@ class MomentSums:
         with torch.no_grad():
             mean, var = statistics or batch_statistics(x)
             count = x.numel() // x.shape[1]
-            new = Moments(count, mean.detach().double(), var.detach().double() * count)
-        self._sums[layer] = merge(self._sums[layer], new) if layer in self._sums else new
+            moments = Moments(count, mean.detach().double(), var.detach().double() * count)
+        self._found.setdefault(layer, []).append(moments)
 
     def by_path(self, model: nn.Module) -> dict[str, Moments]:
         """Return the moments by layer path, as ``reestimate_statistics`` does; layers without a call are left out."""
-        found = model.named_modules(remove_duplicate=False)
-        return {path: self._sums[module] for path, module in found if module in self._sums}
+        return by_path(model, self._found)
 
 
 def _wide(x: Tensor) -> Tensor:

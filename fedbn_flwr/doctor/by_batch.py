@@ -92,9 +92,7 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
 
 def pooled(moments: Sequence[Moments]) -> Statistics:
     """Return the statistics of all batches together: mean and unbiased variance (C,)."""
-    total = moments[0]
-    for more in moments[1:]:
-        total = merge(total, more)
+    total = merge(moments)
     return Statistics(total.mean, total.m2 / max(total.count - 1, 1))
 
 

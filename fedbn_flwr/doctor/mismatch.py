@@ -142,9 +142,7 @@ def running_distances(model: nn.Module, moments: Sequence[BatchMoments]) -> Mapp
         batches: list[Moments] = [m for client in moments for m in client.get(path, ())]
         if layer.running_mean is None or layer.running_var is None or not batches:
             continue
-        total = batches[0]
-        for more in batches[1:]:
-            total = merge(total, more)
+        total = merge(batches)
         running = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
         found[path] = distance(running, Statistics(total.mean, total.variance), layer.eps)
     return found

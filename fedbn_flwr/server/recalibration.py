@@ -24,7 +24,6 @@ $S$ = floats of the running statistics.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ def running_statistics_of(replies: Sequence[Mapping[str, Moments]], like: State,
     entries: dict[str, Any] = {}
     for layer in parts.layers:
         own = [reply[layer.path] for reply in replies if layer.path in reply]
-        if own and (total := functools.reduce(merge, own)).count > 1:
+        if own and (total := merge(own)).count > 1:
             for leaf, value in (("running_mean", total.mean), ("running_var", total.variance)):
                 name = layer.entries[leaf]
                 entries[name] = value.numpy().astype(like[name].dtype)

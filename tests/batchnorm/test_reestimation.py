@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import numpy as np
 import pytest
@@ -47,7 +46,7 @@ def test_every_layer_of_a_torchvision_model_over_uneven_clients(points, make) ->
     own = [reestimate_statistics(model, data, batch_size=4) for data in datasets]
     assert [list(moments) for moments in own] == [list(expected)] * 3
     for path, values in expected.items():
-        total = functools.reduce(merge, (moments[path] for moments in own))
+        total = merge([moments[path] for moments in own])
         assert total.count == len(values)
         np.testing.assert_allclose(total.mean, values.mean(0), rtol=1e-10, atol=1e-12, err_msg=path)
         np.testing.assert_allclose(total.variance, values.var(0, ddof=1), rtol=1e-10, atol=1e-14, err_msg=path)
@@ -134,7 +133,7 @@ def test_merged_moments_are_those_of_all_values(sizes: list[int], offset: float,
     """Without cancellation: at an offset of 1e8 the naive E[x^2] - E[x]^2 would lose all digits."""
     values = np.random.default_rng(seed).normal(size=(sum(sizes), 3)) + offset
     parts = np.split(values, np.cumsum(sizes)[:-1])
-    total = functools.reduce(merge, (moments_of(torch.from_numpy(part)) for part in parts))
+    total = merge([moments_of(torch.from_numpy(part)) for part in parts])
     assert total.count == len(values)
     centred = (values - offset).astype(np.longdouble)
     np.testing.assert_allclose(total.mean - offset, centred.mean(0).astype(float), atol=1e-15 * max(offset, 1) * 8)

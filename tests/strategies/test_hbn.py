@@ -179,7 +179,7 @@ def test_a_survey_in_eval_mode_would_be_the_unions_at_every_layer(points, torchv
                 mine(inputs)
         each.append(sums.by_path(mine))
     for path, values in inputs_of_layers(model, union(datasets)[0]).items():
-        found = functools.reduce(merge, (own[path] for own in each))
+        found = merge([own[path] for own in each])
         torch.testing.assert_close(found.mean, values.mean(0), rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(found.variance, values.var(0), rtol=1e-12, atol=1e-13)
 

@@ -92,6 +92,9 @@ class _OnGpu(Tensor):
             index = tuple(torch.tensor(part) if isinstance(part, list) else part for part in index)
         return super().__getitem__(torch.tensor(index) if isinstance(index, list) else index)
 
+    def new_tensor(self, data: Any, **_: Any) -> Tensor:  # type: ignore[override]
+        return _OnGpu(torch.tensor(data, dtype=self.dtype))
+
     def tolist(self) -> Any:
         return _read(self, "tolist").tolist()
 
