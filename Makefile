@@ -36,7 +36,7 @@ slow: .venv/installed-dev
 network: .venv/installed-dev
 	$(BIN)/python -m pytest -m network
 
-# Every benchmark, its tables into docs/performance.md; half an hour on two quiet cores. Without DATA the images are random;
+# Every benchmark, its tables into docs/performance.md; 40 quiet minutes on two cores. Without DATA the images are random;
 # without PEERS and PEER_PYTHON the other packages are named as missing (benchmarks/simulation.py says what they need):
 # make bench DATA=DIR PEERS=DIR PEER_PYTHON=/path/to/python
 bench: .venv/installed

@@ -137,7 +137,7 @@ TARGETS: tuple[tuple[str, str, str, str], ...] = (
     ("evaluation-mlp", IN_PROCESS, BARE, "<= 1.05"),
     ("evaluation-lenet", IN_PROCESS, BARE, "<= 1.05"),
 )
-"""Setting, this row, divided by that row, and the aim."""
+"""Setting, this row, divided by that row, and the target."""
 
 
 def prepare(folder: Path, data_dir: str, settings: Sequence[Setting]) -> None:
@@ -295,7 +295,7 @@ def measure(setting: str, course: Course, turns: int) -> Figures:
 
 
 def ratio_table(found: dict[str, Figures]) -> str:
-    """Return the table of ratios with their aims, of those that were measured."""
+    """Return the table of ratios with their targets, of those that were measured."""
     rows = []
     for setting, name, against, target in TARGETS:
         if setting in found:
@@ -305,7 +305,7 @@ def ratio_table(found: dict[str, Figures]) -> str:
                 mine, theirs = figures.median(name, key), figures.median(against, key)
                 ratios.append(None if mine is None or theirs is None else mine / theirs)
             rows.append([f"{setting}: {name} / {against}", *map(number, ratios), target])
-    return table(["ratio", "of seconds", "of CPU seconds", "aim of the seconds"], rows)
+    return table(["ratio", "of seconds", "of CPU seconds", "target of the seconds"], rows)
 
 
 def same_means(one: Contender, other: Contender) -> bool:
