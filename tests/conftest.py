@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
 from tests.support import federation, pictures, preloaded
+from tests.support.fake_gpu import fake_gpu
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
-from tests.support.pretended_gpu import pretended_gpu
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
@@ -59,24 +59,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
-GPUS = ["pretended", pytest.param("cuda", marks=pytest.mark.gpu)]
+GPUS = ["fake", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@contextmanager
+def device_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Give the device of a test; a GPU, fake or real, must have worked."""
+    if name == "fake":
+        with fake_gpu(monkeypatch) as costs:
+            yield torch.device("cuda")
+        assert costs.launches, "nothing ran on the fake GPU"
+    elif name == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        yield torch.device("cuda")
+        assert torch.cuda.max_memory_allocated(), "nothing ran on the GPU"
+    else:
+        yield torch.device(name)
 
 
 @pytest.fixture(params=["cpu", *GPUS])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The CPU, a pretended GPU, and in a third test marked ``gpu`` a GPU."""
-    if request.param == "pretended":
-        with pretended_gpu(monkeypatch):
-            yield torch.device("cuda")
-    else:
-        yield torch.device(request.param)
+    """The CPU, a fake GPU, and in a third test marked ``gpu`` a GPU."""
+    with device_of(request.param, monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """A pretended GPU, and in a second test marked ``gpu`` a GPU."""
-    with pretended_gpu(monkeypatch) if request.param == "pretended" else nullcontext():
-        yield torch.device("cuda")
+    """A fake GPU, and in a second test marked ``gpu`` a GPU."""
+    with device_of(request.param, monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture(params=["cpu", GPUS[1]])
+def true_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The CPU, and in a second test marked ``gpu`` a GPU: for what a fake GPU does not do."""
+    with device_of(request.param, monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True, scope="session")

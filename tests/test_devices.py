@@ -1,6 +1,6 @@
 """A run on a GPU is the run on the CPU.
 
-The tests run on a pretended GPU (``tests/support/pretended_gpu.py``), and on a real one where there is one.
+The tests run on a fake GPU (``tests/support/fake_gpu.py``), and on a real one where there is one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.randomness import Generators, seeded
+from tests.support.fake_gpu import fake_gpu
 from tests.support.points import Points
-from tests.support.pretended_gpu import pretended_gpu
 from tests.support.synchronised import WEIGHT_DECAY, centralised, client_data, distances, synchronised, trained
 
 SIZES = (6, 4, 5)
@@ -100,8 +100,8 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(device: tor
         assert there[name][key] == pytest.approx(here[name][key], rel=1e-4)
 
 
-def test_mixed_precision_keeps_state_in_its_type(device: torch.device) -> None:
-    model = set_memory_format(build_model("resnet20", num_classes=3, channels=3, size=16).to(device))
+def test_mixed_precision_keeps_state_in_its_type(true_device: torch.device) -> None:
+    model = set_memory_format(build_model("resnet20", num_classes=3, channels=3, size=16).to(true_device))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     data = client_data((3, 16, 16), (8,), dtype=torch.float32)[0]
     settings = LocalTraining(learning_rate=LearningRate(0.01), batch_size=4, amp=True)
@@ -124,12 +124,12 @@ def test_a_federation_ends_in_the_state_of_the_cpu(federate, points, mlp, device
         close(there.local_state(1), here.local_state(1))
 
 
-def test_worker_processes_on_a_device_end_in_the_state_of_one_process(federate, points, mlp, device) -> None:
+def test_worker_processes_on_a_device_end_in_the_state_of_one_process(federate, points, mlp, true_device) -> None:
     """With a GPU the workers are new processes, which get the app by cloudpickle."""
     data = [points(size, client) for client, size in enumerate(SIZES)]
 
     def state(workers: int) -> dict[str, Any]:
-        app = lambda: mlp(dropout=0.5).to(device)  # noqa: E731
+        app = lambda: mlp(dropout=0.5).to(true_device)  # noqa: E731
         return federate(FedBN(), app, data, rounds=2, grid_options={"workers": workers, "torch_threads": 1}).state
 
     close(state(2), state(0))
@@ -161,49 +161,51 @@ def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(run_step
     assert max(distances(done.tensors, centralised(model, data), model.state_dict())) < 1e-9
 
 
-def test_dropout_repeats_and_the_default_generator_does_not_move(federate, points, mlp, device: torch.device) -> None:
+def test_dropout_repeats_and_the_default_generator_does_not_move(federate, points, mlp, true_device) -> None:
     data = [points(size, client) for client, size in enumerate(SIZES)]
 
     def once() -> dict[str, Any]:
-        return federate(FedAvg(), lambda: mlp(dropout=0.5).to(device), data, rounds=2).state
+        return federate(FedAvg(), lambda: mlp(dropout=0.5).to(true_device), data, rounds=2).state
 
-    torch.zeros(1, device=device)  # from now on the GPU's generator counts, too
+    torch.zeros(1, device=true_device)  # from now on the GPU's generator counts, too
     torch.manual_seed(1)
-    before = torch.rand(4, device=device)
+    before = torch.rand(4, device=true_device)
     torch.manual_seed(1)
     first = once()
-    assert torch.equal(torch.rand(4, device=device), before)
+    assert torch.equal(torch.rand(4, device=true_device), before)
     torch.manual_seed(2)
     second = once()
     for name, value in first.items():
         assert np.array_equal(value, second[name]), name
 
 
-def test_the_default_generators_are_seeded_in_a_block_and_restored_after_it(device: torch.device) -> None:
-    torch.zeros(1, device=device)
+def test_the_default_generators_are_seeded_in_a_block_and_restored_after_it(true_device: torch.device) -> None:
+    torch.zeros(1, device=true_device)
     outside = Generators.now()
     drawn = []
     for _ in range(2):
         with seeded(5):
-            drawn.append(torch.rand(4, device=device))
-    expected = torch.rand(4, device=device)
+            drawn.append(torch.rand(4, device=true_device))
+    expected = torch.rand(4, device=true_device)
     outside.restore()
-    assert torch.equal(torch.rand(4, device=device), expected)
+    assert torch.equal(torch.rand(4, device=true_device), expected)
     assert torch.equal(*drawn)
     assert not torch.equal(drawn[0], expected)
 
 
-def test_the_cpu_waits_for_the_gpu_once_a_round_and_not_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     data, here = client_data((3, 16, 16), (24,), dtype=torch.float32)[0], resnet().float()
 
     launches: dict[int, tuple[int, int]] = {}
+    parameters_and_buffers = len(here.state_dict())
 
     def waits(steps: int) -> tuple[Any, Any, Any]:
         settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_steps=steps, sgd_momentum=0.9)
-        with pretended_gpu(monkeypatch) as costs:
-            model = here.to("cuda")
+        with fake_gpu(monkeypatch) as costs:
+            model = copy.deepcopy(here).to("cuda")
             train(model, data, settings, learning_rate=0.01, stream=stream)
             trained_in = dict(costs.reads)
+            assert costs.uploads == parameters_and_buffers + 2 * steps  # of a step's inputs and targets
             evaluate(model, data, batch_size=24 // steps)
             tested_in, before = dict(costs.reads), costs.launches.total()
             reestimate_statistics(model, data, batch_size=24 // steps)
@@ -232,7 +234,7 @@ BROKEN: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_what_breaks_a_rule_of_a_gpu_raises_on_the_pretended_one_too(rule: str, gpu: torch.device) -> None:
+def test_what_breaks_a_rule_of_a_gpu_raises_on_the_fake_one_too(rule: str, gpu: torch.device) -> None:
     x = torch.zeros(3, device=gpu)
     with pytest.raises((RuntimeError, TypeError), match=r"cuda|same device"):
         BROKEN[rule](x)

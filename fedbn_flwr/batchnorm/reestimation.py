@@ -1,7 +1,7 @@
 """Re-estimation ("precise BN"): BatchNorm statistics from one pass over data under fixed weights. Torch only.
 
-Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. At the end of the pass all
-are merged at once (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1),
+Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. Many batches are merged at
+once (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1),
 the unbiased variance that torch's layers keep.
 """
 
@@ -22,8 +22,8 @@ from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = [
+    "GatheredMoments",
     "Moments",
-    "by_path",
     "load_statistics",
     "merge",
     "mixture",
@@ -36,6 +36,7 @@ __all__ = [
 
 
 _BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache
+_KEPT = 64  # moments of a layer that wait to be merged
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,16 @@ def _moments_of_block(values: Tensor) -> Moments:
 
 
 def merge(moments: Sequence[Moments]) -> Moments:
-    """Return the moments of the union of one or more sets of values."""
+    """Return the moments of the union of one or more sets of values.
+
+    Raises:
+        ValueError: all sets are empty.
+    """
     if len(moments) == 1:
         return moments[0]
     count, first = sum(own.count for own in moments), moments[0].mean
+    if not count:
+        raise ValueError("no values, so no mean: give merge() moments of at least one value")
     counts = first.new_tensor([[own.count] for own in moments])
     apart = torch.stack([own.mean for own in moments]) - first  # from one of the means: the numbers stay small
     shift = (counts * apart).sum(0) / count
@@ -83,10 +90,25 @@ def merge(moments: Sequence[Moments]) -> Moments:
     return Moments(count, first + shift, m2)
 
 
-def by_path(model: nn.Module, found: Mapping[nn.Module, Sequence[Moments]]) -> dict[str, Moments]:
-    """Return the moments of each layer's calls, merged, by its path or paths; layers without a call are left out."""
-    merged = {layer: merge(moments) for layer, moments in found.items()}
-    return {path: merged[module] for path, module in model.named_modules(remove_duplicate=False) if module in merged}
+class GatheredMoments:
+    """The moments of layers' inputs, of all calls. Many are merged together, which takes few operations; few are kept."""
+
+    def __init__(self) -> None:
+        self._found: dict[nn.Module, list[Moments]] = {}
+
+    def gather(self, layer: nn.Module, moments: Moments) -> None:
+        """Add the moments of a call of ``layer``."""
+        own = self._found.setdefault(layer, [])
+        own.append(moments)
+        if len(own) == _KEPT:
+            own[:] = [merge(own)]
+
+    def by_path(self, model: nn.Module) -> dict[str, Moments]:
+        """Return the moments by layer path or paths; layers without a call are left out."""
+        merged = {layer: merge(moments) for layer, moments in self._found.items()}
+        return {
+            path: merged[module] for path, module in model.named_modules(remove_duplicate=False) if module in merged
+        }
 
 
 def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
@@ -164,10 +186,10 @@ def reestimate_statistics(
         paths has an entry for each. Layers that were not called are left out. The result is empty if there is no data,
         or one example only, from which BatchNorm cannot compute statistics.
     """
-    found: dict[nn.Module, list[Moments]] = {}
+    found = GatheredMoments()
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.setdefault(layer, []).append(moments_of(args[0] if args else kwargs["input"]))
+        found.gather(layer, moments_of(args[0] if args else kwargs["input"]))
 
     with kept_modes(model), torch.no_grad():
         model.train(layers is None)
@@ -178,7 +200,7 @@ def reestimate_statistics(
         with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
             for _, (inputs, _) in with_positions(data, batches):
                 model(prepared(inputs))
-    return by_path(model, found)
+    return found.by_path(model)
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:

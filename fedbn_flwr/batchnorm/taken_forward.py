@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import Moments, by_path, tracking_layers
+from fedbn_flwr.batchnorm.reestimation import GatheredMoments, Moments, tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
 from fedbn_flwr.training.loop import kept_modes
@@ -161,11 +161,8 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
     return functional.batch_norm(x, m, v, weight, bias, training=False, eps=layer.eps)
 
 
-class MomentSums:
-    """The moments of layers' inputs over their calls and steps."""
-
-    def __init__(self) -> None:
-        self._found: dict[nn.Module, list[Moments]] = {}
+class MomentSums(GatheredMoments):
+    """The moments of layers' inputs over their calls and steps, from statistics that a step may have computed."""
 
     def add(self, layer: nn.Module, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> None:
         """Add the input ``x`` (N, C, *) of a call.
@@ -179,11 +176,7 @@ class MomentSums:
             mean, var = statistics or batch_statistics(x)
             count = x.numel() // x.shape[1]
             moments = Moments(count, mean.detach().double(), var.detach().double() * count)
-        self._found.setdefault(layer, []).append(moments)
-
-    def by_path(self, model: nn.Module) -> dict[str, Moments]:
-        """Return the moments by layer path, as ``reestimate_statistics`` does; layers without a call are left out."""
-        return by_path(model, self._found)
+        self.gather(layer, moments)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -183,8 +183,8 @@ class Server(Method[P]):
         result.arrays = self._completed(arrays)
         if self.completes_tests and SHARED_BN in self.tests and not self.completion(SHARED_BN):
             logger.warning(
-                "no client has shared its BN parts, which eval_on='averaged-bn' asks for: in the returned arrays they have "
-                "their initial values. A client with a training loop of its own shares them if it trains inside "
+                "no client has shared its BN parts, which eval_on='averaged-bn' asks for: in the returned arrays they "
+                "have their initial values. A client with a training loop of its own shares them if it trains inside "
                 "`with bn_rules(...)`."
             )
         self._refuse_failed_run(result)

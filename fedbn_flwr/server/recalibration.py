@@ -5,11 +5,9 @@ The field calls it "precise BN". No data of the server's is used, and training d
 ## Algorithm
 
 The server asks every client with data for the count, the mean and the sum of squared deviations $(n_i, m_i, M_i)$ per
-layer and channel (`batchnorm/reestimation.py`). It merges the answers in the order of partition ids, with $d = m_i -
-m$:
+layer and channel (`batchnorm/reestimation.py`). It merges the answers, in the order of partition ids:
 
-$$M \leftarrow M + M_i + \frac{n \, n_i}{n + n_i} d^2, \qquad m \leftarrow m + \frac{n_i}{n + n_i} d, \qquad
-n \leftarrow n + n_i$$
+$$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( M_i + n_i (m_i - m)^2 \right)$$
 
 ## What travels
 

@@ -13,11 +13,10 @@ a test needs them.
 
 Local training normalises with the batch's statistics and leaves the running ones as received. The server averages as
 FedAvg. Before a test every client with data passes it once through the new global model in train mode, and sends for
-each BN layer and channel the count $n_i$, the mean $m_i$ and the sum of squared deviations $M_i$. The server merges the
-clients $i = 1, 2, \dots$ one after the other into $(n, m, M)$, with $d = m_i - m$:
+each BN layer and channel the count $n_i$, the mean $m_i$ and the sum of squared deviations $M_i$. The server merges
+those of all clients:
 
-$$M \leftarrow M + M_i + \frac{n \, n_i}{n + n_i} d^2, \qquad m \leftarrow m + \frac{n_i}{n + n_i} d, \qquad
-n \leftarrow n + n_i$$
+$$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( M_i + n_i (m_i - m)^2 \right)$$
 
 The running mean is $m$ and the running variance $M / (n - 1)$. Training keeps the statistics of the start; the tested
 and the final model hold the re-estimated ones.

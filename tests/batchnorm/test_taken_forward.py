@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm import reestimation
 from fedbn_flwr.batchnorm.reestimation import moments_of, pool, reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import (
     MomentSums,
@@ -201,11 +202,14 @@ def test_a_layer_with_a_forward_pass_of_its_own_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_sums_over_batches_are_the_moments_of_all_values(offset: float) -> None:
+def test_sums_over_batches_are_the_moments_of_all_values(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more calls than are kept: those of many are merged together."""
+    monkeypatch.setattr(reestimation, "_KEPT", 2)
     layer, sums = nn.BatchNorm2d(3), MomentSums()
     x = torch.randn(7, 3, 2, 2, dtype=torch.float64) + offset
     for batch in x.split(3):  # the last one has one example
         sums.add(layer, batch, batch_statistics(batch) if offset else None)
+        assert len(sums._found[layer]) == 1
     found, want = sums.by_path(layer)[""], moments_of(x)
     assert found.count == want.count == 28
     torch.testing.assert_close(found.mean, want.mean, rtol=1e-14, atol=1e-14)

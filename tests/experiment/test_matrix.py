@@ -53,11 +53,13 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
     strategy: str, needs: Needs, tmp_path: Path, gpu: torch.device
 ) -> None:
     settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 2}
+    settings |= {"fedtan-rounds": 1, "fedbs-rounds": 1, "fedbs-eps": 1e9, "freeze-at": 1}  # both phases of each
     ended = []
     for device in ("cpu", gpu.type):
         config, _ = Config.make_of_shared(settings, {**needs(strategy), "strategy": strategy, "device": device})
         assert run(config, tmp_path / device)["rejected"] == 0
         ended.append(load_file(tmp_path / device / "model.safetensors"))
+    assert list(ended[0]) == list(ended[1])
     for name, expected in ended[0].items():
         torch.testing.assert_close(ended[1][name], expected, rtol=1e-4, atol=1e-5, msg=name)
 

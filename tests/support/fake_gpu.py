@@ -1,8 +1,12 @@
-"""A GPU that is not there: tensors that say ``cuda:0``, hold their values in the CPU's memory, and keep a GPU's rules.
+"""A fake GPU: tensors that say ``cuda:0`` and hold their values in the CPU's memory.
 
-The rules: the tensors of an operation lie on one device, except CPU scalars, CPU indices and copies; a generator of the
-CPU draws nothing for the GPU; numpy and the disk read no GPU tensor. What breaks a rule raises, as on a GPU. Operations
-are done on the CPU, so values are those of the CPU. What costs time on a GPU is counted. Autocast does nothing.
+It refuses what a GPU refuses: tensors of two devices in an operation, except CPU scalars in elementwise ones, CPU
+indices and copies; a generator of the CPU that is passed; numpy. Operations are done on the CPU, so values are those of
+the CPU. It counts kernels, the times that the CPU waits for a value, and uploads.
+
+Not kept: the GPU's own default generator (draws are the CPU's), mixed precision (autocast does nothing), streams,
+memory, the ``foreach`` path of optimizers, and other processes. ``torch.save`` and ``copy.copy`` work on a GPU, and
+raise here.
 """
 
 from __future__ import annotations
@@ -23,19 +27,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fedbn_flwr.experiment import setup
 
-__all__ = ["Costs", "pretended_gpu"]
+__all__ = ["Costs", "fake_gpu"]
 
 GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
+# The size of their result, or their answer, depends on values: the CPU waits for it.
+_WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
+_WAITING |= {"_local_scalar_dense", "equal", "allclose", "is_nonzero", "linalg_inv_ex", "_linalg_check_errors"}
 
 
 class Costs:
-    """What was done on the pretended GPU.
+    """What was done on the fake GPU.
 
     Attributes:
         launches: kernels started, by operation.
         reads: times that the CPU waited for a value, by operation.
-        uploads: copies from the CPU's memory, which wait, too, unless the source is pinned.
+        uploads: copies from the CPU's memory, for which the CPU waits, too, unless their source is pinned.
     """
 
     def __init__(self) -> None:
@@ -48,7 +56,7 @@ _costs = Costs()
 
 
 class _OnGpu(Tensor):
-    """A tensor on the pretended GPU. For torch's C++ it lies on "meta", whose operations all come here."""
+    """A tensor on the fake GPU. For torch's C++ it lies on "meta", whose operations all come here."""
 
     inner: Tensor
 
@@ -86,17 +94,27 @@ class _OnGpu(Tensor):
     def get_device(self) -> int:  # type: ignore[override]
         return 0
 
-    def __getitem__(self, index: Any) -> Tensor:
-        """Lists become tensors here: in C++ they would be put on "meta", without values."""
-        if isinstance(index, tuple):
-            index = tuple(torch.tensor(part) if isinstance(part, list) else part for part in index)
-        return super().__getitem__(torch.tensor(index) if isinstance(index, list) else index)
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
-    def new_tensor(self, data: Any, **_: Any) -> Tensor:  # type: ignore[override]
-        return _OnGpu(torch.tensor(data, dtype=self.dtype))
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sets the shape, or raises
+        self.inner = value.inner  # type: ignore[attr-defined]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(_index(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_index(index), value)
+
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:  # type: ignore[override]
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or GPU)
 
     def tolist(self) -> Any:
-        return _read(self, "tolist").tolist()
+        _costs.reads["tolist"] += 1
+        return self.inner.tolist()
 
     def numpy(self, **_: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
@@ -110,74 +128,102 @@ class _OnGpu(Tensor):
         return f"on_gpu({self.inner})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol on cuda:0")
         if id(self) not in memo:
             made = memo[id(self)] = _OnGpu(self.inner.clone()).requires_grad_(self.requires_grad)
+            made.grad = None if self.grad is None else _OnGpu(self.grad.inner.clone())  # type: ignore[attr-defined]
             if isinstance(self, torch.nn.Parameter):
                 made._is_param = True  # type: ignore[attr-defined]  # what makes torch see a Parameter
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a tensor of the GPU would be pickled")
+        raise TypeError("a tensor of cuda:0 would be pickled")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        leaves = tree_leaves((args, kwargs))
-        _same_device(name, args, leaves)
-        given = tree_map(_inner, args), tree_map(_inner, kwargs)
-        if name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
-            _costs.reads[name] += 1
-            return func(*given[0], **given[1])
+        _refuse_two_devices(name, func, args, kwargs)
+        inner_args, inner_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
         if name == "copy_" and not isinstance(args[0], _OnGpu):
             _costs.reads[name] += 1
             args[0].copy_(args[1].inner)
             return args[0]
-        if name in ("_local_scalar_dense", "equal", "is_nonzero"):
-            _costs.reads[name] += 1
-            return func(*given[0], **given[1])
-        if name in ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"):
-            _costs.reads[name] += 1  # the size of the result depends on values
-        if name == "copy_" and not isinstance(args[1], _OnGpu):
-            _costs.uploads += 1
-        if not func.is_view and name != "detach":
-            _costs.launches[name] += 1
-        if given[1].get("device") is not None:
-            given[1]["device"] = "cpu"
-        out = tree_map(lambda value: _OnGpu(value) if isinstance(value, Tensor) else value, func(*given[0], **given[1]))
-        return return_and_correct_aliasing(func, args, kwargs, out)
+        if (device := kwargs.get("device")) is not None and not _on_gpu(device) and torch.device(device) == CPU:
+            _costs.reads[name] += name == "_to_copy"
+            return func(*inner_args, **inner_kwargs)
+        _count(name, func, args)
+        if device is not None:
+            inner_kwargs["device"] = CPU
+        made = tree_map(_outer, func(*inner_args, **inner_kwargs))
+        return return_and_correct_aliasing(func, args, kwargs, made)
+
+
+def _outer(value: Any) -> Any:
+    return _OnGpu(value) if isinstance(value, Tensor) else value
+
+
+def _outer(value: Any) -> Any:
+    return _OnGpu(value) if isinstance(value, Tensor) else value
 
 
 def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, _OnGpu) else value
 
 
-def _read(tensor: _OnGpu, name: str) -> Tensor:
-    _costs.reads[name] += 1
-    return tensor.inner
+def _index(index: Any) -> Any:
+    """Return the index with tensors in place of sequences: in C++ they would be put on "meta", without values."""
+    if isinstance(index, tuple):
+        return tuple(torch.tensor(part) if isinstance(part, list | tuple | range) else part for part in index)
+    return torch.tensor(index) if isinstance(index, list | range) else index
 
 
-def _same_device(name: str, args: Any, leaves: list[Any]) -> None:
-    """Refuse an operation on tensors of two devices."""
+def _count(name: str, func: Any, args: Any) -> None:
+    if not func.is_view and name != "detach":
+        _costs.launches[name] += 1
+    indices = [i for i in args[1] if i is not None] if name in _INDEXING else []
+    _costs.reads[name] += name in _WAITING or any(i.dtype in (torch.bool, torch.uint8) for i in indices)
+    _costs.uploads += sum(not isinstance(i, _OnGpu) for i in indices)
+    _costs.uploads += name == "copy_" and not isinstance(args[1], _OnGpu)
+
+
+def _refuse_two_devices(name: str, func: Any, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError for an operation that a GPU would not do."""
+    given = tree_leaves((args, kwargs))
+    if any(isinstance(value, torch.Generator) for value in given):
+        raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu' in {name}")
     if name in ("copy_", "_to_copy"):
         return
     if name in _INDEXING:
-        if isinstance(args[0], _OnGpu):
-            values = args[2:3]
-            leaves = [args[0], *(value for value in values if isinstance(value, Tensor))]
-        else:
+        if not isinstance(args[0], _OnGpu):
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-    for value in leaves:
-        if isinstance(value, Tensor) and not isinstance(value, _OnGpu) and value.dim() > 0:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found cuda:0 and {value.device} in {name}"
-            )
-        if isinstance(value, torch.Generator):
-            raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu' in {name}")
+        given = [value for value in (args[0], *args[2:3]) if isinstance(value, Tensor)]
+    elsewhere = [value for value in given if isinstance(value, Tensor) and not isinstance(value, _OnGpu)]
+    scalars = name not in ("stack", "cat", "equal")  # elsewhere a scalar of the CPU may be read
+    named = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    written = [
+        value
+        for place, (key, alias) in enumerate(named)
+        if alias is not None and alias.is_write
+        for value in tree_leaves(args[place] if place < len(args) else kwargs.get(key))
+    ]
+    for value in elsewhere:
+        if value.dim() > 0 or not scalars or any(value is own for own in written):
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu in {name}")
 
 
 def _on_gpu(device: Any) -> bool:
-    return isinstance(device, int) or (device is not None and torch.device(device).type == "cuda")
+    """Return whether a device is the fake GPU.
+
+    Raises:
+        RuntimeError: it is another GPU.
+    """
+    if device is None or (place := torch.device(device)).type != "cuda":
+        return False
+    if place.index:
+        raise RuntimeError(f"CUDA error: invalid device ordinal ({place})")
+    return True
 
 
 _FACTORIES = """
@@ -187,7 +233,7 @@ randperm tensor zeros zeros_like
 
 
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return torch's function ``make`` for which ``device="cuda"`` means the pretended GPU."""
+    """Return torch's function ``make`` for which ``device="cuda"`` means the fake GPU."""
 
     def made(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
         if not _on_gpu(device):
@@ -195,20 +241,22 @@ def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if kwargs.get("generator") is not None:
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         _costs.launches[make.__name__] += 1
-        return _OnGpu(make(*tree_map(_inner, args), device="cpu", **kwargs)).requires_grad_(requires_grad)
+        _costs.uploads += make.__name__ == "tensor"
+        return _OnGpu(make(*tree_map(_inner, args), device=CPU, **kwargs)).requires_grad_(requires_grad)
 
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         if isinstance(data, Tensor):
             return data.to(device or data.device, dtype or data.dtype)
-        return made(data, dtype=dtype, device=device) if _on_gpu(device) else make(data, dtype=dtype, device=device)
+        return _to(make(data, dtype=dtype), device or CPU)
 
     return as_tensor if make.__name__ == "as_tensor" else made
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return ``Tensor.to`` with the pretended GPU."""
-    copy = kwargs.pop("copy", False)
+    """Return ``Tensor.to`` with the fake GPU."""
     other = kwargs.get("other", args[0] if args else None)
+    flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
+    copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
     if isinstance(other, Tensor):
         device, dtype = other.device, other.dtype
     else:
@@ -218,9 +266,10 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     options: dict[str, Any] = {"dtype": dtype, "copy": copy}
     if kwargs.get("memory_format") is not None:
         options["memory_format"] = kwargs["memory_format"]
-    if device is None or (_on_gpu(device) and isinstance(tensor, _OnGpu)):
+    on_gpu = _on_gpu(device)
+    if device is None or (on_gpu and isinstance(tensor, _OnGpu)):
         return _torch_to(tensor, **options)
-    if not _on_gpu(device):
+    if not on_gpu:
         return _torch_to(tensor, torch.device(device), **options)
     _costs.uploads += 1
     uploaded: Tensor = _Upload.apply(_torch_to(tensor, **options))  # type: ignore[no-untyped-call]
@@ -243,23 +292,26 @@ class _Upload(torch.autograd.Function):
 
 
 class _OfTheEngine(TorchDispatchMode):
-    """The zeros that autograd makes for outputs without a gradient, on "meta", lie on the pretended GPU."""
+    """The zeros that autograd makes for outputs without a gradient, on "meta", lie on the fake GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") == torch.device("meta"):
-            return _OnGpu(func(*tree_map(_inner, args), **{**kwargs, "device": torch.device("cpu")}))
+            return _OnGpu(func(*tree_map(_inner, args), **{**kwargs, "device": CPU}))
         return func(*args, **kwargs)
 
 
 @contextmanager
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
-    """Have a pretended GPU in the block, in all threads of this process, and count what it does."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    """Have a fake GPU in the block, in all threads of this process that start in it, and count what it does."""
     start = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:
         with _OfTheEngine():  # modes are a thread's own
             start(thread)
+
+    def of_setup() -> bool:
+        return sys._getframe(2).f_globals["__name__"] == setup.__name__
 
     global _costs
     _costs = Costs()
@@ -270,8 +322,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         patch.setattr(Tensor, "cuda", lambda tensor, *_, **__: _to(tensor, GPU))
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
         # Where torch is told that there is a GPU, it asks the driver: a run's check of `device` alone is told.
-        patch.setattr(torch.cuda, "is_available", lambda: sys._getframe(1).f_globals["__name__"] == setup.__name__)
-        patch.setattr(torch.cuda, "device_count", lambda: int(sys._getframe(1).f_globals["__name__"] == setup.__name__))
+        patch.setattr(torch.cuda, "is_available", lambda: of_setup())
+        patch.setattr(torch.cuda, "device_count", lambda: int(of_setup()))
         patch.setattr(torch, "inference_mode", torch.no_grad)  # wrapped tensors have no views in inference mode
         for name in _FACTORIES.split():
             patch.setattr(torch, name, _factory(getattr(torch, name)))
