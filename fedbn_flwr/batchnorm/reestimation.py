@@ -91,7 +91,7 @@ def merge(moments: Sequence[Moments]) -> Moments:
 
 
 class GatheredMoments:
-    """The moments of layers' inputs, of all calls. Many are merged together, which takes few operations; few are kept."""
+    """The moments of layers' inputs, of all calls. Many are merged together: few operations, few kept."""
 
     def __init__(self) -> None:
         self._found: dict[nn.Module, list[Moments]] = {}

@@ -41,8 +41,9 @@ def sweep(
     ] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
+    from fedbn_flwr.experiment.studies.done import is_done
     from fedbn_flwr.experiment.studies.parallel import default_parallel, in_parallel
-    from fedbn_flwr.experiment.studies.study import Study, finished
+    from fedbn_flwr.experiment.studies.study import Study
     from fedbn_flwr.experiment.studies.sweep import in_series
     from fedbn_flwr.experiment.studies.sweep import sweep as launch
 
@@ -50,7 +51,7 @@ def sweep(
         quiet_flower()
         grid = Study.load(study, set_ or [])
         cells = [*grid.trials(), *grid.cells()]
-        left = [cell for cell in cells if not finished(cell.folder(out))]
+        left = [cell for cell in cells if not is_done(cell, out)]
         if ray_address and (parallel or memory_gib):
             raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
         if engine is EngineChoice.simulation and (ray_address or (parallel or 1) > 1):
@@ -63,7 +64,7 @@ def sweep(
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
 
         def saved() -> str:
-            done = sum(finished(cell.folder(out)) for cell in cells)
+            done = sum(is_done(cell, out) for cell in cells)
             return (
                 f"Finished in {out}: {done} of {len(cells)} runs.\nThe same command goes on with the others, and with "
                 "an unfinished run from its last checkpoint."

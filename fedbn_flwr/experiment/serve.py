@@ -155,7 +155,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     finally:
         recorder.close()
     diverged = diverged or _diverged_before(config, out, strategy, result)
-    if not diverged and all(line.get("kept-previous") for line in read_metrics(out / "metrics.jsonl")):
+    lines = read_metrics(out / "metrics.jsonl")
+    if not diverged and all(line.get("kept-previous") and DIVERGED_AT not in line for line in lines):
         raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
     arrays = _to_best(recorder.stopping, checkpoints, strategy) or result.arrays
     summary = recorder.finish(from_record(arrays), strategy, manager.resumed_after)

@@ -197,7 +197,8 @@ class Server(Method[P]):
             raise self._diverged(result)
         # A resumed run may have trained before: its earlier rounds are not known here.
         trains = self.fraction_train > 0 and not self.run.after
-        if reports and trains and all(report.kept_previous for report in reports):
+        diverged = any(report.diverged for report in reports)  # and may: nobody's reply can be used for that reason
+        if reports and trains and not diverged and all(report.kept_previous for report in reports):
             raise NothingTrainedError(nothing_trained(self.params.min_replies, reports), result)
 
     def note_divergence(self, losses: Sequence[str], since: int | None = None) -> None:

@@ -104,6 +104,20 @@ def test_a_loss_that_is_tested_rarely_is_seen_when_it_is_tested(diverge) -> None
     assert summary["diverged-at"] <= len(lines) <= 4
 
 
+def test_a_loss_of_the_centralized_training_is_seen_in_its_round(diverge) -> None:
+    _, summary, lines = diverge(**{**HUGE, "strategy": "centralized", "learning-rate": 1e30, "eval-every": 5})
+    assert summary["diverged-at"] == len(lines) == 1
+
+
+def test_a_trial_of_which_no_reply_can_be_used_is_one_that_diverged(tmp_path: Path) -> None:
+    grid = "tune: {grid: {learning-rate: [0.1, 1.0e+30]}, base: {validation-share: 0.2, num-server-rounds: 3}}"
+    base = "{num-clients: 2, num-server-rounds: 1, partition: iid, on-divergence: continue}"
+    (tmp_path / "study.yaml").write_text(f"name: rates\nbase: {base}\nmethods: {{A: {{}}}}\n{grid}\n")
+    sweep(Study.load(tmp_path / "study.yaml"), tmp_path / "out")
+    assert "| A/all | validation-accuracy | **" in (tmp_path / "out/tuning.md").read_text()
+    assert Study.load(tmp_path / "out/study.yaml").overrides == {"A/all": {"learning-rate": 0.1}}
+
+
 def test_fixbn_with_statistics_far_from_the_batches_names_them(diverge) -> None:
     error, summary, lines = diverge(**FIXBN)
     assert summary["diverged-at"] == 2, "its first frozen round"

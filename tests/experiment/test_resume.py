@@ -124,6 +124,14 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     same(tmp_path / "short", tmp_path / "whole")
 
 
+def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path: Path) -> None:
+    """Killed while it goes on, it must not pass for the shorter run that it was."""
+    start(tmp_path / "out", **{"num-server-rounds": 2})
+    with pytest.raises(Cut):
+        start(tmp_path / "out", cut=3, resume=True)
+    assert not (tmp_path / "out/summary.json").exists()
+
+
 def test_a_longer_run_says_that_its_schedule_changes(tmp_path: Path, caplog) -> None:
     cosine = {"learning-rate-schedule": "cosine", "eval-every": 1, "num-server-rounds": 2}
     start(tmp_path / "cosine", **cosine)

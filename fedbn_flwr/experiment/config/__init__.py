@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fedbn_flwr.experiment.config.config import RENAMED, Config, Scalar, from_older, state_in_out
 from fedbn_flwr.experiment.config.fields import CENTRALIZED, GROUPS, STATE_IN_OUT
-from fedbn_flwr.experiment.config.texts import read_overrides, split
+from fedbn_flwr.experiment.config.texts import number, read_overrides, split
 from fedbn_flwr.experiment.config.unused import without_effect
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Config",
     "Scalar",
     "from_older",
+    "number",
     "read_overrides",
     "split",
     "state_in_out",

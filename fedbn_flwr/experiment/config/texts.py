@@ -6,10 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config.yaml_file import UNREADABLE
+from fedbn_flwr.experiment.config.yaml_file import UNREADABLE, read_value
 
 __all__ = ["explain", "number", "read_overrides", "split"]
 
@@ -44,7 +42,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         try:
             # YAML would read ">0" as the head of a text over several lines, and "csv:" as a mapping.
             plain = not value.strip() or value.strip().startswith((">", "|")) or value.strip().endswith(":")
-            values[key.strip()] = value.strip() if plain else yaml.safe_load(value)
+            values[key.strip()] = value.strip() if plain else read_value(value)
         except UNREADABLE as error:
             raise ConfigError(f"--set {override!r}: {error}") from error
     return values

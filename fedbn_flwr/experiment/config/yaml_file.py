@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,21 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["UNREADABLE", "read_yaml"]
+__all__ = ["UNREADABLE", "read_value", "read_yaml"]
+
+_INT = "tag:yaml.org,2002:int"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``01`` and ``1:30`` as texts, such as the name of a client; in YAML 1.1 they are 1, in octal, and 90."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_WHOLE = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
+_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
 
 UNREADABLE = (yaml.YAMLError, ValueError)
 """The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date."""
@@ -29,8 +44,8 @@ def read_yaml(path: Path, what: str) -> Any:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        repeated = list(_repeated(yaml.compose(text, yaml.SafeLoader), set()))
-        content = yaml.safe_load(text)
+        repeated = list(_repeated(yaml.compose(text, _Loader), set()))
+        content = read_value(text)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path} is not a text file in UTF-8: {error}") from error
     except (OSError, *UNREADABLE) as error:
@@ -38,6 +53,11 @@ def read_yaml(path: Path, what: str) -> Any:
     if repeated:
         raise ConfigError("\n".join(f"{what} {path}: {problem}; remove one of them" for problem in repeated))
     return content
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a YAML text; raises one of ``UNREADABLE``."""
+    return yaml.load(text, _Loader)  # a SafeLoader
 
 
 def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:

@@ -239,7 +239,7 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
     groups = (
         [] if data.train.groups is None else [data.group_names[g] for g in torch.unique(data.train.groups).tolist()]
     )
-    if text.strip().isdecimal() and text.strip() not in groups:
+    if text.strip().isdecimal() and (partition != "natural" or text.strip() not in groups):
         count = int(text)
         if partition == "natural" and count >= len(groups):
             raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")

@@ -106,7 +106,7 @@ def evaluate_run(
     found, notes = _data(saved, config, {"class-names", "positive-values"} & data.keys())
     what = "; ".join([saved.what, *notes])
     own = own_rows(config.own_data()) if is_own(config.dataset) else None
-    new = own is not None and not own.divided and config.dataset != saved.config.dataset
+    new = own is not None and not own.divided and not _same_data(config, saved.config)
     part = part or ("all" if new else "test")
     chosen, groups = _views(found, part)
     model, task = on_device(saved.model, config), config.learning_task()
@@ -219,9 +219,13 @@ def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[P
             f"the classes of the run are {known}, those of dataset={config.dataset} {given}: name them alike"
         )
     elif given and not known and not stated and dataset.test.by_class:
+        numbers = [str(number) for number in range(max(classes, 2))]
+        said = "the names in the order of the numbers"
+        if set(names) <= {*numbers}:  # some of them are absent here
+            said, names = "those of the run", tuple(numbers)
         problems.append(
-            f"the classes of the run are the numbers 0 to {max(classes, 2) - 1}, those of dataset={config.dataset} are "
-            f"named {given}: give the names in the order of the numbers, class-names={','.join(names)} say"
+            f"the classes of the run are the numbers 0 to {numbers[-1]}, those of dataset={config.dataset} are "
+            f"named {given}: give {said}, class-names={','.join(names)} say"
         )
     elif bool(given) != bool(known):
         numbered = ", ".join(f"{number} = {name}" for number, name in enumerate(names or taken.classes))
@@ -231,6 +235,16 @@ def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[P
     if ran.standardise == "local":  # each client has its own mean and std, so these data have theirs
         return data, [*notes, _OWN_SCALE]
     return replace(data, dataset=replace(dataset, mean=taken.mean, std=taken.std)), notes
+
+
+def _same_data(config: Config, other: Config) -> bool:
+    """Return whether both configs name the same data, however the path is spelled."""
+    names = []
+    for each in (config, other):
+        kind, separator, path = each.dataset.partition(":")
+        local = separator and kind != "hf"
+        names.append((kind, str(Path(path).resolve()) if local else path))
+    return names[0] == names[1]
 
 
 def _views(data: PartitionedData, part: str) -> tuple[Subset | _Joined, dict[str, Subset | _Joined]]:

@@ -155,6 +155,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             if after is not None:
                 self._cut_back(after)
+                (path / "summary.json").unlink(missing_ok=True)  # a run that goes on is not finished
             write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
         except OSError as error:
             raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error

@@ -124,15 +124,15 @@ class Recorder:
         for key in (TRAIN_LOSS, TRAIN_ACCURACY, *reported):
             if key in report.metrics:
                 line[key] = report.metrics[key]
-        if self._due(report.server_round):
-            tested = self._tested(state)
-            line |= tested
+        tested = self._tested(state) if self._due(report.server_round) else {}
+        line |= tested
+        if self._due(report.server_round) or self._strategy is None:  # a strategy notes the losses of training itself
             self._note_divergence(report, tested)
-            if self._held_out:
-                own = to_state(self._model.state_dict())
-                whole = state if state is not None else {name: array.copy() for name, array in own.items()}
-                line |= self._held_out.test(self._model, whole, self._strategy)
-                load_state(self._model, tensors(whole))
+        if self._due(report.server_round) and self._held_out:
+            own = to_state(self._model.state_dict())
+            whole = state if state is not None else {name: array.copy() for name, array in own.items()}
+            line |= self._held_out.test(self._model, whole, self._strategy)
+            load_state(self._model, tensors(whole))
         self._trained |= {str(client) for client in report.participants}
         line |= _personal(report, self._trained, self._task)
         domains = line.pop("domains", {}) | _personal_domains(report, self._domain_of, self._task)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from typing import Any
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config
+from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config, read_overrides
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.client_figures import clients_section, domains_section
 from fedbn_flwr.experiment.report.curve_figures import curves_section
@@ -210,8 +212,14 @@ def command(run: RunFiles, out: str = "runs/again") -> str:
     """Return the command that repeats a run; it needs ``config.yaml`` where the settings hang on files elsewhere."""
     if not run.repeatable:
         return f"fedbn-flwr run config.yaml --out {out}"
-    words = [f"--set {shlex.quote(f'{key}={setting(value)}')}" for key, value in run.chosen.items()]
+    words = [f"--set {shlex.quote(f'{key}={_as_yaml(key, value)}')}" for key, value in run.chosen.items()]
     return _wrapped(["fedbn-flwr run", *words, f"--out {out}"])
+
+
+def _as_yaml(key: str, value: Any) -> str:
+    """Return the text that ``--set`` reads as the value: a text that looks like a number, say, is quoted."""
+    text = setting(value)
+    return text if read_overrides([f"{key}={text}"]) == {key: value} else json.dumps(value)
 
 
 def _wrapped(words: Sequence[str], width: int = 90) -> str:

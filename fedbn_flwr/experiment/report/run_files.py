@@ -17,6 +17,7 @@ from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.output.recorder import headlines
 from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS
 from fedbn_flwr.experiment.report.shown import MEBIBYTE
+from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["RunFiles"]
 
@@ -73,7 +74,7 @@ class RunFiles:
     @functools.cached_property
     def best(self) -> Line:
         """The line with the best main metric."""
-        lower = self.headline.endswith(("-loss", "-mae"))
+        lower = not higher_is_better(self.headline)
         return (min if lower else max)(self.measured, key=lambda line: line[self.headline], default={})
 
     @functools.cached_property

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fedbn_flwr.experiment.report.page import Block, Code, Facts, Listing, More, Page, Section, Table, Text
 from fedbn_flwr.experiment.report.run import command, method_name, run_warnings
+from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import duration, form_of, in_percent, scaled, setting, size, unit_of, with_unit
 from fedbn_flwr.experiment.report.split_figures import split_figures
 from fedbn_flwr.experiment.report.study_figures import (
@@ -18,6 +19,7 @@ from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
 from fedbn_flwr.experiment.report.study_statistics import statistics_section
 from fedbn_flwr.experiment.report.study_tables import anchor_of, results_section
 from fedbn_flwr.experiment.studies.study import Cell, failure_of
+from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["study_page"]
 
@@ -77,7 +79,7 @@ def _best(files: StudyFiles) -> Iterator[str]:
         ]
         if len(rows) < 2:
             continue
-        choose = min if metric.endswith(("-loss", "-mae")) else max
+        choose = max if higher_is_better(metric) else min
         top = choose(rows, key=lambda row: row["mean"])
         number = with_unit(metric, top["mean"] / (100 if in_percent(metric) else 1))
         where = f" on {split}" if len(files.study.splits) > 1 else ""
@@ -108,6 +110,7 @@ def _warnings(files: StudyFiles) -> list[str]:
         ("diverged", "Diverged, and left out of the means"),
         ("failed", "Failed, and left out of the means"),
         ("running", "Begun and not finished"),
+        ("to repeat", "Finished with other settings than the study's, and left out of the means; a sweep repeats them"),
         ("not begun", "Not begun"),
     ):
         if cells := by_status.get(status):
@@ -119,7 +122,10 @@ def _warnings(files: StudyFiles) -> list[str]:
 
 def settings_section(files: StudyFiles) -> Section:
     """Return the settings of all runs, and those that differ between methods and splits."""
-    first = {(c.method, c.split): run.chosen for c, run in reversed(files.runs)}
+    runs: dict[tuple[str, str], RunFiles] = {}
+    for cell, run in files.runs:
+        runs.setdefault((cell.method, cell.split), run)
+    first = {pair: run.chosen for pair, run in runs.items()}
     everything = list(first.values())
     keys = list(dict.fromkeys(key for chosen in everything for key in chosen if key != "seed"))
     missing = object()
@@ -176,7 +182,7 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
     rows, warned = [], dict[str, list[str]]()
     for cell in cells:
         run, status = runs.get(cell.name), files.status(cell)
-        if error := failure_of(cell.folder(files.folder)).get("error"):
+        if status == "failed" and (error := failure_of(cell.folder(files.folder)).get("error")):
             warned.setdefault(f"failed: {error}", []).append(str(cell.seed))
         if run is None:
             rows.append([str(cell.seed), status, *["-"] * 5])

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, finished
 from fedbn_flwr.experiment.studies.tables import table_rows
 
 __all__ = ["STUDY_FILE", "StudyFiles"]
@@ -41,8 +42,15 @@ class StudyFiles:
             ConfigError: this version cannot read the study, or one of its runs.
         """
         study = Study.read(folder / STUDY_FILE)
-        cells = [cell for cell in study.cells() if (cell.folder(folder) / "config.yaml").is_file()]
-        return cls(folder, study, [(cell, RunFiles.read(cell.folder(folder))) for cell in cells])
+        runs = []
+        for cell in study.cells():
+            if (begun := cell.folder(folder) / "config.yaml").is_file():
+                try:
+                    runs.append((cell, RunFiles.read(cell.folder(folder))))
+                except FedBNError:
+                    if begun.is_file():  # not one that a sweep has set aside at this moment
+                        raise
+        return cls(folder, study, runs)
 
     @functools.cached_property
     def cells(self) -> list[Cell]:
@@ -52,7 +60,11 @@ class StudyFiles:
     @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The tidy rows of the runs that ended; see ``StudyResults``."""
-        return StudyResults(self.study, self.folder).rows()
+        return self._results.rows()
+
+    @functools.cached_property
+    def _results(self) -> StudyResults:
+        return StudyResults(self.study, self.folder)
 
     @functools.cached_property
     def table(self) -> list[dict[str, Any]]:
@@ -60,12 +72,17 @@ class StudyFiles:
         return table_rows(self.study, self.rows)
 
     def status(self, cell: Cell) -> str:
-        """Return "finished", "diverged", "failed", "running" (or interrupted) or "not begun"."""
+        """Return "finished", "diverged", "failed", "running" (or interrupted), "to repeat" or "not begun".
+
+        A run is to be repeated if it is finished with other settings than the study's.
+        """
         folder = cell.folder(self.folder)
-        if finished(folder):
-            return "diverged" if DIVERGED_AT in summary_of(folder) else "finished"
+        if summary := self._results.summary(cell):
+            return "diverged" if DIVERGED_AT in summary else "finished"
         if failure_of(folder):
             return "failed"
+        if finished(folder):
+            return "to repeat"
         return "running" if (folder / "config.yaml").is_file() else "not begun"
 
     @property

@@ -20,7 +20,10 @@ def results_section(files: StudyFiles) -> Section:
     rows = files.table
     if not rows:
         return Section("results", "Results", [Text("No run is finished yet.")])
-    first = [row for row, before in zip(rows, [{}, *rows], strict=False) if _pair(row) != _pair(before)]
+    by_pair: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_pair.setdefault(_pair(row), []).append(row)
+    first = [next((row for row in own if row["target"] is not None), own[0]) for own in by_pair.values()]
     results, costs = _columns(files)
     table = Table([name for name, _ in results], [[cell(row) for _, cell in results] for row in rows])
     cost = Table(

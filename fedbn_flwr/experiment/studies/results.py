@@ -11,8 +11,9 @@ from typing import Any
 
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, read_metrics
 from fedbn_flwr.experiment.studies.domain_table import is_average
+from fedbn_flwr.experiment.studies.done import is_done
 from fedbn_flwr.experiment.studies.numbers import AVERAGE, WHOLE, PaperNumber
-from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, summary_of
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 __all__ = ["FIELDS", "StudyResults"]
@@ -41,11 +42,13 @@ leaves that out, the first that it names.
 """
 
 
+_Files = tuple[dict[str, Any], list[dict[str, Any]]]
+_ROUNDING = 1e-9  # a target of 50.13 is reached by 5013 of 10000
 _TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 
 
 class StudyResults:
-    """The finished and the failed runs of a study; a run's files are read once.
+    """The finished and the failed runs of a study; a run's files are read again only if it was repeated.
 
     Args:
         study: the study.
@@ -54,34 +57,41 @@ class StudyResults:
 
     def __init__(self, study: Study, out: Path) -> None:
         self.study, self.out = study, out
-        self._read: dict[Path, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+        self._read: dict[Path, tuple[tuple[int, int], _Files | None]] = {}
 
     def summary(self, cell: Cell) -> dict[str, Any] | None:
-        """Return the summary of a run; None if it is not finished."""
-        folder = cell.folder(self.out)
-        return self._files(folder)[0] if finished(folder) else None
+        """Return the summary of a run; None if it is not finished, or not with the settings of the study."""
+        files = self._files(cell)
+        return files[0] if files else None
 
     def history(self, cell: Cell) -> list[dict[str, Any]]:
         """Return the lines of ``metrics.jsonl`` of a run."""
-        folder = cell.folder(self.out)
-        return self._files(folder)[1] if finished(folder) else read_metrics(folder / "metrics.jsonl")
+        files = self._files(cell)
+        return files[1] if files else read_metrics(cell.folder(self.out) / "metrics.jsonl")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all runs that ended, in the order of the study; their keys are ``FIELDS``."""
         cells = [(cell, self.summary(cell)) for cell in self.study.cells()]
-        known = {name for _, summary in cells if summary for name in summary["final"]}
+        known = {name for _, summary in cells for name in _numbers_of(summary)}
         metrics = [name for name in self.study.metrics if name in known]
         return [row for cell, summary in cells for row in self._rows_of(cell, summary, metrics)]
 
     def absent_metrics(self) -> list[str]:
         """Return the metrics that the study asks for and that no finished run has."""
-        found = {name for cell in self.study.cells() for name in (self.summary(cell) or {"final": ()})["final"]}
+        found = {name for cell in self.study.cells() for name in _numbers_of(self.summary(cell))}
         return [name for name in self.study.metrics if name not in found]
 
-    def _files(self, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if folder not in self._read:
-            self._read[folder] = summary_of(folder), read_metrics(folder / "metrics.jsonl")
-        return self._read[folder]
+    def _files(self, cell: Cell) -> _Files | None:
+        folder = cell.folder(self.out)
+        try:
+            about = (folder / "summary.json").stat()
+            stamp = about.st_mtime_ns, about.st_ino
+            if folder not in self._read or self._read[folder][0] != stamp:
+                read = summary_of(folder), read_metrics(folder / "metrics.jsonl")
+                self._read[folder] = stamp, read if is_done(cell, self.out) else None
+        except FileNotFoundError:  # not finished, or set aside at this moment
+            return None
+        return self._read[folder][1]
 
     def _rows_of(self, cell: Cell, summary: dict[str, Any] | None, metrics: Sequence[str]) -> Iterator[dict[str, Any]]:
         about: dict[str, Any] = dict.fromkeys(FIELDS)
@@ -130,6 +140,11 @@ class StudyResults:
             }
 
 
+def _numbers_of(summary: Mapping[str, Any] | None) -> list[str]:
+    """Return the metrics of a run that are numbers; others are mappings, by domain or by client."""
+    return [name for name, value in summary["final"].items() if not isinstance(value, Mapping)] if summary else []
+
+
 def _scaled(value: float | None, scale: int) -> float | None:
     return None if value is None else scale * value
 
@@ -141,6 +156,9 @@ def _until(lines: Sequence[Mapping[str, Any]], metric: str, target: float | None
         exchanges += line["exchanges"]
         moved += line["bytes-down"] + line["bytes-up"]
         value = line.get(metric)
-        if value is not None and target is not None and (value >= target if up else value <= target):
+        if value is None or target is None:
+            continue
+        slack = _ROUNDING * abs(target)
+        if value >= target - slack if up else value <= target + slack:
             return dict(zip(_TO_TARGET, (line["round"], exchanges, moved), strict=True))
     return dict.fromkeys(_TO_TARGET)

@@ -43,7 +43,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +51,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config, Scalar, read_overrides
+from fedbn_flwr.experiment.config import Config, Scalar, number, read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.experiment.studies.numbers import WHOLE, PaperNumber
 from fedbn_flwr.strategies import FedBS
@@ -83,6 +83,12 @@ class Tuning(BaseModel):
     grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field(min_length=1)
     base: StudySettings = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
+
+    @field_validator("grid")
+    @classmethod
+    def _as_numbers(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
+        """Take ``1e-3`` as a number, which YAML reads as a text."""
+        return {key: [_number(value) for value in values] for key, values in grid.items()}
 
     def points(self) -> list[StudySettings]:
         """Return every combination of the grid, the last key changing first."""
@@ -167,13 +173,18 @@ class Study(BaseModel):
         for split in self.target if isinstance(self.target, dict) else ():
             if split not in self.splits:
                 yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
-        folders: dict[Path, str] = {}
+        for what, keys in self._places():
+            if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
+                yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
+        folders: dict[Path, tuple[str, str, str, int]] = {}
         tied: dict[str, str] = {}
         shares: dict[str, float] = {}  # of the runs, which come before the trials
         for cell in (*self.cells(), *self.trials()):
-            first = folders.setdefault(cell.folder(Path()), cell.name)
-            if first != cell.name:
-                yield f"{first} and {cell.name} would share a folder; rename one of them"
+            own = cell.method, cell.split, cell.trial, cell.seed
+            first = folders.setdefault(cell.folder(Path()), own)
+            if first != own:
+                twins = [f"method {method!r} on split {split!r}" for method, split, *_ in (first, own)]
+                yield f"{twins[0]} and {twins[1]} would share the folder {cell.folder(Path())}; rename one of them"
             try:
                 config = cell.config
             except ConfigError as error:
@@ -192,9 +203,9 @@ class Study(BaseModel):
                         "training loss; set validation-share for the runs, too, so that trials and runs do the same"
                     )
         if tied:
-            first, more = next(iter(tied)), len(tied) - 1
+            one, more = next(iter(tied)), len(tied) - 1
             yield (
-                f"{first}{f' and {more} other runs' if more else ''}: series={tied[first]} ties runs together: a run "
+                f"{one}{f' and {more} other runs' if more else ''}: series={tied[one]} ties runs together: a run "
                 "starts with the parts that clients kept in the run before, and parallel runs would depend on their "
                 "timing. Leave series out of a study; for a series do the runs one after another with `fedbn-flwr run`"
             )
@@ -202,6 +213,14 @@ class Study(BaseModel):
             if all(key in cell.settings for cell in self.cells()):
                 where = "seeds" if key == "seed" else "methods or splits"
                 yield f"--set {key} has no effect: every run has its own, in {where}"
+
+    def _places(self) -> Iterator[tuple[str, Collection[str]]]:
+        """Yield each place in the file that has settings, and their keys."""
+        yield "base", self.base
+        for what, named in (("methods", self.methods), ("splits", self.splits), ("overrides", self.overrides)):
+            yield from ((f"{what}.{name}", settings) for name, settings in named.items())
+        if self.tune:
+            yield from (("tune.base", self.tune.base), ("tune.grid", self.tune.grid))
 
     def _lists(self) -> Iterator[tuple[str, Sequence[Any]]]:
         yield from (("seeds", self.seeds), ("metrics", self.metrics))
@@ -295,6 +314,11 @@ def _text_of(error: Mapping[str, Any]) -> str:
     """Return what pydantic says of a value, or the text of this module's own error."""
     own = error.get("ctx", {}).get("error")
     return str(own) if isinstance(own, ValueError) else str(error["msg"]).lower()
+
+
+def _number(value: Scalar) -> Scalar:
+    found = number(value) if isinstance(value, str) else None
+    return value if found is None else found
 
 
 def trial_name(point: StudySettings) -> str:

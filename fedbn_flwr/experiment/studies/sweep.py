@@ -21,15 +21,15 @@ import yaml
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError, NotResumableError, RunFailedError
-from fedbn_flwr.experiment.centralized import reference_config
-from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
+from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PLACES, RunFolder, changed_settings, lock_folder
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, lock_folder
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.studies.done import changed, is_done
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import FAILED, STUDY_FILE, Cell, Study, failure_of, finished, summary_of
+from fedbn_flwr.experiment.studies.study import FAILED, STUDY_FILE, Cell, Study, finished, summary_of
 from fedbn_flwr.experiment.studies.tables import write_tables
 from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
 
@@ -96,6 +96,7 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
             logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
     with lock_folder(out, "study"):
         trials = list(study.trials())
+        _check_data([cell for cell in (*trials, *study.cells()) if not is_done(cell, out)])
         _write(study, out)
         if trials:
             _do_all(trials, out, runner, follower, lambda: None)
@@ -156,12 +157,10 @@ def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
 
 def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower, after: Callable[[], object]) -> None:
     """Do the runs that are left; call ``after`` now and then."""
-    done = [cell for cell in cells if finished(cell.folder(out))]
-    changed = {cell.name: keys for cell in done if (keys := _changed(cell.config, cell.folder(out)))}
-    left = [cell for cell in cells if cell not in done or cell.name in changed]
-    _check_data(left)
-    for name, keys in changed.items():
-        logger.warning("%s is repeated, the study has changed: %s", name, keys)
+    left = [cell for cell in cells if not is_done(cell, out)]
+    for cell in left:
+        if finished(folder := cell.folder(out)):
+            logger.warning("%s is repeated, the study has changed: %s", cell.name, changed(cell.config, folder))
     follower.plan(cells, left)
     if not left:
         return
@@ -180,7 +179,7 @@ def _write(study: Study, out: Path) -> None:
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
     """Raise RunFailedError if trials have no result: without them another setting could be chosen."""
-    if lost := [cell.name for cell in trials if not finished(cell.folder(out))]:
+    if lost := [cell.name for cell in trials if not is_done(cell, out)]:
         raise RunFailedError(
             f"{len(lost)} of {len(trials)} trials of tune failed: {', '.join(lost)}. Nothing was chosen; the same "
             "command tries them again. (A trial that diverges is a result: its setting is not chosen.)"
@@ -200,18 +199,10 @@ def _check_data(cells: Sequence[Cell]) -> None:
         raise ConfigError("\n".join(f"{name}: {error}" for error, name in reversed(problems.items())))
 
 
-def _changed(config: Config, folder: Path) -> str:
-    """Return the settings of the folder's run that differ from the config, as ``changed_settings`` does."""
-    now = reference_config(config) if config.strategy == CENTRALIZED else config
-    free = PLACES if config.num_clients else PLACES | {"num-clients"}  # 0 follows from the other settings
-    saved = Config.make({**from_older(RunFolder.settings(folder)), "resume": False})
-    return changed_settings(saved.to_mapping(), now.to_mapping(), free)
-
-
 def _failed(cell: Cell, out: Path) -> bool:
-    """Return whether a run has no summary, or says that it diverged although ``on-divergence`` is "stop"."""
-    folder, stop = cell.folder(out), cell.config.on_divergence == "stop"
-    return not finished(folder) or (stop and DIVERGED_AT in summary_of(folder))
+    """Return whether a run is not done, or says that it diverged although ``on-divergence`` is "stop"."""
+    stop = cell.config.on_divergence == "stop"
+    return not is_done(cell, out) or (stop and DIVERGED_AT in summary_of(cell.folder(out)))
 
 
 def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, workers: int | None) -> None:
@@ -220,10 +211,11 @@ def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, 
         with lock_folder(folder):  # an error if another process still writes there: nothing is renamed under it
             if finished(folder):  # with other settings, see ``_do_all``
                 _set_aside(folder, "earlier")
+            (folder / FAILED).unlink(missing_ok=True)  # of a former try
     if (folder / "checkpoint").is_dir():
         try:
-            if changed := _changed(config, folder):
-                raise NotResumableError(f"it belongs to a run with other settings: {changed}")
+            if settings := changed(config, folder):
+                raise NotResumableError(f"it belongs to a run with other settings: {settings}")
             run(config.model_copy(update={"resume": True}), folder, engine, on_round, workers)
             return
         except NotResumableError as error:
@@ -233,9 +225,7 @@ def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, 
 
 
 def _set_aside(folder: Path, why: str) -> None:
-    """Rename a folder that is not empty to FOLDER.WHY-N; one that holds only the error of a former try is emptied."""
-    if failure_of(folder) and [path.name for path in folder.iterdir()] == [FAILED]:
-        (folder / FAILED).unlink()
+    """Rename a folder that is not empty to FOLDER.WHY-N."""
     if folder.exists() and any(folder.iterdir()):
         number = 1
         while (kept := folder.with_name(f"{folder.name}.{why}-{number}")).exists():

@@ -12,7 +12,8 @@ from typing import Any
 
 from fedbn_flwr.experiment.early_stopping import validation_metric
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
-from fedbn_flwr.experiment.studies.study import Cell, Study, StudySettings, finished, summary_of, trial_name
+from fedbn_flwr.experiment.studies.done import is_done
+from fedbn_flwr.experiment.studies.study import Cell, Study, StudySettings, summary_of, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["Tuned", "tuned", "tuning_markdown"]
@@ -114,8 +115,7 @@ def _score(cells: Sequence[Cell], out: Path) -> float | None:
 
 def _summary(cell: Cell, out: Path) -> dict[str, Any]:
     """Return the summary of a trial; without figures if it is not finished."""
-    folder = cell.folder(out)
-    return summary_of(folder) if finished(folder) else {"final": {}}
+    return summary_of(cell.folder(out)) if is_done(cell, out) else {"final": {}}
 
 
 def _shown(score: float | None, metric: str, best: bool) -> str:

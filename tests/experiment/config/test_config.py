@@ -13,6 +13,8 @@ from flwr.common.config import parse_config_args
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
+from fedbn_flwr.experiment.config.texts import read_overrides
+from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.experiment.setup import local_training
 from fedbn_flwr.server.method import EVALUATIONS
 from fedbn_flwr.strategies import STRATEGIES, combined
@@ -193,6 +195,17 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
     path.write_text("learning-rate: 0.5\nseed: 3\n")
     config = Config.load(path, ["seed=4", "data-dir="])
     assert (config.learning_rate, config.seed, config.data_dir) == (0.5, 4, "")
+
+
+def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
+    """In YAML 1.1 it would be a number in octal: ``held-out-clients=01`` another client."""
+    (tmp_path / "config.yaml").write_text("held-out-clients: 01\nclass-names: 010\nlocal-steps: 10\n")
+    assert read_yaml(tmp_path / "config.yaml", "config") == {
+        "held-out-clients": "01",
+        "class-names": "010",
+        "local-steps": 10,
+    }
+    assert read_overrides(["held-out-clients=01", "a=-3", "b=0"]) == {"held-out-clients": "01", "a": -3, "b": 0}
 
 
 def test_the_page_of_keys_has_every_key() -> None:

@@ -284,6 +284,25 @@ def test_rows_of_files_and_of_several_tables_have_names(table, tmp_path: Path) -
     assert (found.column, list(found.names)) == ("file", ["x/0.png", "x/1.png", "y/0.png", "y/2.png"])
 
 
+def test_the_data_of_the_run_are_known_by_their_place_and_not_by_their_spelling(quick_run, table) -> None:
+    path = table("old.csv")
+    _, run = quick_run(dataset=f"csv:{path}", **{"label-column": "y"})
+    counts = [
+        evaluate_run(run, {"dataset": f"csv:{other}"})[1][0].result.num_examples
+        for other in (path, f"{path.parent}/../{path.parent.name}/{path.name}", f"{path.parent}//{path.name}")
+    ]
+    assert counts == [counts[0]] * 3
+    assert counts[0] < 40, "the test examples, not those of training"
+
+
+def test_data_without_some_classes_of_the_run_are_told_the_names_that_fit(quick_run, table) -> None:
+    _, run = quick_run(dataset=f"csv:{table('old.csv', labels='012')}", **{"label-column": "y"})
+    fewer = table("fewer.csv", labels="12")
+    with pytest.raises(ConfigError, match="are named 1, 2: give those of the run, class-names=0,1,2 say"):
+        evaluate_run(run, {"dataset": f"csv:{fewer}"})
+    evaluate_run(run, {"dataset": f"csv:{fewer}", "class-names": "0,1,2"})
+
+
 def test_class_names_on_one_side_only_need_their_order(quick_run, table) -> None:
     """Text in the order of the alphabet may be another order than that of the run's numbers."""
     old, new = table("old.csv"), table("new.csv", labels="cba")

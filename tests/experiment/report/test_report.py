@@ -40,7 +40,7 @@ from fedbn_flwr.experiment.report.page import (
 from fedbn_flwr.experiment.report.run import run_warnings
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.split_figures import split_figures
-from fedbn_flwr.experiment.report.study import split_section
+from fedbn_flwr.experiment.report.study import _best, split_section
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.studies.comparisons import comparisons
@@ -476,6 +476,23 @@ def test_a_study_that_is_not_finished(study: Path) -> None:
     page = Html(write_report(study))
     assert "No run is finished yet." in page.text
     assert page.figures == []
+
+
+def test_a_study_whose_runs_have_former_settings(study: Path) -> None:
+    """As after a sweep of a changed study was interrupted."""
+    base = yaml.safe_load((study / "study.yaml").read_text())["base"]
+    change(study / "study.yaml", base={**base, "batch-size": 4})
+    files = StudyFiles.read(study)
+    assert {files.status(cell) for cell in files.cells} == {"to repeat"}
+    assert not files.ended
+    assert files.rows == []
+
+
+def test_the_best_of_a_loss_is_the_lowest() -> None:
+    about = {"split": "all", "metric": "personal-own-loss-weighted", "runs": 1}
+    rows = [{**about, "method": "A", "mean": 0.45}, {**about, "method": "B", "mean": 1.94}]
+    files: Any = SimpleNamespace(table=rows, study=SimpleNamespace(splits={"all": {}}))
+    assert list(_best(files)) == ["The best personal-own-loss-weighted is 0.4500, of A (mean of 1 run)."]
 
 
 def test_a_study_without_its_data(study: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.experiment.studies import results
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.studies.numbers import PaperNumber
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study import Study, finished
 from fedbn_flwr.experiment.studies.sweep import sweep
 from fedbn_flwr.experiment.studies.tables import table_rows, write_tables
 from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
@@ -111,7 +112,9 @@ paper: {A/all: 70 ± 2.5}
 """
 
 
-def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
+def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
+    # These folders have no config.
+    monkeypatch.setattr(results, "is_done", lambda cell, out: finished(cell.folder(out)))
     study = load(tmp_path, TARGETS)
     accuracies = {
         "A/seed-0": [0.2, None, 0.61, 0.5],
@@ -164,6 +167,14 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path) -> None:
         load(tmp_path, TARGETS.replace("70 ± 2.5", "{cat: x, dog: [1]}"))
     with pytest.raises(ConfigError, match="target: 'none' is not one of splits"):
         load(tmp_path, TARGETS.replace("target: 60", "target: {none: 60}"))
+
+
+def test_a_target_that_is_reached_exactly_is_reached() -> None:
+    """5013 right of 10,000 are 50.13 %; in float64 50.13 / 100 is a little more."""
+    line = {"round": 2, "exchanges": 2, "bytes-down": 1, "bytes-up": 1, "accuracy": 5013 / 10_000}
+    assert line["accuracy"] < 50.13 / 100
+    assert results._until([line], "accuracy", 50.13 / 100, up=True)["rounds-to-target"] == 2
+    assert results._until([line], "accuracy", 50.14 / 100, up=True)["rounds-to-target"] is None
 
 
 TUNE = """

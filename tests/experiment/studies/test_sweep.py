@@ -16,8 +16,10 @@ from matplotlib import image
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment.output.folder import lock_folder
 from fedbn_flwr.experiment.studies import sweep as module
+from fedbn_flwr.experiment.studies.done import is_done
 from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
-from fedbn_flwr.experiment.studies.study import Cell, Study
+from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.study import Cell, Study, summary_of
 from fedbn_flwr.experiment.studies.sweep import LogFollower, do_cell, sweep
 from tests.support.pictures import drawn
 
@@ -290,7 +292,7 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study,
     def full(*arguments):
         raise ConfigError("no space left on device")
 
-    monkeypatch.setattr(module, "_changed", lambda config, folder: "")
+    monkeypatch.setattr(module, "changed", lambda config, folder: "")
     monkeypatch.setattr(module, "run", full)
     assert do_cell(cell, out, "in-process") == "no space left on device"
     assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
@@ -361,12 +363,61 @@ def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None
         assert len(folder.relative_to(tmp_path).parts) == name.count("/") + 3
     study = tmp_path / "study.yaml"
     study.write_text('name: dots\nmethods: {"..": {}, "__": {}}\n')
-    with pytest.raises(ConfigError, match=r"\.\./all/seed-0 and __/all/seed-0 would share a folder; rename one"):
+    with pytest.raises(ConfigError, match=r"'\.\.' on split 'all' and method '__' on split 'all' would share the"):
         Study.load(study)
 
 
 def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
     study = tmp_path / "study.yaml"
     study.write_text('name: twins\nmethods: {"M=1 a": {}, "M=1_a": {}}\n')
-    with pytest.raises(ConfigError, match="M=1 a/all/seed-0 and M=1_a/all/seed-0 would share a folder; rename one"):
+    with pytest.raises(ConfigError, match="'M=1 a' on split 'all' and method 'M=1_a' on split 'all' would share the"):
         Study.load(study)
+    study.write_text("name: twins\nmethods: {A: {}, A/b: {}}\nsplits: {b/c: {}, c: {partition: iid}}\n")
+    with pytest.raises(ConfigError, match="'A/b' on split 'c' would share the folder A/b/c/seed-0"):
+        Study.load(study)
+
+
+def test_a_seed_among_the_settings_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text(
+        "name: seeds\nbase: {seed: 7}\nmethods: {A: {}, B: {seed: 3}}\n"
+        "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        Study.load(study)
+    said = str(raised.value)
+    assert all(f"{what}: seed has no effect here; list the seeds under" in said for what in ("base", "methods.B"))
+    assert "tune.grid: seed has no effect here; list the seeds under tune.seeds" in said
+
+
+def test_equal_points_of_a_grid_are_found_however_they_are_written(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    grid = "tune: {grid: {learning-rate: [1e-2, 0.01, 0.1]}, base: {validation-share: 0.2}}\n"
+    study.write_text(f"name: grid\nmethods: {{A: {{}}}}\n{grid}")
+    with pytest.raises(ConfigError, match=r"grid: learning-rate: 0\.01 is listed twice"):
+        Study.load(study)
+
+
+def test_the_tables_of_a_repeated_run_have_its_new_results(study: Study, tmp_path: Path, monkeypatch) -> None:
+    """Tables are drawn between the runs, too, when the former results are still in the folders."""
+    monkeypatch.setattr(module, "_BETWEEN_TABLES", 0.0)
+    sweep(study, tmp_path / "out")
+    other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
+    first = next(iter(other.cells()))
+    assert not is_done(first, tmp_path / "out")
+    files = StudyResults(other, tmp_path / "out")
+    assert files.rows() == [], "these are results of other settings"
+    sweep(other, tmp_path / "out")
+    rows = json.loads(f"[{','.join((tmp_path / 'out/results.jsonl').read_text().splitlines())}]")
+    for cell, row in zip(other.cells(), rows, strict=True):
+        assert row["sha256"] == summary_of(cell.folder(tmp_path / "out"))["sha256"]
+
+
+def test_a_refused_study_leaves_that_of_the_folder(study: Study, tmp_path: Path) -> None:
+    sweep(study, tmp_path / "out")
+    before = (tmp_path / "out/study.yaml").read_text()
+    absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
+    other = study.model_copy(update={"name": "other", "base": {**study.base, **absent}})
+    with pytest.raises(ConfigError, match="nowhere"):
+        sweep(other, tmp_path / "out")
+    assert (tmp_path / "out/study.yaml").read_text() == before

@@ -1,0 +1,39 @@
+"""Whether a run of a study is done: finished, and with the settings that the study has now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.experiment.centralized import reference_config
+from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
+from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings
+from fedbn_flwr.experiment.studies.study import Cell, finished
+
+__all__ = ["changed", "is_done"]
+
+
+def is_done(cell: Cell, out: Path) -> bool:
+    """Return whether a run is finished and its settings are those of the study.
+
+    Where its config cannot be made, as its data are elsewhere, a finished run counts as done.
+    """
+    folder = cell.folder(out)
+    if not finished(folder):
+        return False
+    try:
+        return not changed(cell.config, folder)
+    except FedBNError:
+        return True
+
+
+def changed(config: Config, folder: Path) -> str:
+    """Return the settings of the folder's run that differ from the config, as ``changed_settings`` does."""
+    now = reference_config(config) if config.strategy == CENTRALIZED else config
+    free = PLACES if config.num_clients else PLACES | {"num-clients"}  # 0 follows from the other settings
+    settings = {**from_older(RunFolder.settings(folder)), "resume": False}
+    try:
+        saved = Config.make(settings).to_mapping()
+    except FedBNError:  # the data of that run are not here any more, or this version refuses its settings
+        saved = settings
+    return changed_settings(saved, now.to_mapping(), free)
