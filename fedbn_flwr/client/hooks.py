@@ -89,8 +89,8 @@ class Hooks:
         """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
 
         Raises:
-            ConfigError: a client hook needs plain SGD or refuses its settings, an optimizer was already wrapped, or the
-                model has moved to another device.
+            ConfigError: the optimizer is of another model, a client hook needs plain SGD or refuses its settings, an
+                optimizer was already wrapped, or the model has moved to another device.
         """
         if self._optimizer is not None:
             raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
@@ -98,11 +98,21 @@ class Hooks:
             if any(_overrides(hook, "begin") for hook in acting):
                 self._check_device()
             self._device = _device(self._model)  # the others store nothing before this call
+            self._refuse_other_model(optimizer)
             for hook in acting:
                 hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
             self._exit.callback(before_steps(optimizer, self._act).remove)
         self._optimizer = optimizer
         return optimizer
+
+    def _refuse_other_model(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ConfigError if the optimizer has no parameter of the model: the hooks would change nothing."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not held & {id(parameter) for parameter in self._model.parameters()}:
+            raise ConfigError(
+                "the optimizer has no parameter of the model that `bn_rules` was given: give both the same model, and "
+                "no copy of it"
+            )
 
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:

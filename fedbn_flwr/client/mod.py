@@ -25,7 +25,7 @@ from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import NamedConfigErrors, StateError
+from fedbn_flwr.errors import ConfigError, NamedConfigErrors, StateError
 from fedbn_flwr.messages.legacy import with_names
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import open_message, to_records
@@ -44,7 +44,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
-from fedbn_flwr.training.loaded import LoadedBatches
+from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
 from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
 from fedbn_flwr.transport import Pending, RetryStep, StepDone
 
@@ -113,10 +113,16 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         message: the query.
         context: Flower's context.
         loader: the training data, a ``DataLoader`` or anything with ``dataset`` and ``batch_size``.
+
+    Raises:
+        ConfigError: the node's ``partition-id`` is no number.
+        DataError: the data set has no length, or the sampler's choice is not known (``LoadedBatches``).
     """
-    size = len(loader.dataset)
+    size = num_examples(loader)
     own = context.node_config.get(PARTITION_ID)
-    properties = NodeProperties(None if own is None else int(own), size, min(loader.batch_size or size, size))
+    if own is not None and not str(own).isdecimal():
+        raise ConfigError(f"partition-id={own!r} of the node's config must be a whole number from 0")
+    properties = NodeProperties(None if own is None else int(own), size, min(first_batch(loader) or size, size))
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 

@@ -55,14 +55,14 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     Args:
         metrics: metrics by the label of the client; "" = the server's. A loss is a metric whose name ends in "loss". A
-            test in which no target counts has no loss: its accuracy is NaN, too, or it has no examples.
+            test in which no target counts has no loss: its accuracy (or acc) is NaN, too, or it has no examples.
     """
     clients_of: dict[str, list[str]] = {}
     for label, values in metrics.items():
         losses = [name for name in values if name.endswith("loss")]
         for name in [name for name in losses if name != "loss"] or losses:  # "loss" repeats the first of several tests
             loss, prefix = values[name], name.removesuffix("loss")
-            accuracy = values.get(f"{prefix}accuracy", 0.0)
+            accuracy = values.get(f"{prefix}accuracy", values.get(f"{prefix}acc", 0.0))
             tested = not isinstance(accuracy, float) or not math.isnan(accuracy)
             tested = tested and values.get(f"{prefix}{NUM_EXAMPLES}") != 0
             if tested and isinstance(loss, float) and not math.isfinite(loss):

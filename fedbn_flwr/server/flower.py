@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import (
     ClientPartError,
@@ -42,6 +43,7 @@ from fedbn_flwr.server.failures import (
     account,
     all_not_finite,
     divergence,
+    error_text,
     losses_not_finite,
     nothing_trained,
 )
@@ -626,7 +628,7 @@ class Server(Method[P]):
         messages = self._address(nodes, STATISTICS_QUERY, arrays, self._common(server_round).write(), traffic, {})
         pairs = [(self.nodes.node(message.metadata.dst_node_id), message) for message in messages]
         messages = self.protection.open_statistics(self.run, pairs, grid, self.dispatcher.timeout)
-        replies = grid.send_and_receive(messages, timeout=self.dispatcher.timeout)
+        replies = list(grid.send_and_receive(messages, timeout=self.dispatcher.timeout))
 
         def read(node: Node, message: Message) -> State:
             read_metrics(message, self.weighted_by_key)
@@ -638,12 +640,26 @@ class Server(Method[P]):
 
         good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
         self._raise_shared_test_error(refused)
+        self._refuse_apps_without_statistics(replies)
         moments = self.protection.statistics(self.run, [(node, state) for node, _, state in good], like)
         self.run.reestimated = (
             running_statistics_of(moments, like, parts) if len(good) >= self.params.min_replies else {}
         )
         if not self.run.reestimated:
             logger.warning("round %d: no statistics re-estimated from %d usable replies", server_round, len(good))
+
+    def _refuse_apps_without_statistics(self, replies: Sequence[Message]) -> None:
+        """Raise ClientPartError if no app can answer, and none has yet: the statistics would be those of the start."""
+        failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
+        if not self.recalibrates or not failed or len(failed) < len(replies) or self.run.reestimated:
+            return
+        if lacks_function(failed[0], STATISTICS_QUERY):
+            raise ClientPartError(
+                f"the clients' app does not answer the query {STATISTICS_QUERY.partition('.')[2]!r}, by which strategy "
+                f"{self.name!r} re-estimates statistics. Add to it a function with @app.query('statistics') that "
+                "returns answer_statistics(msg, context, Net(), trainloader)."
+            )
+        raise ClientPartError(f"no client could measure its statistics: {error_text(failed[0])}")
 
     # --- shared by the calls ----------------------------------------------------------------------------------------
 

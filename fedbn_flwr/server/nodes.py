@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal
+from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal, lacks_function
 from fedbn_flwr.errors import ConfigError, EngineError, raise_shared_config_error
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.seeds import numpy_generator
@@ -196,6 +196,8 @@ class NodeRegistry:
             elif is_app_error(reply):  # the app has no answer to a query
                 found[node_id] = Node(node_id)
                 reasons.append(str(reply.error.reason))
+                if not lacks_function(reply, f"{MessageType.QUERY}.default"):
+                    logger.warning("%s: its answer to the query failed: %s", found[node_id], reply.error.reason)
             elif node_id in asked:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
         for node in found.values():

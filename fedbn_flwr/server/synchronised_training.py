@@ -10,7 +10,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import FIRST_BATCH, ReplyInfo
+from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.server.flower import Server
 from fedbn_flwr.server.synchronised_step import (
@@ -118,8 +118,13 @@ class SynchronisedTraining:
         """Return the members of the step; refuse nodes that have not reported what the step needs.
 
         Raises:
-            ConfigError: no node has.
+            ConfigError: no node has, or the replies are weighed by something else than their examples.
         """
+        if self._server.weighted_by_key != NUM_EXAMPLES:
+            raise ConfigError(
+                f"strategy {self._server.name!r} synchronises with the weights of {NUM_EXAMPLES!r}, and "
+                f"weighted_by_key={self._server.weighted_by_key!r} averages by others: leave it out"
+            )
         nodes = [self._server.nodes.node(message.metadata.dst_node_id) for message in messages]
         members = {
             n.node_id: Member(n.num_examples, n.batch_size, str(n)) for n in nodes if n.num_examples and n.batch_size

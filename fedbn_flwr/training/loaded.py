@@ -11,13 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.loop import Batches
 from fedbn_flwr.training.randomness import drawing_from
 
-__all__ = ["LoadedBatches", "as_batches"]
+__all__ = ["LoadedBatches", "as_batches", "first_batch", "num_examples"]
 
 logger = logging.getLogger("flwr")
 
@@ -34,11 +43,13 @@ class LoadedBatches:
         plain: the same examples in the same order without random transforms, taken where no generator is given. None
             = the loader's own; if they change from call to call, a warning says so once.
 
+    A ``SubsetRandomSampler`` or a ``DistributedSampler`` chooses examples: these are the data then, in their order.
+
     Attributes:
         batch_size: that of the loader or of its batch sampler; if neither has one, the number of examples.
 
     Raises:
-        DataError: the data set has no length, or ``plain`` has another one.
+        DataError: the data set has no length, or ``plain`` has another one; the sampler chooses in another way.
     """
 
     def __init__(self, loader: Any, plain: Any = None) -> None:
@@ -55,7 +66,9 @@ class LoadedBatches:
                 f"the data set without random transforms has {len(self._plain)} examples, the one that is trained on "
                 f"{len(self._data)}: they must be the same examples in the same order"
             )
-        self.batch_size: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or len(self._data)
+        if (chosen := _chosen(loader)) is not None:
+            self._data, self._plain = Subset(self._data, chosen), Subset(self._plain, chosen)
+        self.batch_size: int = first_batch(loader) or len(self._data)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -98,6 +111,37 @@ class LoadedBatches:
                 "plain_train_data).",
                 kind,
             )
+
+
+def num_examples(loader: Any) -> int:
+    """Return the number of examples that a loader gives in an epoch; raises DataError as ``LoadedBatches`` does."""
+    chosen = _chosen(loader)
+    if chosen is None and not hasattr(loader.dataset, "__len__"):
+        raise DataError(f"the data set, {type(loader.dataset).__name__}, has no length")
+    return len(loader.dataset if chosen is None else chosen)
+
+
+def first_batch(loader: Any) -> int:
+    """Return the batch size of a loader or of its batch sampler; 0 if neither has one."""
+    return loader.batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 0
+
+
+def _chosen(loader: Any) -> list[int] | None:
+    """Return the positions that the loader's sampler chooses, in their order; None for all.
+
+    Raises:
+        DataError: it draws them in a way that a pass in a fixed order cannot follow.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
+        return sorted(getattr(sampler, "indices", None) or set(sampler))
+    if sampler is None or isinstance(sampler, (SequentialSampler, RandomSampler)):
+        return None
+    raise DataError(
+        f"the loader's sampler, {type(sampler).__name__}, chooses examples in a way that a pass in a fixed order "
+        "cannot follow: choose a client's examples by torch.utils.data.Subset, and give here a loader without it"
+    )
 
 
 def _kind(data: Any) -> str:

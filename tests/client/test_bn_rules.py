@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -19,9 +20,17 @@ from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import HBN, FedProx, FedTAN
 from fedbn_flwr.strategies.bn_scaffold import SurveyedBNVariates
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
+from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import ClientHook
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
+
+
+def test_an_optimizer_of_a_copy_is_refused() -> None:
+    """FedProx would be FedAvg, bit for bit."""
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="give both the same model, and no copy of it"):
+        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1))
 
 
 def test_a_line_search_sees_the_penalty_too() -> None:
@@ -114,12 +123,11 @@ def test_a_model_that_moves_inside_the_block_is_refused() -> None:
         model = nn.Linear(3, 1)
         told = {"fedbn-flwr.hooks": hooks, "fedbn-flwr.proximal-mu": 5.0, "fedbn-flwr.agc": 0.1}
         with bn_rules(model, told) as rules:
-            optimizer = torch.optim.SGD(model.parameters(), 0.01)
             if after_wrap:
-                rules.wrap(optimizer)
+                rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
             model.to("meta")
             if not after_wrap:
-                rules.wrap(optimizer)
+                rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
             rules._act()
 
     with pytest.raises(ConfigError, match=r"was on cpu when the method stored .* is on meta now: call model.to"):

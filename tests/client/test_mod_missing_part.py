@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -93,6 +94,34 @@ def test_a_missing_synchronised_step_is_named_where_exchanges_travel_by_messages
 def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:
     with pytest.raises(ConfigError, match=r"register `@app.query\(\)` and return answer_query"):
         run_app(FedTAN(), user_app(hooked_loop))
+
+
+@pytest.mark.parametrize("strategy", [StaticBN, functools.partial(FedAvg, recalibrate=True)])
+def test_an_app_that_measures_no_statistics_is_told_the_handler(run_app, user_app, strategy) -> None:
+    """Else the model would be tested, and returned, with the statistics that it had at the start."""
+    app = user_app(hooked_loop)
+    with pytest.raises(ClientPartError, match=r"Add to it a function with @app.query\('statistics'\) that"):
+        run_app(strategy(), app)
+
+    @app.query("statistics")
+    def broken(msg, context):
+        raise FileNotFoundError("/data/train.csv")
+
+    with pytest.raises(ClientPartError, match=r"no client could measure its statistics: (?s:.*)/data/train.csv"):
+        run_app(strategy(), app)
+
+
+def test_the_error_of_a_query_handler_is_told(run_app, user_app, caplog) -> None:
+    app = user_app(hooked_loop)
+
+    @app.query()
+    def broken(msg, context):
+        raise FileNotFoundError("/data/train.csv")
+
+    logging.getLogger("flwr").propagate = True
+    with pytest.raises(ConfigError, match="return answer_query"):
+        run_app(FedTAN(), app)
+    assert any("its answer to the query failed" in text and "/data/train.csv" in text for text in caplog.messages)
 
 
 def test_one_client_without_the_mod_is_left_out_and_the_round_continues(run_app, user_app) -> None:

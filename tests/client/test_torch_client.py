@@ -13,7 +13,17 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, StateError
@@ -23,7 +33,7 @@ from fedbn_flwr.privacy.record_level import _STATE
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, loaded, train
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.loaded import LoadedBatches, as_batches
+from fedbn_flwr.training.loaded import LoadedBatches, as_batches, first_batch, num_examples
 from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.randomness import seed_generators
 
@@ -187,6 +197,22 @@ def test_batches_that_are_padded_together_are_no_random_transforms(caplog, monke
     loader = DataLoader(sequences, 3, collate_fn=padded)
     assert LoadedBatches(loader).batch(torch.arange(3))[0].shape == (3, 4)
     assert not caplog.messages
+
+
+def test_a_sampler_chooses_the_examples_of_a_pass() -> None:
+    """Else the statistics of a client would be those of other clients' examples, or of its validation part."""
+    data = TensorDataset(torch.arange(10.0), torch.zeros(10))
+    chosen = SubsetRandomSampler([7, 2, 5])
+    in_order = BatchSampler(chosen, 2, drop_last=False)
+    for loader in (DataLoader(data, 2, sampler=chosen), DataLoader(data, batch_sampler=in_order)):
+        found = LoadedBatches(loader)
+        assert (len(found), found.batch_size, num_examples(loader), first_batch(loader)) == (3, 2, 3, 2)
+        assert found.batch(torch.arange(3))[0].tolist() == [2.0, 5.0, 7.0]
+    parts = [DistributedSampler(data, 2, rank, shuffle=False) for rank in (0, 1)]
+    assert [num_examples(DataLoader(data, 2, sampler=part)) for part in parts] == [5, 5]
+    assert num_examples(DataLoader(data, 2, shuffle=True)) == 10
+    with pytest.raises(DataError, match=r"WeightedRandomSampler, chooses .* by torch\.utils\.data\.Subset"):
+        LoadedBatches(DataLoader(data, 2, sampler=WeightedRandomSampler([1.0] * 10, 4)))
 
 
 def test_plain_training_data_are_the_same_examples(points) -> None:

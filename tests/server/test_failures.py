@@ -63,6 +63,7 @@ def test_losses_that_are_not_finite_are_named() -> None:
 def test_a_test_in_which_nothing_counts_is_no_divergence() -> None:
     empty = {"own-loss": NAN, "own-accuracy": NAN, "loss": NAN, "global-loss": 1.0, "global-accuracy": 0.5}
     assert losses_not_finite({"0": empty}) == []
+    assert losses_not_finite({"0": {"val_loss": NAN, "val_acc": NAN}}) == []
     unknown = {"own-loss": NAN, "own-mae": NAN, "own-num-examples": 0}
     assert losses_not_finite({"0": unknown}) == []
     assert losses_not_finite({"0": {**unknown, "own-num-examples": 3}}) == ["own-loss of client 0 is not finite"]

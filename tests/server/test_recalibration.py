@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedTAN, FixBN, Scaffold, SiloBN, Standalone
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.synchronised import client_data
@@ -136,13 +140,18 @@ def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:
         federate(FedAvg(recalibrate=True), functools.partial(mlp, norm=False), datasets)
 
 
-def test_a_numpy_client_without_statistics_is_rejected_by_name(federate, datasets, mlp) -> None:
+def test_a_numpy_client_without_statistics_is_named(federate, datasets, mlp) -> None:
     class Other(NumPyClient):
         def __init__(self, client) -> None:
             self.fit, self.evaluate, self.get_properties = client.fit, client.evaluate, client.get_properties
 
-    run = federate(
-        FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=lambda make: client_app(lambda c: Other(make(c)))
-    )
-    assert all("Other does not re-estimate BN statistics" in why for why in run.strategy.reports[0].rejected.values())
-    assert run.strategy.reports[0].participants == [0, 1, 2]
+    def one_other(make: Callable[[Context], Any], others: Collection[int]) -> ClientApp:
+        return client_app(lambda c: Other(make(c)) if c.node_config["partition-id"] in others else make(c))
+
+    recalibrating = FedAvg(recalibrate=True)
+    federate(recalibrating, mlp, datasets, rounds=1, wrap=lambda make: one_other(make, [1]))
+    (why,) = recalibrating.reports[0].rejected.values()
+    assert "Other does not re-estimate BN statistics" in why
+    assert recalibrating.reports[0].participants == [0, 1, 2]
+    with pytest.raises(ClientPartError, match=r"no client could measure its statistics: (?s:.*)Other does not"):
+        federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=lambda make: one_other(make, [0, 1, 2]))

@@ -21,6 +21,8 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 
 __all__ = ["synchronised"]
 
+_IN_A_STEP = "_fedbn_flwr_in_a_step"
+
 
 @contextmanager
 def synchronised(
@@ -64,7 +66,8 @@ def synchronised(
 
     Raises:
         ConfigError: An argument is out of range.
-        NormLayerError: A layer cannot be synchronised. TorchScript and DataParallel are refused immediately; one value
+        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel and a model that is in another
+            client's step are refused immediately; one value
             per channel in the union, activation checkpointing and a layer's own arithmetic when the layer is called.
     """
     if not 1 <= batch_size <= union_batch_size:
@@ -83,6 +86,13 @@ def synchronised(
         stack.callback(step.close)
         for path, module in model.named_modules():
             if isinstance(module, _BatchNorm):
+                if vars(module).get(_IN_A_STEP):
+                    raise NormLayerError(
+                        f"layer {path!r} is in the synchronised step of another client, which runs at the same time in "
+                        "this process: build a model in each call, and do not share one between clients"
+                    )
+                vars(module)[_IN_A_STEP] = True
+                stack.callback(vars(module).pop, _IN_A_STEP)
                 for handle in step.watch(path, module):
                     stack.callback(handle.remove)
         # Otherwise autograd runs every backward pass on a GPU in one thread, which the first client to wait would hold.

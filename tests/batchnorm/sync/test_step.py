@@ -134,6 +134,16 @@ def test_only_the_thread_of_the_step_is_synchronised():
     assert len(tags) == 4
 
 
+def test_a_model_that_two_clients_share_is_refused():
+    """Their gradients and statistics would be mixed without a word."""
+    model = small()
+    first, second = (synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8) for _ in range(2))
+    with first, pytest.raises(NormLayerError, match="build a model in each call"):
+        second.__enter__()
+    with synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=4):
+        model(inputs()).sum().backward()
+
+
 def test_backward_may_run_in_another_thread():
     """As autograd does on an accelerator."""
     model, reference = small(), small()
