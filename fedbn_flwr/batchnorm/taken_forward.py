@@ -63,6 +63,31 @@ def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     return layers
 
 
+class _Forward:
+    """A forward pass in the place of a layer's own. A copy of the layer, deep or pickled, has its own again.
+
+    Such as an average of the weights that is made in mid-training: with the replacement it would use the original.
+    """
+
+    def __init__(self, layer: _BatchNorm, function: ForwardFunction | Callable[[Tensor], Tensor]) -> None:
+        self._layer, self._function = layer, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._layer))
+        return self if copied is None else _own_forward(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self._layer,)
+
+
+def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
+    """Return the forward pass of the layer's class, bound to the layer."""
+    return type(layer).forward.__get__(layer)  # type: ignore[no-any-return]
+
+
 def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
     """Let ``compute`` be the forward pass of the layers of ``layers_in_training``; return the function that undoes it.
 
@@ -74,7 +99,9 @@ def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], Non
         NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
     """
     undo = [
-        replace_method(layer, "forward", not_compiled(functools.partial(_forward, layer, layer.forward, compute)))
+        replace_method(
+            layer, "forward", _Forward(layer, not_compiled(functools.partial(_forward, layer, layer.forward, compute)))
+        )
         for layer in replaceable_layers(model).values()
     ]
 
@@ -104,7 +131,7 @@ def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) 
         noted(layer, input)
         return own(input)
 
-    return replace_method(layer, "forward", forward)
+    return replace_method(layer, "forward", _Forward(layer, forward))
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     config = TrainConfig.read(merged_config(message))
     if config.by_messages:
         _reopen(message, context)
-    key, received = _set_aside_extras(message, context)
+    key, received = _set_aside_extras(message, context, bool(config.hooks))
     whole, store = _completed(received, context, config)
     if config.local_entries or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
         # A TorchClient keeps its part itself, and refuses to work under the mod.
@@ -188,12 +188,15 @@ def _take_out(reply: Message, key: str, config: TrainConfig, store: LocalState, 
         reply.content[name] = record
 
 
-def _set_aside_extras(message: Message, context: Context) -> tuple[str, ArrayRecord]:
-    """Return the key and the record of the model; move further records into the context, for the client hooks."""
+def _set_aside_extras(message: Message, context: Context, hooks: bool) -> tuple[str, ArrayRecord]:
+    """Return the key and the record of the model; if there are client hooks, move further records into the context.
+
+    Without hooks further records are the user's, and stay.
+    """
     records = message.content.array_records
     (key, received), *extras = list(records.items())
     take_box(context, INBOX)
-    for name, record in extras:
+    for name, record in extras if hooks else ():
         context.state[f"{INBOX}/{name}"] = record
         del records[name]
     return key, received

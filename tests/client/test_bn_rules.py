@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.batchnorm.taken_forward import take_forward, watch_inputs
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
@@ -31,6 +33,26 @@ def test_an_optimizer_of_a_copy_is_refused() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(ConfigError, match="give both the same model, and no copy of it"):
         Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1))
+
+
+@pytest.mark.parametrize("forward", ["take_forward", "watch_inputs"])
+def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
+    """An average of the weights is such a copy, made in mid-training; it must leave the original alone."""
+    model, noted = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), []
+    if forward == "take_forward":
+        undo = take_forward(model, lambda layer, x: noted.append(layer) or x)
+    else:
+        undo = watch_inputs(model[0], lambda layer, x: noted.append(layer))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in copies:
+        each(torch.randn(4, 2) * 100)
+        assert float(each[0].running_var.max()) > 100
+    assert noted == []
+    model(torch.randn(4, 2))
+    assert noted == [model[0]]
+    undo()
+    model(torch.randn(4, 2))
+    assert noted == [model[0]]
 
 
 def test_a_line_search_sees_the_penalty_too() -> None:

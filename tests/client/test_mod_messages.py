@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,6 +71,26 @@ def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:
 
     run_app(FedBN(), user_app(mods=(local_bn, look), query=True), rounds=2)
     assert [names for names in seen if names] == [list(mlp().state_dict())] * 12
+
+
+def test_a_record_of_the_users_own_stays_in_the_message(run_app, user_app) -> None:
+    """A teacher beside the model, say; client hooks alone have further records."""
+    seen: list[list[str]] = []
+
+    class WithTeacher(FedBN):
+        def configure_train(self, *args: Any, **kwargs: Any) -> Any:
+            messages = list(super().configure_train(*args, **kwargs))
+            for message in messages:
+                message.content["teacher"] = ArrayRecord({"t": torch.ones(3)})
+            return messages
+
+    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        seen.append(list(msg.content.array_records))
+        return hooked_loop(model, data, msg, context)
+
+    run_app(WithTeacher(), user_app(loop))
+    assert seen == [["arrays", "teacher"]] * len(seen)
+    assert len(seen) >= 3
 
 
 def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> None:
