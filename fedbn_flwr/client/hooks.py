@@ -216,13 +216,19 @@ def bn_rules(
         context: Flower's context, needed if a hook keeps or sends arrays.
 
     Raises:
-        ConfigError: at the start if the message or the context is needed and missing; at the end if a hook took no
+        ConfigError: at the start if the message or the context is needed and missing, or if a block has ended before in
+            this message; at the end if a hook took no
             part in the training (the optimizer was not wrapped, or no step was taken).
     """
     message = message_or_config if isinstance(message_or_config, Message) else None
     config: dict[str, Any] = merged_config(message) if message else dict(message_or_config)  # type: ignore[arg-type]
     read = TrainConfig.read(config)
     hooks = make_hooks(read.hooks, HookContext(config, frozenset(read.local_entries), replay(context, config)))
+    if context is not None and OUTBOX in context.state and any(_overrides(h, *_PER_ROUND) for h in hooks.values()):
+        raise ConfigError(
+            "a second `with bn_rules(...)` in the training of one message: the hooks of the strategy would begin anew, "
+            "and what they found in the first block would be lost. Write one block around all epochs."
+        )
     need_context = [name for name, hook in hooks.items() if _overrides(hook, "receive", "reply", "keep", "around")]
     store: LocalState | None = None
     whole = _whole(message, config, model) if need_context and context is not None else None
@@ -253,6 +259,9 @@ def bn_rules(
         store.save_hook_state(
             {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}, read.server_round
         )
+
+
+_PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")  # what acts once or adds up in a round
 
 
 def _device(model: nn.Module) -> torch.device | None:

@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.taken_forward import take_forward, watch_inputs
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.strategies import HBN, FedProx, FedTAN
+from fedbn_flwr.strategies import HBN, FedAvg, FedProx, FedTAN
 from fedbn_flwr.strategies.bn_scaffold import SurveyedBNVariates
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
@@ -159,6 +159,18 @@ def test_a_model_that_moves_inside_the_block_is_refused() -> None:
     move("agc")
     with bn_rules(nn.Linear(3, 1), {"fedbn-flwr.hooks": ""}) as rules:
         rules.wrap(torch.optim.SGD(rules._model.to("meta").parameters(), 0.01))
+
+
+def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
+    """FedProx would take another anchor in the second, and SCAFFOLD lose the gradients of the first."""
+
+    def twice(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        hooked_loop(model, data, msg, context)
+        return hooked_loop(model, data, msg, context)
+
+    with pytest.raises(ConfigError, match="Write one block around all epochs"):
+        run_app(FedProx(), user_app(twice))
+    run_app(FedAvg(), user_app(twice))
 
 
 def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
