@@ -1,8 +1,8 @@
 """Re-estimation ("precise BN"): BatchNorm statistics from one pass over data under fixed weights. Torch only.
 
 Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. Many batches are merged at
-once (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1),
-the unbiased variance that torch's layers keep.
+once (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1), the unbiased
+variance that torch's layers keep.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from fedbn_flwr.training.wrappers import not_compiled, view_with_names
 
 __all__ = ["Hooks", "bn_rules", "take_box"]
 
+_PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")  # what acts once or adds up in a round
+
 
 class Hooks:
     """The client hooks of a round in a user's training loop: the value of ``with bn_rules(...) as rules``.
@@ -259,9 +261,6 @@ def bn_rules(
         store.save_hook_state(
             {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}, read.server_round
         )
-
-
-_PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")  # what acts once or adds up in a round
 
 
 def _device(model: nn.Module) -> torch.device | None:

@@ -124,11 +124,12 @@ class Recorder:
         for key in (TRAIN_LOSS, TRAIN_ACCURACY, *reported):
             if key in report.metrics:
                 line[key] = report.metrics[key]
-        tested = self._tested(state) if self._due(report.server_round) else {}
+        due = self._due(report.server_round)
+        tested = self._tested(state) if due else {}
         line |= tested
-        if self._due(report.server_round) or self._strategy is None:  # a strategy notes the losses of training itself
+        if due or self._strategy is None:  # a strategy notes the losses of training itself
             self._note_divergence(report, tested)
-        if self._due(report.server_round) and self._held_out:
+        if due and self._held_out:
             own = to_state(self._model.state_dict())
             whole = state if state is not None else {name: array.copy() for name, array in own.items()}
             line |= self._held_out.test(self._model, whole, self._strategy)
