@@ -54,6 +54,7 @@ class Hooks:
         self._passes = 0
         self._surveyed = False
         self._trained = False
+        self._versions = {name: (p, p._version) for name, p in model.named_parameters() if not p.is_inference()}
         self._exit = ExitStack()
         self._watching = ExitStack()
         if any(_overrides(hook, "survey") for hook in hooks.values()):
@@ -92,13 +93,14 @@ class Hooks:
 
         Raises:
             ConfigError: the optimizer is of another model, a client hook needs plain SGD or refuses its settings, an
-                optimizer was already wrapped, or the model has moved to another device.
+                optimizer was already wrapped, or the model has changed or moved to another device inside the block.
         """
         if self._optimizer is not None:
             raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
         if acting := [hook for hook in self._hooks.values() if _overrides(hook, "start", "penalty", "gradients")]:
             if any(_overrides(hook, "begin") for hook in acting):
                 self._check_device()
+                self._check_unchanged()
             self._device = _device(self._model)  # the others store nothing before this call
             self._refuse_other_model(optimizer)
             for hook in acting:
@@ -157,6 +159,21 @@ class Hooks:
             raise ConfigError(
                 f"the model was on {self._device} when the method stored what it compares with, and is on {now} now: "
                 "call model.to(device) before `with bn_rules(...)`, and do not move the model inside it"
+            )
+
+    def _check_unchanged(self) -> None:
+        """Check that the parameters are those that the hooks have stored as received.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        now = dict(self._model.named_parameters())
+        changed = [n for n, (p, version) in self._versions.items() if now.get(n) is not p or p._version != version]
+        if changed:
+            raise ConfigError(
+                f"{len(changed)} parameters ('{changed[0]}', ...) have changed between `with bn_rules(...)` and "
+                "rules.wrap(optimizer), and the method compares with the model as it was at the start of the block: "
+                "load the received state before the block"
             )
 
     def _check(self) -> None:
@@ -219,8 +236,8 @@ def bn_rules(
 
     Raises:
         ConfigError: at the start if the message or the context is needed and missing, or if a block has ended before in
-            this message; at the end if a hook took no
-            part in the training (the optimizer was not wrapped, or no step was taken).
+            this message; at the end if a hook took no part in the training (the optimizer was not wrapped, or no step
+            was taken).
     """
     message = message_or_config if isinstance(message_or_config, Message) else None
     config: dict[str, Any] = merged_config(message) if message else dict(message_or_config)  # type: ignore[arg-type]
@@ -236,7 +253,7 @@ def bn_rules(
     whole = _whole(message, config, model) if need_context and context is not None else None
     if whole is not None:
         model = view_with_names(model, whole)
-        store = LocalState(context, split_state(whole), whole)
+        store = LocalState(context, split_state(whole), whole, read.start_id)
     elif need_context:
         raise ConfigError(
             f"client hook '{need_context[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; in a "

@@ -26,6 +26,7 @@ from fedbn_flwr.messages.protocol import (
     KEPT_BY_HOOKS,
     LOCAL_SHA256,
     SERVER_ROUND,
+    START_ID,
     VERSION,
     Continuity,
     ReplyInfo,
@@ -45,12 +46,16 @@ class LocalState:
         context: Flower's context of the node; None for a client that cannot keep entries.
         parts: the split of the model's state.
         state: the model's state, tensors or arrays; only the shapes are used, which kept entries must fit.
+        start_id: id of the strategy's start: ``restore`` removes what was kept in another. None = it does not.
     """
 
-    def __init__(self, context: Context | None, parts: Parts, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, context: Context | None, parts: Parts, state: Mapping[str, Any], start_id: str | None = None
+    ) -> None:
         self._context = context
         self._parts = parts
         self._folder: Folder | None = None
+        self._start_id = start_id
         self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
 
     def attach(self, root: Path | OpenFolder, continuity: Continuity, partition_id: int) -> None:
@@ -69,6 +74,8 @@ class LocalState:
         Raises:
             StateError: the client does not have the expected state.
         """
+        if self._start_id is not None and self._holds() and self._about().get(START_ID) != self._start_id:
+            self._replace(None)
         self._restore(expected)
         if used is not None and self._context is not None:
             self._undo(used, self._context.state)
@@ -201,8 +208,11 @@ class LocalState:
 
     def _begun(self, server_round: int) -> int:
         """Return the round in which the kept state began, if this is that round, else 0."""
-        about: Any = self._context.state.get(KEPT_ABOUT, {}) if self._context is not None else {}
+        about = self._about()
         return int(about.get(BEGUN, 0)) if about.get(SERVER_ROUND) == server_round else 0
+
+    def _about(self) -> Any:
+        return self._context.state.get(KEPT_ABOUT, {}) if self._context is not None else {}
 
     def _replace(self, found: Mapping[str, Any] | None) -> None:
         """Replace what is kept with the content of a file of the state folder; None = nothing."""
@@ -218,6 +228,8 @@ class LocalState:
     def _describe(self, server_round: int, begun: int) -> None:
         if self._context is not None:
             about: dict[str, int | str] = {VERSION: _VERSION, FINGERPRINT: self._fingerprint}
+            if self._start_id is not None:
+                about[START_ID] = self._start_id
             self._context.state[KEPT_ABOUT] = ConfigRecord({**about, SERVER_ROUND: server_round, BEGUN: begun})
 
     @staticmethod

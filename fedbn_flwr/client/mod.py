@@ -10,6 +10,7 @@ the partition and the applied client hooks (``bn_rules``) in the reply, and send
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +47,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
 from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
-from fedbn_flwr.transport import Pending, RetryStep, StepDone
+from fedbn_flwr.transport import Pending, RetryStep, Signal, StepDone
 
 __all__ = ["answer_query", "answer_statistics", "local_bn"]
 
@@ -84,7 +85,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         next(iter(message.content.config_records.values()))[MOD] = "local_bn"
     context.state.pop(OUTBOX, None)
     try:
-        reply = _call(call_next, message, context, key, whole)
+        reply = _call(call_next, message, context, key, whole, bool(config.hooks))
     except Pending as exchange:
         log_sent(context, exchange)
         return _exchange(message, key, {exchange.tag: exchange.tensor})
@@ -132,14 +133,23 @@ def _exchange(message: Message, key: str, entries: Mapping[str, Tensor]) -> Mess
     return Message(RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}), reply_to=message)
 
 
-def _call(call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord) -> Message:
-    """Call the app, and repeat the call if a client was lost in the synchronised step."""
+def _call(
+    call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord, hooks: bool
+) -> Message:
+    """Call the app, and repeat the call if a client was lost in the synchronised step.
+
+    A call that a signal of the step ends runs again, now or in the next message: what it wrote into ``Context.state``
+    is undone. Without client hooks there are no signals.
+    """
     while True:
         message.content[key] = ArrayRecord(dict(whole))
+        before = copy.deepcopy(context.state) if hooks else context.state
         try:
             return call_next(message, context)
-        except RetryStep:
-            continue
+        except Signal as signal:
+            context.state = before
+            if not isinstance(signal, RetryStep):
+                raise
 
 
 def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> tuple[ArrayRecord, LocalState]:
@@ -154,7 +164,7 @@ def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> 
         spec = ModelSpec.load(context, location)
     if spec is None:
         raise StateError(_LOST)
-    store = spec.store(context, location)
+    store = spec.store(context, location, config.start_id)
     store.restore(config.local_sha256, config.used_sha256)
     entries = {**received, **to_record(store.load(config.local_entries))}
     if missing := [name for name in spec.shapes if name not in entries]:

@@ -95,10 +95,10 @@ class ModelSpec:
                 content = read_checked(location.path)
         return None if content is None else cls({name: tuple(s) for name, s in content["shapes"].items()})
 
-    def store(self, context: Context, location: StateLocation | None) -> LocalState:
+    def store(self, context: Context, location: StateLocation | None, start_id: str | None) -> LocalState:
         """Return the kept state of a model with this spec."""
         like = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        store = LocalState(context, split_state(like), like)
+        store = LocalState(context, split_state(like), like, start_id)
         if location is not None:
             store.attach(location.root, location.continuity, location.partition_id)
         return store

@@ -421,7 +421,7 @@ class TorchClient(NumPyClient):
                 f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
                 "itself. Leave the mod out."
             )
-        store = LocalState(self.context, lent.parts, lent.state)
+        store = LocalState(self.context, lent.parts, lent.state, read.start_id)
         if self.state_dir is not None and read.continuity is not None:
             if self.partition_id is None:
                 raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")

@@ -132,9 +132,14 @@ class LegacyStrategy(Strategy):
         self._sent: dict[str, Message] = {}  # by client id
         self._secure = False  # whether secure aggregation has been seen
         self._fitting = 0  # the round whose results have not been aggregated
+        self._fits = 0
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Return the initial arrays."""
+        """Return the initial arrays; Flower's loop calls this first, also for a second run of the same strategy."""
+        self._fits += 1
+        if self._fits > 1:
+            self.strategy.prepare(self._initial, self.strategy.run.num_rounds, self.strategy.dispatcher.timeout)
+            self.strategy.run.start_id = str(self._fits)
         return _parameters(self._initial)
 
     def configure_fit(

@@ -40,7 +40,7 @@ from fedbn_flwr.engines.client_work import Job, LocalMember, work
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.training.randomness import interrupted
-from fedbn_flwr.transport import Dropped, Reducer
+from fedbn_flwr.transport import Dropped, Reducer, Signal
 
 __all__ = ["WorkerProcesses"]
 
@@ -252,12 +252,12 @@ class _Worker:
         reducer = self.reducers.setdefault(number, member.reducer())
         try:
             result = getattr(reducer, method)(*args)
-        except Exception as error:
+        except (Exception, Signal) as error:
             self.tell(number, None, error)
         else:
             self.tell(number, result, None)
 
-    def tell(self, number: int, result: Any, error: Exception | None) -> None:
+    def tell(self, number: int, result: Any, error: BaseException | None) -> None:
         """Send the answer to a member's call."""
         with suppress(ConnectionError, OSError):  # the process has died
             self.link.send((ANSWER, number, None), Packed.of((result, error)))

@@ -79,6 +79,7 @@ USED_SHA256 = Key(
     "server",
     "client",
 )
+START_ID = Key("fedbn-flwr.start", "str: id of a second or further start in one run", "server", "client")
 SERIES = Key("fedbn-flwr.series", "str: experiment id", "server", "client")
 RUN = Key("fedbn-flwr.run", "str: this run and its resumptions", "server", "client")
 COMMITTED = Key("fedbn-flwr.committed", "str, comma list: rounds of the checkpoints", "server", "client")
@@ -163,7 +164,7 @@ DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own d
 KEPT = Key("fedbn-flwr.local", "ArrayRecord: entries that stay with the client", "client", "client")
 KEPT_BY_HOOKS = Key("fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, entries of client hooks", "client", "client")
 KEPT_ABOUT = Key(
-    "fedbn-flwr.local.about", "ConfigRecord: version, fingerprint, round, begun, SHA-256", "client", "client"
+    "fedbn-flwr.local.about", "ConfigRecord: version, fingerprint, start, round, begun, SHA-256", "client", "client"
 )
 KEPT_BEFORE = Key("fedbn-flwr.before", "records before/NAME: the kept state before the round", "client", "client")
 REPORTED = Key("fedbn-flwr.data-reported", "ConfigRecord: the node has logged what it has read", "client", "client")
@@ -273,6 +274,8 @@ class MessageConfig:
         used_sha256: hash of the state that the client kept in the last round whose reply was used, "" if there was
             none; None = rounds are not undone.
         continuity: the run, for the client's state folder.
+        start_id: id of a second start in one run of a ServerApp, or of a further one; a client forgets what it kept in
+            another. None = it does not.
         seed: the seed of the run, see ``message_seed``.
         input_mean: mean of each feature of the inputs, which only the nodes have; () = the client knows it.
         input_std: standard deviation in the same way.
@@ -283,6 +286,7 @@ class MessageConfig:
     local_sha256: str | None = None
     used_sha256: str | None = None
     continuity: Continuity | None = None
+    start_id: str | None = None
     seed: int = 0
     input_mean: tuple[float, ...] = ()
     input_std: tuple[float, ...] = ()
@@ -300,6 +304,7 @@ class MessageConfig:
             "local_sha256": config.get(LOCAL_SHA256),
             "used_sha256": config.get(USED_SHA256),
             "continuity": Continuity.read(config),
+            "start_id": config.get(START_ID),
             "seed": int(config.get(SEED, 0)),
             "input_mean": tuple(config.get(INPUT_MEAN, ())),
             "input_std": tuple(config.get(INPUT_STD, ())),
@@ -312,6 +317,8 @@ class MessageConfig:
             entries[SEED] = self.seed
         if self.continuity:
             entries |= self.continuity.write()
+        if self.start_id is not None:
+            entries[START_ID] = self.start_id
         if self.local_entries:
             entries[LOCAL_ENTRIES] = json.dumps(list(self.local_entries))
         if self.local_sha256 is not None:

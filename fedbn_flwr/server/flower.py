@@ -10,12 +10,13 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.averaging import State, check_state
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.data import Scale
@@ -70,6 +71,7 @@ from fedbn_flwr.transport.polling_grid import polling
 __all__ = ["Server"]
 
 _PROTECTION = "protection"  # in the state to checkpoint
+_STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()  # of strategies, in one run of a ServerApp
 
 logger = logging.getLogger("flwr")
 
@@ -153,6 +155,9 @@ class Server(Method[P]):
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.by_run_rounds = True
+        earlier, _STARTS[grid] = _STARTS.get(grid, 0), _STARTS.get(grid, 0) + 1
+        if earlier and not after and self.continuity is None:
+            self.run.start_id = str(earlier)
 
         def test_and_end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self.run.arrays = arrays
@@ -257,11 +262,13 @@ class Server(Method[P]):
             The last finished round: 0, or the round given to ``load_state_dict``.
 
         Raises:
-            ConfigError: a setting does not fit this run.
+            ConfigError: a setting does not fit this run, or the initial arrays are not finite.
         """
         self.run = RunState(self.name, self.parts, self.continuity, num_rounds)
         self._connect(timeout)
         self.run.set_model(initial_arrays)
+        if self._saved is None:
+            self._check_initial(views(initial_arrays))
         self._begin()
         if self._saved is None:
             return 0
@@ -273,6 +280,15 @@ class Server(Method[P]):
             setattr(self, name, value)
         self.dispatcher.expect_hashes(self.run.local_hashes)
         return after
+
+    def _check_initial(self, state: State) -> None:
+        try:
+            check_state(state, state, self.run.parts)
+        except ReplyError as error:
+            raise ConfigError(
+                f"initial_arrays: {error}. Every reply with it would be refused. A constant, such as a mask of -inf, "
+                "stays out of the state dict with register_buffer(..., persistent=False)"
+            ) from None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
@@ -691,6 +707,7 @@ class Server(Method[P]):
             server_round=server_round,
             local_entries=self._local_entries(),
             continuity=self.continuity,
+            start_id=self.run.start_id,
             seed=self.params.seed,
             input_mean=self.input_scale.mean if self.input_scale else (),
             input_std=self.input_scale.std if self.input_scale else (),

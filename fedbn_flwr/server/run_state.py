@@ -30,6 +30,7 @@ class RunState:
         strategy: the name of the strategy, for errors.
         parts_or_none: the split of the model's state; if the user gives none, None before the first arrays.
         continuity: the run as it is sent to clients with a state folder.
+        start_id: id of a start after the first in one run of a ServerApp; None if what clients have kept counts.
         num_rounds: R; None if Flower's loop does not say.
         by_run_rounds: whether the loop over the rounds is ``server.rounds``, and not one of Flower's.
         after: the last round before this start; 0 if the run is not resumed.
@@ -57,6 +58,7 @@ class RunState:
     parts_or_none: Parts | None = None
     continuity: Continuity | None = None
     num_rounds: int | None = None
+    start_id: str | None = None
     by_run_rounds: bool = False
     after: int = 0
     begun: bool = False

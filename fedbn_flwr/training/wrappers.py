@@ -16,13 +16,16 @@ from fedbn_flwr.errors import StateError
 __all__ = ["load_state", "loads_by_copy", "not_compiled", "unwrap", "view_with_names", "wrapper_prefix"]
 
 _WRAPPERS = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
+_OF_TORCH = ("torch._dynamo.", "torch.nn.parallel.", "torch.optim.", "torch.distributed.")
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
     children = dict(model.named_children())
-    if len(children) == 1 and (name := next(iter(children))) in _WRAPPERS and not list(model.parameters(recurse=False)):
+    # A user's own module may have one child of such a name, and do more in its forward pass than call it.
+    of_torch = any(kind.__module__.startswith(_OF_TORCH) for kind in type(model).__mro__)
+    if of_torch and len(children) == 1 and (name := next(iter(children))) in _WRAPPERS:
         yield from _layers(children[name])
 
 

@@ -7,7 +7,7 @@ from a log of earlier answers.
 from __future__ import annotations
 
 from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member, local_reducer, use_reducers
-from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep, wrap_reducers, wrapped
+from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep, Signal, wrap_reducers, wrapped
 from fedbn_flwr.transport.replay import Pending, Replay, StepDone
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Reducer",
     "Replay",
     "RetryStep",
+    "Signal",
     "StepDone",
     "local_reducer",
     "use_reducers",

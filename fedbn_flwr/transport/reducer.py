@@ -11,10 +11,14 @@ from torch import Tensor
 
 from fedbn_flwr.errors import EngineError, FedBNError
 
-__all__ = ["Dropped", "Reducer", "RetryStep", "wrap_reducers", "wrapped"]
+__all__ = ["Dropped", "Reducer", "RetryStep", "Signal", "wrap_reducers", "wrapped"]
 
 
-class RetryStep(FedBNError):
+class Signal(BaseException):
+    """Leaves a synchronised step to repeat or to end it. It is no error: a user's ``except Exception`` lets it pass."""
+
+
+class RetryStep(Signal):
     """Another client was lost during the step. Repeat the step with the remaining clients."""
 
 

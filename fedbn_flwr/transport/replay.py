@@ -12,14 +12,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import DataError, FedBNError
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.transport.reducer import Signal
 
 __all__ = ["Pending", "Replay", "StepDone"]
 
 _SAME = 1e-2, 1e-5  # relative, absolute: more than the order of a sum on a GPU changes, far less than another batch
 
 
-class Pending(FedBNError):
+class Pending(Signal):
     """The step has reached an exchange that has no answer yet.
 
     Attributes:
@@ -33,7 +34,7 @@ class Pending(FedBNError):
         self.tensor = tensor
 
 
-class StepDone(FedBNError):
+class StepDone(Signal):
     """The step has all its answers, and this message asks for no more than the step."""
 
 

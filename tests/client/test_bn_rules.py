@@ -35,6 +35,22 @@ def test_an_optimizer_of_a_copy_is_refused() -> None:
         Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_that_is_loaded_inside_the_block_is_refused(assign: bool) -> None:
+    """FedProx would hold the client at the weights from before."""
+    model, received = nn.Linear(2, 1), nn.Linear(2, 1).state_dict()
+    config = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
+
+    def train(config: Any) -> None:
+        with bn_rules(model, config) as rules:
+            model.load_state_dict(received, assign=assign)
+            rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+
+    with pytest.raises(ConfigError, match=r"2 parameters \('weight', ...\) have changed .* before the block$"):
+        train(config)
+    train({})  # FedAvg compares with nothing
+
+
 @pytest.mark.parametrize("forward", ["take_forward", "watch_inputs"])
 def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
     """An average of the weights is such a copy, made in mid-training; it must leave the original alone."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,7 +18,7 @@ from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_statistics, local_bn
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold
 from tests.support.user_loops import SIZES, fixbn_loop, hooked_loop, plain_loop
 from tests.support.versioned import Versioned
 
@@ -154,6 +154,38 @@ def test_a_client_that_lost_its_context_gets_the_initial_part_again(run_app, use
     run_app(strategy, user_app(mods=(forgets, local_bn)), rounds=3)
     assert [report.participants for report in strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2]]
     assert "neither sent nor kept by this client" in next(iter(strategy.reports[1].rejected.values()))
+
+
+@pytest.mark.parametrize("make", [FedBN, HBN, Scaffold], ids=["fedbn", "hbn", "scaffold"])
+def test_a_second_start_begins_with_its_initial_arrays(user_app, mlp, same_bits, make: Any) -> None:
+    """Two strategies compared in one run of a ServerApp: the second would have gone on with the parts of the first."""
+    states = []
+    with InProcessGrid(user_app(hooked_loop, query=True), len(SIZES)) as grid:
+        for strategy in (make(), once := make(), once):
+            result = strategy.start(grid, to_record(mlp().state_dict()), 2)
+            local = [grid.context(i).state.array_records.get("fedbn-flwr.local", {}) for i in range(len(SIZES))]
+            states.append([from_record(result.arrays), *map(from_record, local)])
+    for state in states[1:]:
+        for one, other in zip(states[0], state, strict=True):
+            same_bits(one, other)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_what_an_app_writes_into_its_state_is_written_once_a_round(run_app, user_app, same_bits, barrier: bool) -> None:
+    """By messages FedTAN calls the training function once for each exchange; also if the app catches its errors."""
+
+    def counting(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        count = context.state.metric_records.setdefault("user", MetricRecord({"rounds": 0}))
+        count["rounds"] += 1
+        try:
+            return hooked_loop(model, data, msg, context)
+        except Exception as error:
+            raise AssertionError("an exchange is no error") from error
+
+    run = run_app(FedTAN(), user_app(counting, query=True), rounds=2, barrier=barrier)
+    assert [report.rejected for report in run.strategy.reports] == [{}, {}]
+    assert [run.context(i).state["user"]["rounds"] for i in range(3)] == [2, 2, 2]
+    same_bits(run.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2).state)
 
 
 def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:

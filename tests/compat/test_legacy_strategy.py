@@ -14,7 +14,7 @@ from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.server import LegacyContext, ServerConfig
+from flwr.server import LegacyContext, ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
 
@@ -92,6 +92,22 @@ def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(
         assert (mine.metrics, mine.clients, mine.evaluations) == (theirs.metrics, theirs.clients, theirs.evaluations)
     for (loss, metrics), record in zip(got.evaluations, want.result.evaluate_metrics_clientapp.values(), strict=True):
         assert {"loss": loss, **metrics} == dict(record)
+
+
+@pytest.mark.parametrize("make", [FedBN, lambda: FedBS(fedbs_eps=10.0, fedbs_rounds=2)], ids=["fedbn", "fedbs"])
+def test_a_second_fit_of_the_same_strategy_begins_anew(make: Any, datasets, mlp) -> None:
+    app = ClientApp(client_fn=torch_client_fn(mlp, datasets))
+    history: list[list[Array]] = []
+    noted = lambda _, arrays, config: history.append(arrays)  # type: ignore[func-returns-value] # noqa: E731
+    legacy = to_legacy(make(), to_record(mlp().state_dict()), num_rounds=2, evaluate_fn=noted)
+    components = ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=2))
+    with InProcessGrid(app, len(datasets)) as grid:
+        for _ in range(2):
+            ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
+            assert [report.server_round for report in legacy.strategy.reports] == [1, 2]
+    half = len(history) // 2
+    for first, second in zip(history[:half], history[half:], strict=True):
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
 
 
 def test_every_strategy_is_supported_or_refused(mlp, wsconv_net) -> None:
@@ -296,8 +312,8 @@ class Single(Stock):
         self.context = context
 
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+        self._set(parameters)
         with bn_rules(self.model, config, self.context) as rules:
-            self._set(parameters)
             self.model.train()
             optimizer = rules.wrap(torch.optim.SGD(self.model.parameters(), 0.1))
             self._loss().backward()

@@ -13,7 +13,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training.randomness import interrupted
 from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
@@ -121,6 +122,14 @@ def test_a_bad_reply_is_rejected_by_name(federate, datasets, mlp, same_bits, wit
         assert (report.participants, report.kept_previous) == ([0, 2], False)
         assert list(report.clients) == ["0", "2"]
     same_bits(run.state, without_bad(2).state)
+
+
+@pytest.mark.parametrize(("name", "value"), [("0.bias", np.inf), ("1.running_mean", np.nan), ("1.running_var", -1.0)])
+def test_an_initial_entry_that_every_reply_would_repeat_is_refused_before_the_run(mlp, name: str, value: float) -> None:
+    state = to_state(mlp().state_dict())
+    state[name] = put(value)(state[name].copy())
+    with pytest.raises(ConfigError, match=rf"^initial_arrays: entry '{name}' holds .*{value}"):
+        FedAvg().prepare(to_record(state), 1, 1.0)
 
 
 def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(federate, datasets, mlp, caplog) -> None:

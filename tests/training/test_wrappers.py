@@ -28,11 +28,11 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
 
 
-class Replicated(nn.Module):
+class Replicated(nn.DataParallel):
     """Like DistributedDataParallel: the model has the name ``module``; no process group is needed."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.module = module
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -68,12 +68,23 @@ def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
         view_with_names(model, through.names)
 
 
-def test_a_layer_named_module_is_not_a_wrapper() -> None:
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x / 255)
+
+
+def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
 
+    scaled = Scaled()
+    assert unwrap(scaled) is scaled, "its own forward pass is not left out"
     model = Own()
     assert unwrap(model) is model
     names = list(model.state_dict())
@@ -215,15 +226,10 @@ def theirs_is_ours(same_bits) -> Any:
     return check
 
 
-class Logits(nn.Module):
-    """A transformers model as our client wants one: it returns the logits, its state has the same names."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.module = net  # the name our client takes for a wrapper's
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.module(x).logits
+def returning_logits(net: nn.Module) -> nn.Module:
+    """Return a transformers model as our client wants one; the names of its state are the same."""
+    net.register_forward_hook(lambda net, args, outputs: outputs.logits)
+    return net
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -252,7 +258,7 @@ def test_transformers(kind: str, method: str, theirs_is_ours) -> None:
                 net(inputs, labels=targets).loss.backward()
             optimizer.step()
 
-    theirs_is_ours(method, model, lambda: Logits(model()), loop)
+    theirs_is_ours(method, model, lambda: returning_logits(model()), loop)
 
 
 @pytest.mark.parametrize("method", METHODS)
