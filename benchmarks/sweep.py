@@ -30,7 +30,8 @@ import typer
 import yaml
 from measure import MARK, ROOT, facts, kill_marked, table, write_block
 
-FILES = ("results.jsonl", "results.csv", "table.md", "table.csv", "comparisons.csv", "study.yaml")
+COMPARISONS = "comparisons.csv"  # only of two methods or more
+FILES = ("results.jsonl", "results.csv", "table.md", "table.csv", COMPARISONS, "study.yaml")
 LARGEST_RATIO = 0.6  # of two runs at a time to one after another on one core: the command fails above it
 BASE = {
     "dataset": "digits", "model": "lenet", "num-clients": 5, "partition": "classes", "classes-per-client": 2,
@@ -69,11 +70,8 @@ def kill(process: subprocess.Popen[bytes], name: str) -> None:
 
 def same(one: Path, other: Path) -> bool:
     """Whether two sweeps wrote the same tables, byte for byte."""
-
-    def content(folder: Path) -> dict[str, bytes]:
-        return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
-
-    return content(one) == content(other)
+    written = [name for name in FILES if name != COMPARISONS or (one / name).exists() or (other / name).exists()]
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in written)
 
 
 def times(folder: Path, num_rounds: int, turns: int) -> tuple[str, bool]:
