@@ -21,7 +21,7 @@ from fedbn_flwr.checked_file import read_checked, write_checked
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.state_folder import partition_folder, state_dir
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.protocol import MODEL_SPEC, PARTITION_ID, SPEC_SHAPES, STATE_DIR, Continuity
+from fedbn_flwr.messages.protocol import MODEL_SPEC, PARTITION_ID, SPEC_SHAPES, Continuity
 
 __all__ = ["ModelSpec", "StateLocation"]
 
@@ -46,7 +46,7 @@ class StateLocation:
         """
         if continuity is None:
             return None
-        if (root := state_dir(context, str(context.run_config.get(STATE_DIR, "")))) is None:
+        if (root := state_dir(context)) is None:
             return None
         if PARTITION_ID not in context.node_config:
             raise StateError("state-dir needs a partition id: give the SuperNode one in --node-config")

@@ -25,13 +25,19 @@ logger = logging.getLogger("flwr")
 _FILE = re.compile(r"(?P<sequence>\d+)\.(?P<run>[A-Za-z0-9_-]+)\.(?P<round>\d+)\.safetensors")
 
 
-def state_dir(context: Context, of_run: str) -> Path | None:
+def state_dir(context: Context, of_run: str | None = None) -> Path | None:
     """Return a node's state folder: its own ``state-dir``, or that of the run; None without either.
+
+    Args:
+        context: the node's context.
+        of_run: the run's folder; None = the one that the run config names.
 
     Raises:
         ConfigError: the path is not absolute.
     """
-    named = str(context.node_config.get(STATE_DIR, "")) or of_run
+    named = str(
+        context.node_config.get(STATE_DIR, "") or (context.run_config.get(STATE_DIR, "") if of_run is None else of_run)
+    )
     if named and not Path(named).is_absolute():
         raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
     return Path(named) if named else None

@@ -24,7 +24,7 @@ from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
-from fedbn_flwr.client.state_folder import OpenFolder
+from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
 from fedbn_flwr.messages.moments import encode_moments
@@ -86,8 +86,9 @@ class TorchClient(NumPyClient):
         context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
             its ``node_config["partition-id"]`` names the client.
         partition_id: replaces the partition id of the context.
-        seed: seed of the run; batches, augmentation and dropout use streams of (seed, round, partition id). Without a
-            partition id they use the context's node id, which changes in every run.
+        seed: batches, augmentation and dropout use streams of (seed, round, partition id). Without a partition id they
+            use the context's node id, which changes in every run. None = the strategy's seed, 0 under a strategy that
+            sends none.
         task: ``CLASSIFICATION``, ``BINARY``, ``MULTI_LABEL``, ``REGRESSION`` or ``SEGMENTATION`` of
             ``fedbn_flwr.training``: targets, loss and metrics. ``dataclasses.replace(task, loss=...)`` has a loss of
             your own, ``task.measuring(["auroc"])`` further metrics.
@@ -95,7 +96,7 @@ class TorchClient(NumPyClient):
             FedBS may weigh the client by its loss there.
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed. A function opens a folder on
-            another machine.
+            another machine. None = the ``state-dir`` that the context's node config or run config names, if any.
         plain_train_data: the training examples in the same order without random transforms, where ``train_data`` is a
             ``Dataset`` that has them. BatchNorm's statistics are measured on these (HBN, FBN and BN-SCAFFOLD by a pass,
             StaticBN, ``recalibrate``). None = ``train_data``.
@@ -117,7 +118,7 @@ class TorchClient(NumPyClient):
         *,
         context: Context | None = None,
         partition_id: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         task: Task = CLASSIFICATION,
         state_dir: Path | OpenFolder | None = None,
         validation_data: Batches | Dataset[Any] | None = None,
@@ -235,7 +236,7 @@ class TorchClient(NumPyClient):
             self.train_data,
             self.settings,
             learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
-            stream=functools.partial(self._stream, read.server_round),
+            stream=functools.partial(self._stream, read),
             hooks=list(hooks.values()),
             task=self.task,
             rule=rule,
@@ -372,7 +373,7 @@ class TorchClient(NumPyClient):
         self._standardise(read)
         with self._lend() as lent:
             _, prefix = self._load(lent, parameters, config, self._store(lent, config, read))
-            seed = self._stream(read.server_round, "statistics").initial_seed()
+            seed = self._stream(read, "statistics").initial_seed()
             batch_size = self.settings.batch_size
             found = reestimate_statistics(lent.plain, self.train_data, batch_size=batch_size, seed=seed)
             entries = to_state(encode_moments(found, lent.state))
@@ -407,12 +408,13 @@ class TorchClient(NumPyClient):
                 scaled[name] = data.scaled(mean, read.input_std)
             self.train_data, self.test_data = scaled.pop("training"), scaled
 
-    def _stream(self, server_round: int, purpose: str) -> torch.Generator:
+    def _stream(self, read: MessageConfig, purpose: str) -> torch.Generator:
         key: int | str = -1 if self.partition_id is None else self.partition_id
         if self.partition_id is None and self.context is not None:
             key = f"node {self.context.node_id}"  # clients on one stream would draw the same
         fresh = [self._fresh] if self._fresh else []
-        return torch_generator(self.seed, purpose, server_round, key, *fresh)
+        seed = read.seed if self.seed is None else self.seed
+        return torch_generator(seed, purpose, read.server_round, key, *fresh)
 
     def _store(self, lent: LentModel, config: Config, read: MessageConfig) -> LocalState:
         """Return the client's kept state, restored to the one that the server expects."""
@@ -422,10 +424,11 @@ class TorchClient(NumPyClient):
                 "itself. Leave the mod out."
             )
         store = LocalState(self.context, lent.parts, lent.state, read.start_id)
-        if self.state_dir is not None and read.continuity is not None:
+        folder = self.state_dir or (state_dir(self.context) if self.context else None)
+        if folder is not None and read.continuity is not None:
             if self.partition_id is None:
                 raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
-            store.attach(self.state_dir, read.continuity, self.partition_id)
+            store.attach(folder, read.continuity, self.partition_id)
         store.restore(read.local_sha256, read.used_sha256)
         return store
 

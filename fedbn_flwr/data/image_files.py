@@ -34,7 +34,7 @@ from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["FileSamples", "FileSet", "ImageCache", "hold", "unreadable"]
+__all__ = ["MODES", "FileSamples", "FileSet", "ImageCache", "hold", "unreadable"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,7 +42,7 @@ _CHUNK = 4096
 _READ_AHEAD = 3  # batches for each worker process that are asked for before the first one is used
 _MOST_AHEAD = 512 * 2**20  # bytes of decoded images that are asked for and not used yet
 _HEADER = 64  # bytes; images are aligned to as many
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 def hold(
@@ -470,7 +470,7 @@ def _problem(path: Path, whole: bool) -> str:
 
     try:
         with Image.open(path) as image:
-            if image.mode not in _MODES:
+            if image.mode not in MODES:
                 return f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel"
             if whole or not _has_end(path, image.format):
                 image.load()
@@ -497,7 +497,7 @@ def _pixels(path: str, mode: str = "RGB") -> Tensor:
 
     try:
         with Image.open(path) as image:
-            if image.mode not in _MODES:
+            if image.mode not in MODES:
                 raise ValueError(f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel")
             pixels = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for damaged files

@@ -52,6 +52,15 @@ class ClientData:
         return self.targets.numel() == len(self) and bool(((self.targets == 0) | (self.targets == 1)).all())
 
     @property
+    def rows(self) -> bool:
+        """Whether the targets are a row of 0 and 1 an example."""
+        return (
+            self.targets.dim() == 2
+            and self.targets.shape[1] > 1
+            and bool(((self.targets == 0) | (self.targets == 1)).all())
+        )
+
+    @property
     def classes(self) -> Tensor | None:
         """The class of each example, int64 (N,); None if the targets are not one integer, or one 0 or 1, an example."""
         if self.targets.numel() != len(self):

@@ -16,7 +16,7 @@ from fedbn_flwr.doctor.data_rules import remarks, unanswered
 from fedbn_flwr.doctor.findings import Diagnosis
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.measuring import Measuring
-from fedbn_flwr.doctor.mismatch import LogitLoss, Loss, default_loss
+from fedbn_flwr.doctor.mismatch import LogitLoss, Loss, RowLoss, default_loss
 from fedbn_flwr.doctor.rules import findings
 from fedbn_flwr.doctor.state import (
     averaged_counters,
@@ -130,6 +130,8 @@ def diagnose_clients(
         return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
     if loss is default_loss and all(c.binary for c in (*clients, *tests)):
         loss = LogitLoss()
+    elif loss is default_loss and all(c.rows for c in (*clients, *tests)):
+        loss = RowLoss(one_hot=all(bool((c.targets.sum(1) == 1).all()) for c in (*clients, *tests)))
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
     with seeded(seed):  # a forward pass may draw
         measures = measuring.everything()
@@ -141,6 +143,9 @@ def diagnose_clients(
             "the model has one output an example, and targets are 0 and 1: it was taken for a logit, with binary "
             "cross-entropy as loss. Pass loss= if it is another.",
         ]
+    if isinstance(loss, RowLoss):
+        kind = "cross-entropy" if loss.one_hot else "binary cross-entropy of each output"
+        notes = [*notes, f"targets are rows of 0 and 1: {kind} was taken as loss. Pass loss= if it is another."]
     if not tests:
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
     found, handled = findings(m)

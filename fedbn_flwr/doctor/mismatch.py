@@ -19,7 +19,16 @@ from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.memory_format import inputs_for
 
-__all__ = ["LogitLoss", "Loss", "Mismatch", "accuracy_by_class", "default_loss", "mismatch", "running_distances"]
+__all__ = [
+    "LogitLoss",
+    "Loss",
+    "Mismatch",
+    "RowLoss",
+    "accuracy_by_class",
+    "default_loss",
+    "mismatch",
+    "running_distances",
+]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Returns the mean loss of a batch, from outputs and targets, as ``nn.CrossEntropyLoss()`` does."""
@@ -71,6 +80,26 @@ class LogitLoss:
             return default_loss(outputs, targets)
         self.used = True
         return functional.binary_cross_entropy_with_logits(outputs.reshape(-1), targets.reshape(-1).to(outputs.dtype))
+
+
+@dataclass
+class RowLoss:
+    """The loss of targets that are rows of 0 and 1, one for each output.
+
+    Attributes:
+        one_hot: whether each row has a single 1: cross-entropy, else binary cross-entropy of each output.
+    """
+
+    one_hot: bool
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss."""
+        if outputs.shape != targets.shape:
+            return default_loss(outputs, targets)
+        targets = targets.to(outputs.dtype)
+        if self.one_hot:
+            return functional.cross_entropy(outputs, targets)
+        return functional.binary_cross_entropy_with_logits(outputs, targets)
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:

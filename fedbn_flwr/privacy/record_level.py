@@ -364,7 +364,7 @@ def clipped_sum(
         The sum by parameter, at least in float32; the losses (B,); the outputs (B, ...).
 
     Raises:
-        ConfigError: the gradient of one example cannot be computed.
+        ConfigError: the gradient of one example cannot be computed; the loss has class weights.
     """
     return _clipped_sum(model, loss, inputs, targets, clipping_norm, amp)[:3]
 
@@ -378,6 +378,11 @@ def _clipped_sum(
     amp: bool,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, int]:
     """Return what ``clipped_sum`` does, and how many gradients were not finite."""
+    if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "mean") == "mean":
+        raise ConfigError(
+            f"record-level privacy: the class weights of {type(loss).__name__} have no effect, since its mean over one "
+            "example divides by the weight of that example. Leave them out"
+        )
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     not_finite = 0
     buffers = dict(model.named_buffers())

@@ -327,18 +327,27 @@ class PooledStatistics(FedAvg[S]):
         share = 1.0 if self.warms_up() else self.params.statistics_momentum
         sent = [decode_moments(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts) for reply in replies]
         weights = self.weights(replies)
-        pooled = False
+        pooled, unmeasured = False, []
         for layer in self.run.parts.layers:
             pairs = [
                 (of_client[layer.path], w)
                 for of_client, w in zip(sent, weights, strict=True)
                 if layer.path in of_client
             ]
+            if not pairs and "running_mean" in layer.entries:
+                unmeasured.append(layer.path)
             if pairs and (total := self.pool(*zip(*pairs, strict=True))).count > 1:
                 pooled = True
                 for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
                     old = before[name := layer.entries[leaf]]
                     state[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
+        if pooled and unmeasured and not self.num_pooled:
+            logger.warning(
+                "round %d: no reply has moments of the inputs of %s, which keep their statistics: these layers did not "
+                "run in the training, or under no_grad",
+                server_round,
+                ", ".join(unmeasured),
+            )
         self.num_pooled += pooled
         if without := sum(not moments for moments in sent):
             logger.warning(

@@ -133,15 +133,20 @@ def _chosen(loader: Any) -> list[int] | None:
         DataError: it draws them in a way that a pass in a fixed order cannot follow.
     """
     batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    # Beside a batch sampler of one's own the loader's sampler is a SequentialSampler that it never asks.
+    sampler = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", batches)
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
         return sorted(getattr(sampler, "indices", None) or set(sampler))
-    if sampler is None or isinstance(sampler, (SequentialSampler, RandomSampler)):
+    if sampler is None or (isinstance(sampler, (SequentialSampler, RandomSampler)) and len(sampler) == _size(loader)):
         return None
     raise DataError(
         f"the loader's sampler, {type(sampler).__name__}, chooses examples in a way that a pass in a fixed order "
         "cannot follow: choose a client's examples by torch.utils.data.Subset, and give here a loader without it"
     )
+
+
+def _size(loader: Any) -> int:
+    return len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
 
 
 def _kind(data: Any) -> str:

@@ -91,7 +91,8 @@ class Task:
 
     Attributes:
         name: the name in messages.
-        loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)).
+        loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)). With class weights the loss of a
+            test depends on how its examples fall into batches, since each is divided by its own weights.
         ignore: targets with this value neither train nor count.
         score: the main metric of a run.
         test_batch: examples per test batch. It limits the memory, and it changes the last bits of sums.
@@ -169,14 +170,14 @@ class Task:
 
     @staticmethod
     def on_device(targets: Any, device: torch.device) -> Tensor:
-        """Return a batch's targets on the device.
+        """Return a batch's targets on the device, classes as int64: -100, the ignored one, is 156 in a byte.
 
         Raises:
             DataError: they are no tensor.
         """
         if not isinstance(targets, Tensor):
             raise DataError(f"labels are a {type(targets).__name__}; a tensor needed (int64 for classes).")
-        return targets.to(device)
+        return targets.to(device).to(targets.dtype if targets.is_floating_point() else torch.int64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check that argmax over the outputs can be compared with the targets; their values are not read.

@@ -19,6 +19,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -27,6 +28,7 @@ from torch.utils.data import (
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, StateError
+from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy import RecordLevel
 from fedbn_flwr.privacy.record_level import _STATE
@@ -54,10 +56,33 @@ def arrays(model: nn.Module) -> list[np.ndarray]:
     return [array.copy() for array in to_state(model.state_dict()).values()]
 
 
+def test_the_seed_is_the_strategys_unless_the_client_has_one(points, mlp, same_bits) -> None:
+    def trained(of_client: int | None, of_strategy: int) -> dict[int, np.ndarray]:
+        torch.manual_seed(0)
+        own = TorchClient(mlp(dropout=0.5), points(10, 1), points(6, 2), SETTINGS, context=context(), seed=of_client)
+        return dict(enumerate(own.fit(own.get_parameters({}), {"fedbn-flwr.seed": of_strategy})[0]))
+
+    same_bits(trained(None, 7), trained(7, 0))
+    same_bits(trained(7, 1), trained(7, 2))
+    assert not np.array_equal(trained(None, 1)[0], trained(None, 2)[0])
+
+
 def test_get_parameters_is_the_whole_state_dict_in_order(client) -> None:
     got = client.get_parameters({})
     assert [a.shape for a in got] == [tuple(t.shape) for t in client.model.state_dict().values()]
     assert got[6].dtype == np.int64
+
+
+@pytest.mark.parametrize("where", ["the argument", "the node config", "the run config"])
+def test_the_state_folder_is_that_of_the_argument_or_of_the_configs(points, mlp, tmp_path, where) -> None:
+    named = {"state-dir": str(tmp_path / where)}
+    node = {"partition-id": 3, **(named if where == "the node config" else {})}
+    flower = Context(1, 2, node, RecordDict(), named if where == "the run config" else {})
+    argument = tmp_path / where if where == "the argument" else None
+    own = TorchClient(mlp(), points(10, 1), points(6, 2), SETTINGS, context=flower, state_dir=argument)
+    config = {"fedbn-flwr.local-entries": BN, "server-round": 1, **Continuity("hospitals", "run-1").write()}
+    own.fit(own.get_parameters({}), config)
+    assert [path.suffix for path in (tmp_path / where / "hospitals/partition-3").iterdir()] == [".safetensors"]
 
 
 def test_get_properties_returns_partition_size_and_batch_size(client, points, mlp) -> None:
@@ -211,8 +236,14 @@ def test_a_sampler_chooses_the_examples_of_a_pass() -> None:
     parts = [DistributedSampler(data, 2, rank, shuffle=False) for rank in (0, 1)]
     assert [num_examples(DataLoader(data, 2, sampler=part)) for part in parts] == [5, 5]
     assert num_examples(DataLoader(data, 2, shuffle=True)) == 10
-    with pytest.raises(DataError, match=r"WeightedRandomSampler, chooses .* by torch\.utils\.data\.Subset"):
-        LoadedBatches(DataLoader(data, 2, sampler=WeightedRandomSampler([1.0] * 10, 4)))
+    others = {
+        "WeightedRandomSampler": DataLoader(data, 2, sampler=WeightedRandomSampler([1.0] * 10, 4)),
+        "RandomSampler": DataLoader(data, 2, sampler=RandomSampler(data, num_samples=4)),
+        "list": DataLoader(data, batch_sampler=[[7, 2], [5]]),
+    }
+    for name, loader in others.items():
+        with pytest.raises(DataError, match=rf"sampler, {name}, chooses .* by torch\.utils\.data\.Subset"):
+            LoadedBatches(loader)
 
 
 def test_plain_training_data_are_the_same_examples(points) -> None:

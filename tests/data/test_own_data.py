@@ -148,6 +148,7 @@ def test_arrays_of_every_form(tmp_path: Path) -> None:
         "text": (images, np.array(["a", "b"] * 10), "classification", 2),
         "rows": (rng.normal(size=(count, 4)), rng.normal(size=count), "regression", 1),
         "labels": (rng.normal(size=(count, 4)), rng.integers(0, 2, (count, 3)), "multi-label", 3),
+        "a column of classes": (images, (np.arange(count) % 10)[:, None].astype(np.uint8), "classification", 10),
         "signals": (rng.normal(size=(count, 2, 9)), rng.normal(size=(count, 2)), "regression", 2),
         "pixels": (images, np.where(images > 200, 255, images % 4), "segmentation", 4),
     }
@@ -334,6 +335,34 @@ BAD = {
     ),
     "a table without rows": (lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two="x,target\n"), "two.csv has no rows"),
     "an empty table": (lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two=""), "two.csv is empty"),
+    "decimal commas": (
+        lambda p: _csv(p, 'dose;target\n"0,5";0\n"1,25";1\n'),
+        r"column 'dose' has numbers with a decimal comma.*\(0,5, 1,25\): write 0\.5 and 1100, or .* dose:A\|B",
+    ),
+    "thousands and per cent": (
+        lambda p: _csv(p, 'a,b,target\n"1,100",30%,0\n"1,250",7%,1\n'),
+        r"column 'a' has numbers with .*\(1,100, 1,250\).*\ncolumn 'b' has numbers with .*\(30%, 7%\)",
+    ),
+    "targets with decimal commas": (
+        lambda p: _csv(p, 'x;target\n1;"0,5"\n2;"0,75"\n'),
+        r"column 'target' are numbers with a decimal comma.*or state them as class-names",
+    ),
+    "classes as floats": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.array([0.0, 1.0, 2.0])),
+        r"y are whole numbers written as fractions \(0\.0, 1\.0, 2\.0\): set task=classification .*task=regression",
+    ),
+    "one-hot classes": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.eye(3)),
+        r"y have a single 1 in each row: set task=classification .*task=multi-label",
+    ),
+    "labels as classes": (
+        lambda p: {**_npz(p, x=np.zeros((3, 2)), y=np.array([[0, 1], [1, 1], [1, 0]])), "task": "classification"},
+        r"task=classification does not fit y .*row 1 has 2 labels\. Several labels are for task=multi-label",
+    ),
+    "channels last": (
+        lambda p: _npz(p, x=np.zeros((3, 8, 8, 3)), y=np.arange(3)),
+        r"x is float64 of shape \(3, 8, 8, 3\), which looks like \(N, H, W, C\).*x\.transpose\(0, 3, 1, 2\)",
+    ),
     "another encoding": (_latin, r"latin.csv is not UTF-8 .*Save it as UTF-8"),
     "a word of YAML": (
         lambda p: _csv(p, TABLE, **read_overrides(["positive-values=yes"])),
@@ -450,6 +479,38 @@ def start(settings: dict[str, object]) -> None:
     partitioned_data(config, count_clients(config))
 
 
+def test_ambiguous_targets_are_what_the_task_says(tmp_path: Path) -> None:
+    arrays = {"one-hot": np.eye(3)[[2, 0, 1, 2]], "floats": np.array([2.0, 0.0, 1.0, 2.0])}
+    for name, y in arrays.items():
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((4, 2)), y=y, split=[0, 0, 0, 1])
+    cases = [("one-hot", "classification", 3), ("one-hot", "multi-label", 3), ("floats", "classification", 3)]
+    for name, task, outputs in [*cases, ("floats", "regression", 1)]:
+        info = own_info(own("npz", tmp_path / f"{name}.npz", task=task))
+        assert (info.task.name, info.num_classes) == (task, outputs)
+        targets = load_dataset(info).train.targets
+        expected = [2, 0, 1] if task in ("classification", "regression") else np.eye(3)[[2, 0, 1]].tolist()
+        assert targets.tolist() == expected
+
+
+def test_files_of_other_types_are_named(tmp_path: Path) -> None:
+    _tables(tmp_path, one="x,target\n1,0\n2,1\n", two="x,target\n3,0\n4,1\n")
+    (tmp_path / "t/three.xlsx").write_bytes(b"x")
+    request = own("csv", tmp_path / "t", label_column="target")
+    assert "1 files of other types in dataset='csv:" in own_info(request).notes[0]
+    assert own_info(request).notes[0].endswith("are left out: three.xlsx")
+    write_images(tmp_path / "i", {"a": 2, "b": 2})
+    (tmp_path / "i/c").mkdir()
+    (tmp_path / "i/c/0.gif").write_bytes(b"x")
+    assert own_info(own("folder", tmp_path / "i")).notes[0].endswith("are left out: c/0.gif")
+
+
+def test_a_table_that_changes_in_its_folder_is_read_again(tmp_path: Path) -> None:
+    for value in (1, 1000):
+        _tables(tmp_path, one=f"x,target\n{value},0\n2,1\n", two="x,target\n3,0\n4,1\n")
+        data = load_dataset(own_info(own("csv", tmp_path / "t", label_column="target", test_share=0.25)))
+        assert value in torch.cat([data.train.inputs, data.test.inputs])
+
+
 def test_unreadable_files_can_be_left_out(tmp_path: Path) -> None:
     settings = {**_cut_off(tmp_path), "skip-unreadable": True, "num-clients": 1, "test-share": 0.5}
     config = Config.make(settings)
@@ -508,6 +569,15 @@ def test_a_data_set_of_the_hub_by_a_local_stand_in(tmp_path: Path) -> None:
         assert info.class_names == tuple(names.split(",") if names else three.names)
         data = load_dataset(info)
         assert sorted([*data.train.targets.tolist(), *data.test.targets.tolist()]) == sorted(targets)
+    deep = [Image.fromarray(np.full((6, 6), 63000, np.uint16)) for _ in range(2)]
+    (tmp_path / "deep").mkdir()
+    rows = datasets.Dataset.from_dict(
+        {"image": deep, "label": [0, 1]},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
+    )
+    rows.to_parquet(str(tmp_path / "deep/train.parquet"))
+    with pytest.raises(DataError, match=r"images whose pixels are not bytes \(mode I;16\)\. Save them with 8 bits"):
+        own_info(OwnData("hf", str(tmp_path / "deep")))
     with pytest.raises(ConfigError, match=r"client-column='place' is not a column .*site"):
         own_info(OwnData("hf", str(tmp_path / "set"), client_column="place"))
     with pytest.raises(DataError, match=r"hf:.*absent' cannot be read: "):

@@ -104,6 +104,19 @@ def test_one_logit_with_targets_0_and_1_has_the_loss_of_a_logit(targets: str, di
     assert any("taken for a logit" in note for note in found.notes) == (targets == "0 and 1")
 
 
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_rows_of_0_and_1_have_the_loss_of_their_kind(one_hot: bool, digits) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).eval()
+    rows = nn.functional.one_hot(digits[1], 10).float()
+    rows[:, 0] = rows[:, 0] if one_hot else 1
+    found = diagnose(model, [[(digits[0][k : k + 32], rows[k : k + 32])] for k in (0, 32)])
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy if one_hot else nn.functional.binary_cross_entropy_with_logits
+        wanted = loss(model(digits[0][:64]), rows[:64])
+    assert found.measures["train-test-mismatch"]["running_loss"] == pytest.approx(float(wanted), rel=1e-5)
+    assert any(("0 and 1: cross" if one_hot else "0 and 1: binary cross") in note for note in found.notes)
+
+
 def test_train_mode(trained: nn.Module, loaders: Loaders) -> None:
     trained.train()
     found = diagnose(trained, loaders())

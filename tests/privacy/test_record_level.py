@@ -147,6 +147,17 @@ def test_the_clipped_sum_is_that_of_a_loop_over_the_examples(
     torch.testing.assert_close(flat(parts.values()), slow, rtol=1e-12, atol=1e-12)
 
 
+def test_class_weights_are_refused() -> None:
+    """The mean over one example divides by the weight of that example, so they would have no effect."""
+    inputs, targets = batch(3)
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(3)).double()
+    model(inputs)
+    weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    with pytest.raises(ConfigError, match="class weights of CrossEntropyLoss have no effect"):
+        clipped_sum(model, weighted, inputs, targets, 1.0)
+    clipped_sum(model, nn.CrossEntropyLoss(), inputs, targets, 1.0)
+
+
 def test_opacus_finds_the_same_gradients() -> None:
     from opacus.grad_sample import GradSampleModule
 

@@ -278,6 +278,25 @@ def test_replies_without_moments_are_named(federate, datasets, mlp, caplog) -> N
     assert [message for message in caplog.messages if "no moments" in message] == [text]
 
 
+class Teacher(nn.Module):
+    """A network beside a copy that runs without gradients."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.student, self.teacher = make(), make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return self.student(x) + target
+
+
+def test_layers_that_no_training_measures_are_named_once(federate, datasets, mlp, caplog) -> None:
+    federate(FBN(), lambda: Teacher(mlp), datasets, rounds=2)
+    (told,) = [message for message in caplog.messages if "no reply has moments" in message]
+    assert told.startswith("round 1: no reply has moments of the inputs of teacher.1, which keep their statistics")
+
+
 def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_warm_up(
     federate, datasets, mlp
 ) -> None:

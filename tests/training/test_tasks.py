@@ -157,6 +157,15 @@ def test_class_255_of_images_counts() -> None:
     assert SEGMENTATION.counted(torch.tensor([255, 1])) == 1
 
 
+def test_class_156_in_a_byte_counts() -> None:
+    """The ignored class is -100, which is 156 in a byte."""
+    labels = torch.full((4,), 156, dtype=torch.uint8)
+    model = nn.Linear(2, 200)
+    plain, byte = (evaluate(model, Scenes(torch.ones(4, 2), t), task=CLASSIFICATION) for t in (labels.long(), labels))
+    assert byte == plain
+    assert math.isfinite(byte.loss)
+
+
 def test_training_counts_images_as_examples_and_pixels_for_accuracy() -> None:
     logits, targets = pixels()
     model = scaling()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,12 +150,13 @@ def _read(request: OwnData, stamp: tuple[int, ...]) -> Found:
 
 
 def _stamp(request: OwnData) -> tuple[int, ...]:
-    """Return time and size of a file or folder, so that a process notices when it is another one."""
+    """Return times and sizes of a file, or of a folder and what is in it, so that a process notices other data."""
     try:
-        found = Path(request.path).stat()
+        with os.scandir(path) if (path := Path(request.path)).is_dir() else nullcontext(()) as entries:
+            found = [path.stat(), *(entry.stat() for entry in sorted(entries, key=lambda entry: entry.name))]
     except OSError:
         return ()
-    return found.st_mtime_ns, found.st_size
+    return tuple(number for one in found for number in (one.st_mtime_ns, one.st_size))
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbn_flwr.data.own.request import OwnData, shown
+from fedbn_flwr.data.own.request import OwnData, oddly_written, shown
 from fedbn_flwr.errors import DataError
 
 __all__ = ["FILE", "MISSING", "as_text", "features_of", "listed", "row_of", "stated_features"]
@@ -111,6 +111,9 @@ def _add_text(found: _Features, name: str, categories: tuple[str, ...], table: A
             f"column {name!r} has numbers and text ({shown(odd)}; first in {where}): correct it (missing is one of "
             f"{', '.join(MISSING[1:])} or nothing), or state its categories, {name}:A|B"
         )
+        return
+    if (how := oddly_written(texts)) and not categories:
+        found.problems.append(f"column {name!r} has {how}, or state its categories, {name}:A|B")
         return
     kinds = categories or tuple(sorted({v for v in text[in_training] if not pd.isna(v)}))
     if len(kinds) > _MOST_CATEGORIES and not categories:

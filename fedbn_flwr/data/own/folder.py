@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.data.folders import SUFFIXES
 from fedbn_flwr.data.image_files import unreadable
-from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, numbered_classes, shown
+from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, left_out, numbered, numbered_classes, shown
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
 
@@ -55,10 +55,10 @@ def read_folder(request: OwnData) -> Found:
     """
     from PIL import Image
 
-    files, by_pixel = _files(request)
+    files, by_pixel, others = _files(request)
     problems = unreadable(files.paths, whole=request.skip_unreadable)
     largest, only_ignored = _look_at_masks(files.masks, problems) if by_pixel else (0, False)
-    notes = _notes_of_unreadable(request, len(files.paths), problems)
+    notes = (*_notes_of_unreadable(request, len(files.paths), problems), *left_out(request, others))
     files = files.without(problems)
     if not files.paths:
         raise DataError(f"dataset={request.name!r}: none of the image files can be read.")
@@ -86,12 +86,12 @@ def read_folder(request: OwnData) -> Found:
     )
 
 
-def _files(request: OwnData) -> tuple[_Files, bool]:
-    """Return the image files, in the order of their paths, and whether their pixels have classes."""
+def _files(request: OwnData) -> tuple[_Files, bool, list[str]]:
+    """Return the image files in the order of their paths, whether their pixels have classes, and the other files."""
     root = request.existing()
     if not root.is_dir():
         raise DataError(f"dataset={request.name!r} is a file; a folder of image folders needed.")
-    folders = _image_folders(root)
+    folders, others = _image_folders(root)
     if not folders:
         raise DataError(
             f"dataset={request.name!r}: no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into "
@@ -108,7 +108,7 @@ def _files(request: OwnData) -> tuple[_Files, bool]:
         found.paths += [folder / name for name in names]
         found.places += [places[folder]] * len(names)
         found.masks += [_mask(request, folder, name) for name in names] if by_pixel else []
-    return found, by_pixel
+    return found, by_pixel, others
 
 
 def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int, str]) -> tuple[str, ...]:
@@ -174,15 +174,18 @@ def _classes(request: OwnData, found: Sequence[str]) -> tuple[torch.Tensor, Task
     return torch.from_numpy(labels), task, outputs, names
 
 
-def _image_folders(root: Path) -> dict[Path, list[str]]:
-    """Return the folders with image files and the sorted names of these; hidden folders are left out."""
+def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str]]:
+    """Return the folders with image files and the sorted names of these, and all other files; not hidden ones."""
     found: dict[Path, list[str]] = {}
+    others: list[str] = []
     for folder, below, files in os.walk(root, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        names = sorted(n for n in files if os.path.splitext(n)[1].lower() in SUFFIXES and not n.startswith("."))
+        files = sorted(name for name in files if not name.startswith("."))
+        names = [name for name in files if os.path.splitext(name)[1].lower() in SUFFIXES]
+        others += [str((Path(folder) / name).relative_to(root)) for name in files if name not in set(names)]
         if names:
             found[Path(folder)] = names
-    return found
+    return found, others
 
 
 def _place(request: OwnData, root: Path, folder: Path) -> Place:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedbn_flwr.data.image_files import MODES
 from fedbn_flwr.data.own.arrays import as_inputs
 from fedbn_flwr.data.own.features import features_of, stated_features
 from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
@@ -121,6 +122,11 @@ def _images(request: OwnData, pictures: list[Any]) -> torch.Tensor:
         raise DataError(
             f"dataset={request.name!r} has images of {len(sizes)} sizes, such as {shown([str(s) for s in sizes], 3)}. "
             "Save them as files and use dataset=folder:PATH, which resizes them."
+        )
+    if odd := sorted({picture.mode for picture in pictures} - set(MODES)):
+        raise DataError(
+            f"dataset={request.name!r} has images whose pixels are not bytes (mode {shown(odd)}). Save them with "
+            "8 bits for each channel."
         )
     grey = all(picture.mode == "L" for picture in pictures)
     return as_inputs(request, np.stack([np.asarray(p if grey else p.convert("RGB")) for p in pictures]), "images")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,11 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["KINDS", "Found", "OwnData", "Targets", "is_own"]
+__all__ = ["KINDS", "Found", "OwnData", "Targets", "is_own", "left_out", "oddly_written"]
 
 Targets = Tensor | Sequence[Path]
+
+_NUMBER = re.compile(r"[-+]?(\d{1,3}([., '\xa0]\d{3})+|\d+)([.,]\d+)?\s*%?")
 
 KINDS = {
     "folder": "folder:PATH, image files in class/file, client/class/file or client/{train,test}/class/file",
@@ -162,6 +165,21 @@ def numbered_classes(
     if unknown := sorted({str(value) for value in values} - number.keys()):
         raise DataError(f"dataset={request.name!r}: {what} have {shown(unknown)}; class-names has {shown(names, 20)}.")
     return np.array([number[str(value)] for value in values], np.int64), names
+
+
+def oddly_written(texts: Sequence[str]) -> str:
+    """Return what is wrong with text that consists of numbers which Python does not read as such; "" otherwise."""
+    if not texts or not all(_NUMBER.fullmatch(str(text).strip()) for text in texts):
+        return ""
+    found = shown(sorted({str(text) for text in texts}), 3)
+    return f"numbers with a decimal comma, a separator of thousands or a sign behind them ({found}): write 0.5 and 1100"
+
+
+def left_out(request: OwnData, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the note of files that are not read because of their type; () without any."""
+    if not names:
+        return ()
+    return (f"{len(names)} files of other types in dataset={request.name!r} are left out: {shown(sorted(names), 5)}",)
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:

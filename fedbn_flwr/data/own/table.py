@@ -12,7 +12,7 @@ import numpy as np
 
 from fedbn_flwr.data.own.arrays import as_tests
 from fedbn_flwr.data.own.features import FILE, MISSING, as_text, features_of, listed, row_of, stated_features
-from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
+from fedbn_flwr.data.own.request import Found, OwnData, left_out, numbered, shown
 from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.errors import ConfigError, DataError
 
@@ -72,7 +72,11 @@ def read_table(request: OwnData) -> Found:
     if both := [name for name, _ in wanted if name in taken]:
         raise ConfigError(f"feature-columns: {shown(both)} is used by another key; a feature cannot be that, too.")
     inputs, names, notes = features_of(request, table, wanted, tests)
-    notes = (*(f"column {name!r} has no name in the file and is left out" for name in nameless), *notes)
+    notes = (
+        *_notes_of_others(request),
+        *(f"column {name!r} has no name in the file and is left out" for name in nameless),
+        *notes,
+    )
     client = FILE if from_files else request.client_column
     clients, client_names = numbered(_keys(request, table, client)) if client else (None, ())
     return Found(
@@ -103,6 +107,12 @@ def table_columns(request: OwnData) -> list[str]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+
+
+def _notes_of_others(request: OwnData) -> tuple[str, ...]:
+    path = request.existing()
+    others = [p.name for p in path.iterdir() if not p.name.startswith(".")] if path.is_dir() else []
+    return left_out(request, [name for name in others if Path(name).suffix.lower() not in SUFFIXES])
 
 
 def _tables(request: OwnData) -> tuple[Any, bool]:

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered_classes, shown
+from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered_classes, oddly_written, shown
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
 
 __all__ = ["read_targets"]
 
 _MOST_CLASSES = 1000
+_FEW = 20  # values that may be classes
 
 
 def read_targets(
@@ -47,8 +48,10 @@ def read_targets(
         task = chosen_task(request, "binary", ("binary", "classification"))
         outputs = 1 if task.name == "binary" else 2
         return torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive")
+    if values.ndim == 2 and values.shape[1] == 1 and request.task != "multi-label":
+        values = values[:, 0]
     if values.ndim == 2:
-        return _several(request, values, what)
+        return _several(request, values, what, row)
     if values.ndim != 1:
         raise DataError(f"dataset={request.name!r}: {what} have shape {values.shape}; (N,) or (N, K) needed.")
     text = values.dtype.kind not in "biuf"
@@ -64,6 +67,12 @@ def read_targets(
             f"task={request.task} does not fit {what} of dataset={request.name!r}: numbers with fractions "
             f"({shown([str(v) for v in values[:3]])}) are for task=regression."
         )
+    if whole and not request.task and len(np.unique(values)) <= _FEW:
+        raise ConfigError(
+            f"dataset={request.name!r}: {what} are whole numbers written as fractions "
+            f"({shown([str(v) for v in np.unique(values)])}): set task=classification if they are classes, "
+            "task=regression if not."
+        )
     return _numbers(request, values[:, None], what)
 
 
@@ -71,6 +80,8 @@ def _classes(
     request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]
 ) -> tuple[Tensor, Task, int, tuple[str, ...]]:
     counts = len(np.unique(values))
+    if text and (odd := oddly_written(values.tolist())) and not (request.classes or known):
+        raise DataError(f"dataset={request.name!r}: {what} are {odd}, or state them as class-names.")
     if counts > _MOST_CLASSES and counts > len(values) // 2:
         raise DataError(
             f"dataset={request.name!r}: {what} have {counts} different values in {len(values)} examples, which are no "
@@ -99,10 +110,26 @@ def _classes(
     return torch.from_numpy(labels), task, outputs, names
 
 
-def _several(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+def _several(
+    request: OwnData, values: Any, what: str, row: Callable[[int], str]
+) -> tuple[Tensor, Task, int, tuple[str, ...]]:
     if values.dtype.kind not in "biuf":
         raise DataError(f"dataset={request.name!r}: {what} hold text; several targets must be numbers.")
     labels = bool(np.isin(values, (0, 1)).all())
+    one_hot = labels and bool((values.sum(1) == 1).all())
+    if one_hot and not request.task:
+        raise ConfigError(
+            f"dataset={request.name!r}: {what} have a single 1 in each row: set task=classification if each example "
+            "is of one class, task=multi-label if several labels could be true."
+        )
+    if request.task == "classification" and labels and not one_hot:
+        first = int(np.flatnonzero(values.sum(1) != 1)[0])
+        raise ConfigError(
+            f"task=classification does not fit {what} of dataset={request.name!r}: {row(first)} has "
+            f"{int(values[first].sum())} labels. Several labels are for task=multi-label."
+        )
+    if one_hot and request.task == "classification":
+        return torch.from_numpy(values.argmax(1)), chosen_task(request, "", ("classification",)), values.shape[1], ()
     task = chosen_task(
         request, "multi-label" if labels else "regression", (*(("multi-label",) if labels else ()), "regression")
     )

@@ -73,7 +73,7 @@ class Fields(MethodSettings):
         "what",
         0,
         "height of the images, pixels; 0 = as published, or the height that the model needs (torchvision's: 64, but "
-        "most classifiers work at 32)",
+        "most classifiers work at 32). Own images become squares",
         ge=0,
     )
     data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
