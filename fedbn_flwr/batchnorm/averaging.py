@@ -66,7 +66,9 @@ def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[
             total += term
         start = 0
         for k, part in block:
-            flat_sums[k][part] = total[start : (start := start + part.stop - part.start)]
+            stop = start + part.stop - part.start
+            flat_sums[k][part] = total[start:stop]
+            start = stop
 
 
 def _blocks(sizes: Sequence[int]) -> Iterator[list[tuple[int, slice]]]:

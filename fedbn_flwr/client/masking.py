@@ -218,7 +218,10 @@ def _party(context: Context, config: Mapping[str, Any]) -> Party:
     kept: Mapping[str, Any] = context.state.config_records.get(MASK_PARTY, {})
     party = Party.load(kept[MASK_SECRETS]) if MASK_SECRETS in kept else None
     if party is None or party.server_round != config[SERVER_ROUND]:
-        raise MaskingError(f"this client has no keys for the masks of round {config[SERVER_ROUND]}")
+        raise MaskingError(
+            f"this client has no keys for the masks of round {config[SERVER_ROUND]}: its node was probably restarted "
+            "in this round; it takes part again in the next"
+        )
     return party
 
 

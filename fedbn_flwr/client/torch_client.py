@@ -59,7 +59,7 @@ from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import as_batches
-from fedbn_flwr.training.loop import Batches, ClientHook, StepRule, train
+from fedbn_flwr.training.loop import Batches, ClientHook, StepRule, TrainResult, train
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -230,7 +230,8 @@ class TorchClient(NumPyClient):
         extras, prefix = self._load(lent, parameters, config, store)
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
-        fixed = {n: value.clone() for n, value in lent.plain.named_buffers()} if isinstance(rule, DPSGD) else {}
+        buffers = dict(lent.plain.named_buffers()) if isinstance(rule, DPSGD) else {}
+        before = {name: value.clone() for name, value in buffers.items()}
         result = train(
             lent.model,
             self.train_data,
@@ -242,13 +243,27 @@ class TorchClient(NumPyClient):
             rule=rule,
         )
         clear_log(self.context)
-        if changed := [n for n, value in lent.plain.named_buffers() if n in fixed and not torch.equal(value, fixed[n])]:
-            raise ConfigError(
-                f"record-level privacy: buffer '{changed[0]}' has changed in training, and no noise protects buffers"
-            )
+        _refuse_changed_buffers(before, lent.plain)
         state = to_state(lent.state)
         if local:
             store.keep({name: state[name] for name in local}, read.server_round)
+        metrics = self._metrics(result, rule)
+        kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
+        store.save_hook_state(kept, read.server_round)
+        store.save(read.server_round, read.used_sha256 is not None)
+        if hooks:
+            metrics[APPLIED] = ",".join(hooks)
+        metrics |= store.reply_metadata(read.server_round)
+        returned = {prefix + name: array for name, array in state.items() if name not in set(local)}
+        for hook in hooks.values():
+            for record, entries in hook.reply().items():
+                returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
+        if ARRAY_NAMES in config or len(returned) != len(state):
+            metrics[ARRAY_NAMES] = json.dumps(list(returned))
+        return list(returned.values()), len(self.train_data), metrics
+
+    def _metrics(self, result: TrainResult, rule: StepRule) -> Config:
+        """Return what the reply says of the training; under record-level privacy only what may be published."""
         metrics: Config = {
             TRAIN_LOSS: result.loss,
             **({} if result.accuracy is None else {TRAIN_ACCURACY: result.accuracy}),
@@ -263,18 +278,7 @@ class TorchClient(NumPyClient):
             metrics = {STEPS: result.num_steps}
         if isinstance(rule, DPSGD):
             metrics |= rule.reply(result.num_steps)
-        kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
-        store.save_hook_state(kept, read.server_round)
-        store.save(read.server_round, read.used_sha256 is not None)
-        if hooks:
-            metrics[APPLIED] = ",".join(hooks)
-        metrics |= store.reply_metadata(read.server_round)
-        returned = {prefix + name: array for name, array in state.items() if name not in set(local)}
-        for record, entries in ((r, e) for hook in hooks.values() for r, e in hook.reply().items()):
-            returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
-        if ARRAY_NAMES in config or len(returned) != len(state):
-            metrics[ARRAY_NAMES] = json.dumps(list(returned))
-        return list(returned.values()), len(self.train_data), metrics
+        return metrics
 
     def _step_rule(
         self, read: TrainConfig, hooks: Mapping[str, ClientHook], local: Sequence[str], noise_multiplier: float | None
@@ -461,7 +465,10 @@ class TorchClient(NumPyClient):
         own = lent.state
         names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(own)
         if len(names) != len(parameters):
-            raise StateError(f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(own)}")
+            raise StateError(
+                f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(own)}. Build the "
+                "client's model as the server's initial arrays were built."
+            )
         received = dict(zip(names, parameters, strict=True))
         extras: dict[str, dict[str, torch.Tensor]] = {}
         for name in [name for name in received if name not in own and "/" in name]:
@@ -476,10 +483,22 @@ class TorchClient(NumPyClient):
                 "client; the server will send the whole state again"
             )
         if extra := [name for name in state if name not in own]:
-            raise StateError(f"received {len(extra)} entries the model does not have ('{extra[0]}', ...)")
+            raise StateError(
+                f"received {len(extra)} entries the model does not have ('{extra[0]}', ...). Build the client's model "
+                "as the server's initial arrays were built."
+            )
         lent.load(tensors({name: _fit(name, state[name], own[name]) for name in own}))
         plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}
         return plain, prefix
+
+
+def _refuse_changed_buffers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    after = dict(model.named_buffers())
+    for name, value in before.items():
+        if not torch.equal(value, after[name]):
+            raise ConfigError(
+                f"record-level privacy: buffer '{name}' has changed in training, and no noise protects buffers"
+            )
 
 
 def _fit(name: str, array: Array, like: torch.Tensor) -> Array:

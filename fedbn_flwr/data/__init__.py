@@ -13,6 +13,7 @@ from fedbn_flwr.data.own import (
     is_own,
     own_info,
     own_rows,
+    own_sha256,
     table_columns,
 )
 from fedbn_flwr.data.partitioning import (
@@ -55,6 +56,7 @@ __all__ = [
     "moments_of_inputs",
     "own_info",
     "own_rows",
+    "own_sha256",
     "partition_counts",
     "partition_picture",
     "partition_table",

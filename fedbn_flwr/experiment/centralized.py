@@ -19,6 +19,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data.report import refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, lock_folder, read_metrics
@@ -69,6 +70,8 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: E
     shapes = {name: tuple(value.shape) for name, value in plain.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(plain).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
+    if begun:
+        refuse_other_data(out, config)
     saved = checkpoints.to_resume() if begun else None
     if saved is None:
         log_initial(initialise(plain, config))

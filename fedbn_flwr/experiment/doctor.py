@@ -232,7 +232,7 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
     if method.freezes_bn or (method.synchronises and steps == 1):  # of more steps only the first one is synchronised
         handled |= {"label-skew", "clients-differ"}
-    if run and issubclass(method, Freezing) and Part.STATISTICS in method.freezes(config.params())[2]:
+    if run and issubclass(method, Freezing) and Part.STATISTICS in method.freeze_plan(config.params()).parts:
         lines = read_metrics(run / "metrics.jsonl")
         if lines and lines[-1]["phase"] == "frozen":  # training and test normalise by the same statistics by now
             handled |= {"small-batch", "train-test-mismatch"}

@@ -19,7 +19,7 @@ from fedbn_flwr.experiment.setup import misfits, partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies.fixbn import At, Freezing, freeze_round
+from fedbn_flwr.strategies.fixbn import FreezePlan, Freezing, freeze_round
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.loop import kept_modes
 
@@ -125,11 +125,10 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
 
     plain, start, later = one_round(everything, everything), one_round(everything, shared), one_round(shared, shared)
     # Further records (variates, momentum) start at zero and are not sent down in the first round.
-    shared_copies, all_copies = method.extra_copies(params)
-    extra = sum(
-        p.numel() * p.element_size() * (all_copies + shared_copies * (parts.part_of[name] not in method.local))
+    extra = method.extra_copies(params) * sum(
+        p.numel() * p.element_size()
         for name, p in model.named_parameters(remove_duplicate=False)  # as the state dict: tied weights have two names
-        if p.requires_grad
+        if p.requires_grad and parts.part_of[name] not in method.local
     )
     start.up += num_clients * extra
     later.up += num_clients * extra
@@ -150,10 +149,10 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     width = next(model.parameters()).element_size() if costs else 0
     size = width * sum(channels * rows for channels, _, rows in costs)
     exchanges = Traffic(sum(number for _, number, _ in costs), size, num_clients * size)
-    freezes = method.freezes(params) if issubclass(method, Freezing) else None
-    phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, freezes)
+    plan = method.freeze_plan(params) if issubclass(method, Freezing) else None
+    phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, plan)
     reestimation = None
-    if (method.reestimates or config.recalibrate) and layers:
+    if config.reestimates() and layers:
         tested = -(-config.num_server_rounds // config.eval_every)
         reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
     refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
@@ -171,7 +170,7 @@ def _phases(
     later: Traffic,
     exchanges: Traffic | None,
     rounds: int,
-    freezes: tuple[str, At, frozenset[Part]] | None,
+    plan: FreezePlan | None,
 ) -> tuple[Phase, ...]:
     """Split the rounds into phases.
 
@@ -180,10 +179,10 @@ def _phases(
         later: traffic of the other rounds.
         exchanges: traffic of the synchronised step, which each round has until BN is frozen; None = no such step.
         rounds: rounds of the run.
-        freezes: see ``Freezing.freezes``; None = BN is never frozen.
+        plan: when and what is frozen; None = BN is never frozen.
     """
-    _, at, parts = freezes or ("", rounds, frozenset())
-    last = freeze_round(at, rounds)
+    last = rounds if plan is None else freeze_round(plan.at, rounds)
+    parts = frozenset() if plan is None else plan.parts
     cuts = {0, rounds, 1 if start != later else 0, rounds if last is None else min(last, rounds)}
     found = []
     for begin, end in itertools.pairwise(sorted(cuts)):
@@ -195,7 +194,7 @@ def _phases(
         elif start != later:
             name = "first" if begin == 0 else "later"
         else:
-            name = "before T*" if freezes else "every"
+            name = "before T*" if plan else "every"
         found.append(Phase(name, end - begin, traffic, parts if frozen else frozenset()))
     if last is None:
         found = [*found[:-1], dataclasses.replace(found[-1], rounds=None), Phase("frozen", None, later, parts)]

@@ -25,6 +25,7 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.data.report import refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder, read_metrics
@@ -109,6 +110,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
     begun = config.resume and RunFolder.begun(out)
+    if begun:
+        refuse_other_data(out, config)
     saved = checkpoints.to_resume() if begun else None
     if saved is None:
         log_initial(initialise(model, config))

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from fedbn_flwr.batchnorm.averaging import State, check_state
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
+from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.flower import Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
 from fedbn_flwr.server.method import RECALIBRATED, HookFactory, Misfit, Need, P, RunSettings, tests_in
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
 
 __all__ = ["CommonOptions"]
@@ -135,9 +135,9 @@ class CommonOptions(Server[P]):
         return problems
 
     @classmethod
-    def extra_copies(cls, params: P) -> tuple[int, int]:
-        """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
-        return int(params.momentum_scope == "global"), 0
+    def extra_copies(cls, params: P) -> int:
+        """Return one copy for momentum that the server averages."""
+        return int(params.momentum_scope == "global")
 
     def beside_updates(self) -> dict[str, str]:
         """Return what the settings take from a client beside its update."""
@@ -183,9 +183,7 @@ class CommonOptions(Server[P]):
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse a reply whose momentum or shared BN parts do not fit the model."""
-        for name, array in reply.extras.get(MOMENTUM, {}).items():
-            if name not in before or array.shape != before[name].shape:
-                raise ReplyError(f"record '{MOMENTUM}': entry '{name}' of shape {array.shape} does not fit the model")
+        refuse_misshapen(MOMENTUM, reply.extras.get(MOMENTUM, {}), self.run.shapes)
         if shared := reply.extras.get(SHARED_BN):
             local = self.run.parts.select(self.local)
             check_state(shared, {name: before[name] for name in local}, self.run.parts)

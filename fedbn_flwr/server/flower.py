@@ -57,7 +57,7 @@ from fedbn_flwr.server.replies import (
     Terms,
     read_arrays,
     read_metrics,
-    sort_out,
+    read_replies,
     tested_nothing,
     warn_of_other_counts,
 )
@@ -71,7 +71,9 @@ from fedbn_flwr.transport.polling_grid import polling
 __all__ = ["Server"]
 
 _PROTECTION = "protection"  # in the state to checkpoint
-_STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()  # of strategies, in one run of a ServerApp
+# How often a strategy was started on a grid: the clients' Context.state outlives a start, and a later one tells them to
+# forget what was kept in it (start_id).
+_STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
@@ -155,7 +157,8 @@ class Server(Method[P]):
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.by_run_rounds = True
-        earlier, _STARTS[grid] = _STARTS.get(grid, 0), _STARTS.get(grid, 0) + 1
+        earlier = _STARTS.get(grid, 0)
+        _STARTS[grid] = earlier + 1
         if earlier and not after and self.continuity is None:
             self.run.start_id = str(earlier)
 
@@ -204,7 +207,8 @@ class Server(Method[P]):
             raise self._diverged(result)
         # A resumed run may have trained before: its earlier rounds are not known here.
         trains = self.fraction_train > 0 and not self.run.after
-        diverged = any(report.diverged for report in reports)  # and may: nobody's reply can be used for that reason
+        # A run that continues after divergence may have no usable reply for that reason alone.
+        diverged = any(report.diverged for report in reports)
         if reports and trains and not diverged and all(report.kept_previous for report in reports):
             raise NothingTrainedError(nothing_trained(self.params.min_replies, reports), result)
 
@@ -423,13 +427,12 @@ class Server(Method[P]):
         """
         if not self.local:
             return nodes
-        for node in nodes:
-            if node.behind_mod:
-                self.run.report.reject(node.node_id, why := f"{node}: {node.refusal} {MOD_ORDER}.")
-        able = [node for node in nodes if not node.behind_mod]
-        if nodes and not able:
+        refused = {node.node_id: f"{node}: {node.refusal} {MOD_ORDER}." for node in nodes if node.behind_mod}
+        for node_id, why in refused.items():
+            self.run.report.reject(node_id, why)
+        if refused and len(refused) == len(nodes):
             raise ClientPartError(why)
-        return able
+        return [node for node in nodes if not node.behind_mod]
 
     def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages and return the replies that came in time."""
@@ -445,7 +448,7 @@ class Server(Method[P]):
         if not self.undoes_lost_rounds:
             for node, message in pairs:
                 self.run.note_kept(node, message)
-        good, refused = sort_out(pairs, self._reader(server_round), report)
+        good, refused = read_replies(pairs, self._reader(server_round), report)
         self.nodes.initialised.difference_update(node.node_id for node, _, _ in refused)
         usable = [reply for _, _, reply in good]
         report.replied = len(pairs)
@@ -567,7 +570,7 @@ class Server(Method[P]):
         """Average the clients' metrics; write each client's metrics to the report."""
         report, count_key = self.run.report, self.weighted_by_key
         pairs = [pair for pair in self.dispatcher.in_order(replies, report) if not tested_nothing(pair[1], count_key)]
-        good, refused = sort_out(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
+        good, refused = read_replies(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
         # A client that lost its own part needs the whole state again.
         self.nodes.initialised.difference_update(node.node_id for node, m, _ in refused if m.has_error())
         self._raise_shared_test_error(refused)
@@ -654,7 +657,7 @@ class Server(Method[P]):
                 traffic.count_up(size)
             return state
 
-        good, refused = sort_out(self.dispatcher.in_order(replies, report), read, report, "statistics")
+        good, refused = read_replies(self.dispatcher.in_order(replies, report), read, report, "statistics")
         self._raise_shared_test_error(refused)
         self._refuse_apps_without_statistics(replies)
         moments = self.protection.statistics(self.run, [(node, state) for node, _, state in good], like)
@@ -694,7 +697,10 @@ class Server(Method[P]):
             raise_shared_config_error(reasons, self.dispatcher.num_asked)
 
     def _raise_shared_test_error(self, refused: Refused) -> None:
-        """Do so after a test: clients work that were tested before, or that have trained and were not asked now."""
+        """Raise the ConfigError of a test that all asked clients raised, unless a client is known to work.
+
+        It is if it was tested before, or has trained and has not failed now.
+        """
         failed = {node.label for node, _, _ in refused}
         self._raise_shared_error(refused, self.run.tested or bool(self.run.trained - failed))
 

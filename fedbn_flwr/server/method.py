@@ -362,8 +362,8 @@ class Method(FlowerFedAvg, Generic[P]):
 
     @classmethod
     @abstractmethod
-    def extra_copies(cls, params: P) -> tuple[int, int]:
-        """Return the extra copies that travel with the model: of the shared trainable floats, and of all of them."""
+    def extra_copies(cls, params: P) -> int:
+        """Return how many extra copies of the shared trainable floats travel with the model, each way."""
 
     @classmethod
     def extra_statistics(cls, params: P) -> tuple[float, float]:

@@ -26,8 +26,9 @@ __all__ = [
     "Terms",
     "read_arrays",
     "read_metrics",
+    "read_replies",
     "refuse_changed",
-    "sort_out",
+    "refuse_misshapen",
     "tested_nothing",
     "warn_of_other_counts",
 ]
@@ -130,6 +131,16 @@ def warn_of_other_counts(replies: Iterable[Reply], count_key: str, warned: set[i
             )
 
 
+def refuse_misshapen(record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ReplyError for an entry of a further record that the model does not have in this shape."""
+    for name, array in entries.items():
+        if shapes.get(name) != array.shape:
+            raise ReplyError(
+                f"record '{record}': entry '{name}' of shape {array.shape} does not fit the model: build the client's "
+                "model as the server's"
+            )
+
+
 def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str) -> None:
     """Refuse a reply in which an entry changed that the method's client part leaves as it is.
 
@@ -143,7 +154,7 @@ def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str) 
             )
 
 
-def sort_out(
+def read_replies(
     replies: Iterable[tuple[Node, Message]], read: Callable[[Node, Message], Read], report: RoundReport, what: str = ""
 ) -> tuple[list[tuple[Node, Message, Read]], list[tuple[Node, Message, ReplyError]]]:
     """Read all replies; return the usable replies, and the refused ones with the error, both in the given order.
@@ -169,8 +180,8 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
         ClientPartError: a mod of the client's app has refused the message.
     """
     if message.has_error():
-        # A mod refuses the next message of this kind, too.
-        raise (ClientPartError if is_mod_refusal(message) else ReplyError)(error_text(message))
+        kind = ClientPartError if is_mod_refusal(message) else ReplyError  # a mod refuses the next message, too
+        raise kind(error_text(message))
     if len(message.content.metric_records) != 1:
         found = len(message.content.metric_records)
         raise ReplyError(f"the reply has {found} MetricRecords; return exactly one, which contains '{count_key}'")
@@ -192,7 +203,7 @@ def read_arrays(message: Message, arrays_key: str) -> tuple[State, dict[str, Sta
         state = states.pop(arrays_key)
         return state, states, [num_bytes(record) for record in message.content.array_records.values()]
     except KeyError as error:
-        raise ReplyError(f"no ArrayRecord '{arrays_key}'") from error
+        raise ReplyError(f"the reply has no ArrayRecord '{arrays_key}': return the model under this key") from error
     except Exception as error:  # bytes from outside: NumPy's parser may raise anything
         raise ReplyError(f"arrays that cannot be read: {type(error).__name__}: {error}") from error
 

@@ -93,21 +93,22 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
 @functools.cache
 def _combined(*chosen: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     """Return the class with these bases, the outermost first."""
-    pairs = itertools.combinations(reversed(chosen), 2)
+    in_order = chosen[::-1]  # as in the registry
+    pairs = itertools.combinations(in_order, 2)
     reasons = [(a, b, a.excludes(b) or b.excludes(a)) for a, b in pairs]
     if problems := [f"{a.name} and {b.name} cannot be combined: {why}" for a, b, why in reasons if why]:
         raise ConfigError("\n".join(problems))
-    title = "And".join(method.__name__ for method in reversed(chosen))
+    title = "And".join(method.__name__ for method in in_order)
     kinds = list(dict.fromkeys(method.Params for method in chosen))
     bases = [kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)]
     fields = {
-        "name": "+".join(method.name for method in reversed(chosen)),
-        "summary_line": "; ".join(method.summary_line for method in reversed(chosen)),
-        "source": "; ".join(method.source for method in reversed(chosen)),
+        "name": "+".join(method.name for method in in_order),
+        "summary_line": "; ".join(method.summary_line for method in in_order),
+        "source": "; ".join(method.source for method in in_order),
         "Params": create_model(f"{title}Params", __base__=tuple(bases)),
         "implicit_hooks": frozenset().union(*(method.implicit_hooks for method in chosen)),
         "__module__": __name__,
-        "__doc__": f"{' and '.join(method.__name__ for method in reversed(chosen))}, combined.",
+        "__doc__": f"{' and '.join(method.__name__ for method in in_order)}, combined.",
     }
     return type(title, tuple(chosen), fields)
 

@@ -74,7 +74,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -326,21 +326,39 @@ class PooledStatistics(FedAvg[S]):
         state |= {name: before[name] for name in self._kept_names()}
         share = 1.0 if self.warms_up() else self.params.statistics_momentum
         sent = [decode_moments(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts) for reply in replies]
-        weights = self.weights(replies)
-        pooled, unmeasured = False, []
+        pooled = self._pooled(sent, self.weights(replies))
         for layer in self.run.parts.layers:
-            pairs = [
-                (of_client[layer.path], w)
-                for of_client, w in zip(sent, weights, strict=True)
-                if layer.path in of_client
-            ]
-            if not pairs and "running_mean" in layer.entries:
-                unmeasured.append(layer.path)
-            if pairs and (total := self.pool(*zip(*pairs, strict=True))).count > 1:
-                pooled = True
-                for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
-                    old = before[name := layer.entries[leaf]]
-                    state[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
+            if layer.path not in pooled:
+                continue
+            total = pooled[layer.path]
+            for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
+                name = layer.entries[leaf]
+                old = before[name]
+                state[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
+        self._warn_of_missing(server_round, sent, pooled)
+        self.num_pooled += bool(pooled)
+        return state
+
+    def _pooled(self, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]) -> dict[str, Moments]:
+        """Return the moments of all clients together, by layer; a layer that nobody measured is left out."""
+        found = {}
+        for layer in self.run.parts.layers:
+            pairs = [(own[layer.path], w) for own, w in zip(sent, weights, strict=True) if layer.path in own]
+            if not pairs:
+                continue
+            total = self.pool([moments for moments, _ in pairs], [weight for _, weight in pairs])
+            if total.count > 1:
+                found[layer.path] = total
+        return found
+
+    def _warn_of_missing(
+        self, server_round: int, sent: Sequence[Mapping[str, Moments]], pooled: Mapping[str, Moments]
+    ) -> None:
+        unmeasured = [
+            layer.path
+            for layer in self.run.parts.layers
+            if "running_mean" in layer.entries and not any(layer.path in moments for moments in sent)
+        ]
         if pooled and unmeasured and not self.num_pooled:
             logger.warning(
                 "round %d: no reply has moments of the inputs of %s, which keep their statistics: these layers did not "
@@ -348,7 +366,6 @@ class PooledStatistics(FedAvg[S]):
                 server_round,
                 ", ".join(unmeasured),
             )
-        self.num_pooled += pooled
         if without := sum(not moments for moments in sent):
             logger.warning(
                 "round %d: %d of %d replies have no moments of BatchNorm's inputs; %s",
@@ -357,7 +374,6 @@ class PooledStatistics(FedAvg[S]):
                 len(sent),
                 "the statistics are of the others" if pooled else "the statistics stay as they are",
             )
-        return state
 
     def _kept_names(self) -> tuple[str, ...]:
         return self.run.parts.statistics + self.run.parts.counters
@@ -386,8 +402,8 @@ class FBN(PooledStatistics[FBNParams]):
     def divergence_advice(self, server_round: int) -> list[str]:
         """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""
         advice = super().divergence_advice(server_round)
-        by_steps = self.run.report.phase != "warm-up" and self.params.fbn_measure == "pass"
-        return [advice[0], "fbn-measure=steps helped, too.", *advice[1:]] if by_steps else advice
+        by_pass = self.run.report.phase != "warm-up" and self.params.fbn_measure == "pass"
+        return [advice[0], "fbn-measure=steps helped, too.", *advice[1:]] if by_pass else advice
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Pool; say when a trimmed mean leaves nobody out."""

@@ -10,10 +10,10 @@ smooths these steps.
 
 ## Algorithm
 
-$\Delta w$ is the state before the round minus the average of the replies. The server keeps the velocity $v$, which
-starts at 0:
+$\Delta$ is the average of the replies minus the state before the round (the paper's $-\Delta w$). The server keeps the
+velocity $v$, which starts at 0:
 
-$$v \leftarrow \beta v + \Delta w, \qquad w \leftarrow w - \gamma v$$
+$$v \leftarrow \beta v + \Delta, \qquad w \leftarrow w + \gamma v$$
 
 $\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
 

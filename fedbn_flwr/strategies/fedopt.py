@@ -188,7 +188,7 @@ class FedAdam(FedAdagrad[B]):
     Params = AdaptiveParams
 
     def begin(self) -> None:
-        """Start with m = v = 0."""
+        """Start as FedAdagrad, with beta_1 of the settings."""
         super().begin()
         self.beta_1 = self.params.beta_1
 

@@ -170,7 +170,7 @@ class SynchroniseFirstStep(ClientHook):
             backward=self._backward,
         ) as synchronised_step:
             yield
-        synchronised_step.refuse_nothing()
+        synchronised_step.require_a_layer()
         self._reducer.close()
 
 

@@ -42,7 +42,7 @@ from pydantic import AfterValidator
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.server.method import setting
 from fedbn_flwr.strategies.fedtan import FedTAN, FedTANParams
-from fedbn_flwr.strategies.fixbn import At, Freezing, WindowParams, check_at
+from fedbn_flwr.strategies.fixbn import At, FreezePlan, Freezing, WindowParams, check_at
 
 __all__ = ["FedTAN2", "FedTAN2Params"]
 
@@ -64,9 +64,9 @@ class FedTAN2(Freezing[FedTAN2Params], FedTAN[FedTAN2Params]):
     Params = FedTAN2Params
 
     @classmethod
-    def freezes(cls, params: FedTAN2Params) -> tuple[str, At, frozenset[Part]]:
+    def freeze_plan(cls, params: FedTAN2Params) -> FreezePlan:
         """Return M; gamma and beta are not frozen."""
-        return "fedtan-rounds", params.fedtan_rounds, frozenset({Part.STATISTICS, Part.COUNTERS})
+        return FreezePlan("fedtan-rounds", params.fedtan_rounds, frozenset({Part.STATISTICS, Part.COUNTERS}))
 
     def synchronised(self, server_round: int) -> bool:
         """Return whether the round is one of the first M."""

@@ -59,7 +59,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -195,6 +195,14 @@ def _statistics(model: nn.Module) -> list[Tensor]:
 W = TypeVar("W", bound=WindowParams, default=WindowParams)
 
 
+class FreezePlan(NamedTuple):
+    """When and what a method freezes: the config key of the round, its value, and the parts."""
+
+    key: str
+    at: At
+    parts: frozenset[Part]
+
+
 class Freezing(FedAvg[W]):
     """The common base of FixBN and FedTAN-II: BN statistics are frozen after a fixed or an automatic round.
 
@@ -220,22 +228,23 @@ class Freezing(FedAvg[W]):
 
     @classmethod
     @abstractmethod
-    def freezes(cls, params: W) -> tuple[str, At, frozenset[Part]]:
-        """Return the config key of the freeze round, its value, and the parts that are frozen."""
+    def freeze_plan(cls, params: W) -> FreezePlan:
+        """Return when and what the method freezes."""
 
     @classmethod
     def needs(cls, params: W) -> list[Need]:
         """Add the parts that are frozen, and the statistics whose change an automatic round follows."""
-        _, at, parts = cls.freezes(params)
-        followed = {Part.STATISTICS} if at == "auto" else set()
-        frozen = [part for part in (Part.STATISTICS, Part.AFFINE) if part in parts | followed]
+        plan = cls.freeze_plan(params)
+        followed = {Part.STATISTICS} if plan.at == "auto" else set()
+        frozen = [part for part in (Part.STATISTICS, Part.AFFINE) if part in plan.parts | followed]
         who = f"strategy {cls.name!r}"
         return [*super().needs(params), *(Need(who, "FedAvg", frozenset({part})) for part in frozen)]
 
     @classmethod
     def conflicts(cls, params: W, run: RunSettings) -> list[str]:
         """Refuse a window that is as long as the run or longer, and a run that freezes nothing."""
-        problems, (key, at, parts) = super().conflicts(params, run), cls.freezes(params)
+        problems = super().conflicts(params, run)
+        key, at, parts = cls.freeze_plan(params)
         if at == "auto" and params.freeze_window >= run.num_rounds:
             problems.append(
                 f"freeze-window={params.freeze_window} must be below num-server-rounds={run.num_rounds} for {key}=auto"
@@ -247,7 +256,8 @@ class Freezing(FedAvg[W]):
     @classmethod
     def warnings(cls, params: W, run: RunSettings) -> list[str]:
         """Warn of a round T* before the first or after the last round."""
-        lines, (key, at, _) = super().warnings(params, run), cls.freezes(params)
+        lines = super().warnings(params, run)
+        key, at, _ = cls.freeze_plan(params)
         after = freeze_round(at, run.num_rounds)
         if after is not None and after >= run.num_rounds:
             lines.append(
@@ -264,7 +274,7 @@ class Freezing(FedAvg[W]):
     @classmethod
     def unused(cls, params: W, run: RunSettings) -> dict[str, str]:
         """Return the settings of the automatic round if the round is fixed."""
-        key, at, _ = cls.freezes(params)
+        key, at, _ = cls.freeze_plan(params)
         window = () if at == "auto" else ("freeze_window", "freeze_tau", "freeze_rule")
         return super().unused(params, run) | dict.fromkeys(window, f"it is for {key}=auto")
 
@@ -281,21 +291,23 @@ class Freezing(FedAvg[W]):
 
     def beside_updates(self) -> dict[str, str]:
         """Add the drift that an automatic round follows."""
-        key, at, _ = self.freezes(self.params)
-        text = f"{key}=auto follows delta_m of each client; use a fixed round"
-        return {**super().beside_updates(), **({"drift": text} if at == "auto" else {})}
+        plan = self.freeze_plan(self.params)
+        texts = super().beside_updates()
+        if plan.at == "auto":
+            texts["drift"] = f"{plan.key}=auto follows delta_m of each client; use a fixed round"
+        return texts
 
     def begin(self) -> None:
         """Set the round if it is known; check the window against the number of rounds."""
         super().begin()
-        _, at, frozen = self.freezes(self.params)
-        self._frozen_parts = frozen - self.local  # parts that stay with the clients are frozen there
-        num_rounds = self.run.total_rounds if isinstance(at, float) else self.run.num_rounds or math.inf
+        plan = self.freeze_plan(self.params)
+        rounds = self.run.total_rounds if isinstance(plan.at, float) else self.run.num_rounds  # a fraction needs R
+        self._frozen_parts = plan.parts - self.local  # parts that stay with the clients are frozen there
         self.deltas = []
-        self.frozen_after = freeze_round(at, self.run.num_rounds or 0)
-        if self.frozen_after is None and self.params.freeze_window >= num_rounds:
+        self.frozen_after = freeze_round(plan.at, rounds or 0)
+        if plan.at == "auto" and rounds and self.params.freeze_window >= rounds:
             raise ConfigError(
-                f"freeze_window={self.params.freeze_window} must be below the number of rounds, {num_rounds}, where "
+                f"freeze_window={self.params.freeze_window} must be below the number of rounds, {rounds}, where "
                 "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
             )
 
@@ -328,7 +340,7 @@ class Freezing(FedAvg[W]):
         """Ask the clients to freeze BN, or to report delta_m while an automatic round is not known."""
         hooks = super().hooks_for(server_round)
         if self.frozen(server_round):
-            _, _, parts = self.freezes(self.params)
+            parts = self.freeze_plan(self.params).parts
             # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) and DP-SGD follow it.
             entries: dict[str, Any] = {AFFINE: Part.AFFINE in parts, FROZEN: True}
             return {**hooks, "freeze-bn": entries if Part.STATISTICS in parts else {**entries, STATISTICS: False}}
@@ -385,7 +397,9 @@ class FixBN(Freezing[FixBNParams]):
     Params = FixBNParams
 
     @classmethod
-    def freezes(cls, params: FixBNParams) -> tuple[str, At, frozenset[Part]]:
+    def freeze_plan(cls, params: FixBNParams) -> FreezePlan:
         """Return T*, and the parts that the settings name."""
-        statistics = {Part.STATISTICS, Part.COUNTERS} if params.freeze_statistics else set()
-        return "freeze-at", params.freeze_at, frozenset(statistics | ({Part.AFFINE} if params.freeze_affine else set()))
+        parts = {Part.STATISTICS, Part.COUNTERS} if params.freeze_statistics else set()
+        if params.freeze_affine:
+            parts.add(Part.AFFINE)
+        return FreezePlan("freeze-at", params.freeze_at, frozenset(parts))

@@ -84,10 +84,10 @@ from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
-from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import setting
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.strategies.fbn import WARM_UP, PooledParams, PooledStatistics, SurveyedStatistics
 from fedbn_flwr.training.loop import Entries, Extras
 
@@ -266,10 +266,7 @@ class HBN(PooledStatistics[HBNParams]):
     def check(self, server_round: int, reply: Reply, before: State) -> None:
         """Refuse alpha that does not fit the model."""
         super().check(server_round, reply, before)
-        shapes = self._shapes(before)
-        for name, array in reply.extras.get(ALPHA, {}).items():
-            if name not in shapes or array.shape != shapes[name]:
-                raise ReplyError(f"record '{ALPHA}': entry '{name}' of shape {array.shape} does not fit the model")
+        refuse_misshapen(ALPHA, reply.extras.get(ALPHA, {}), self._shapes(before))
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average alpha, too, each entry over the clients that have it."""

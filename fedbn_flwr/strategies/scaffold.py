@@ -70,7 +70,7 @@ from fedbn_flwr.batchnorm.averaging import State, weighted_sum
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import HookFactory, Method, Role, RunSettings, setting
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.loop import ClientHook, Entries, Extras
 
@@ -129,7 +129,10 @@ class ControlVariates(ClientHook):
             ConfigError: the optimizer is not SGD, or a group has momentum or is maximised.
         """
         if not isinstance(optimizer, torch.optim.SGD):
-            raise ConfigError(f"{_NEEDS_SGD}; the client has the optimizer {type(optimizer).__name__.lstrip('_')}")
+            raise ConfigError(
+                f"{_NEEDS_SGD}; the client has the optimizer {type(optimizer).__name__.lstrip('_')}. "
+                "Use torch.optim.SGD without momentum, or another strategy"
+            )
         if momentum := max(float(group["momentum"]) for group in optimizer.param_groups):
             raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0")
         if any(group.get("maximize") for group in optimizer.param_groups):
@@ -214,10 +217,9 @@ class Scaffold(FedAvg[P]):
         return "scaffold has a server step of its own" if other.role == "server-step" else super().excludes(other)
 
     @classmethod
-    def extra_copies(cls, params: P) -> tuple[int, int]:
+    def extra_copies(cls, params: P) -> int:
         """Return one more copy of the shared parameters: their variates."""
-        shared, everything = super().extra_copies(params)
-        return shared + 1, everything
+        return super().extra_copies(params) + 1
 
     def beside_updates(self) -> dict[str, str]:
         """Add the changes of the variates."""
@@ -249,9 +251,7 @@ class Scaffold(FedAvg[P]):
                 f"record '{VARIATES}' is missing: the client's training must apply the client hook "
                 f"'{self.variates_hook()}'"
             )
-        for name, array in change.items():
-            if name not in before or array.shape != before[name].shape:
-                raise ReplyError(f"record '{VARIATES}': entry '{name}' of shape {array.shape} does not fit the model")
+        refuse_misshapen(VARIATES, change, self.run.shapes)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; then step x and c with the unweighted means of the clients' changes."""

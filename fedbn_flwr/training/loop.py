@@ -279,14 +279,18 @@ def train(
                 totals.add(loss, outputs, targets)
     metrics = {key: value for hook in hooks for key, value in hook.end(bare).items()}
     if not totals.steps:
-        remedy = f"use a batch-size above 1 (it is {settings.batch_size})"
-        if len(data) == 1:
-            remedy = "give this client, which has one training example, more of them, leave it out"
-        raise DataError(
-            f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance: {remedy}, or use "
-            "another norm"
-        )
+        raise _nothing_trained(dropped, len(data), settings.batch_size)
     return totals.result(dropped, metrics)
+
+
+def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
+    remedy = f"use a batch-size above 1 (it is {batch_size})"
+    if num_examples == 1:
+        remedy = "give this client, which has one training example, more of them, leave it out"
+    return DataError(
+        f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance: {remedy}, or use "
+        "another norm"
+    )
 
 
 @contextmanager

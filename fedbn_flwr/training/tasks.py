@@ -343,7 +343,7 @@ def quantity_of(metric: str) -> str:
 
 def in_percent(metric: str) -> bool:
     """Return whether a metric, such as ``test-accuracy``, is a share, which tables show in percent."""
-    return not {*metric.split("-")}.intersection(_NO_SHARES)
+    return not metric.endswith("-clients") and not {*metric.split("-")}.intersection(_NO_SHARES)
 
 
 def higher_is_better(metric: str) -> bool:

@@ -31,6 +31,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.experiment.output.definitions import definitions
 from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.output.recorder import _personal
 from fedbn_flwr.experiment.run import run
@@ -421,6 +422,8 @@ def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_pat
     said, numbers = summary["definitions"], [key for key in summary["final"] if key != "round"]
     assert list(said) == numbers
     assert said["test-auroc"] == f"pooled over the whole test set, {len(test)} examples"
+    some = definitions({"test-loss": 1.0}, {"held-out": {}}, 7, federated=True)
+    assert some["test-loss"] == "pooled over the whole test set but for the held-out clients' examples, 7 examples"
     assert said["personal-own-accuracy"] == "plain mean over 3 clients, each on its own test set"
     assert said["personal-own-auroc"].startswith(f"plain mean over {len(defined)} of 3 clients")
     assert "weighted by" in said["personal-own-accuracy-weighted"]
@@ -486,6 +489,7 @@ def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
         "metrics=mae, miou: task classification has accuracy, balanced-accuracy": {"metrics": "mae,auroc,miou"},
         "metrics='accuracy' has no effect: task classification always has it": {"metrics": "accuracy"},
         "num-classes=3 has no effect: task binary has one output": {"dataset": "mine", "num-classes": 3},
+        "sgd-momentum=0.9 has no effect: a round has one step": {"sgd-momentum": 0.9, "local-steps": 1},
     }
     for said, settings in refused.items():
         with pytest.raises(ConfigError, match=re.escape(said)):

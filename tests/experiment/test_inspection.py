@@ -87,6 +87,17 @@ def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_stra
     assert measured(run_strategy, config, 2) == predicted(inspect_model(make_model(config), strategy, 2, config))
 
 
+def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None:
+    found = [
+        inspect_model(make_model(config), "fedavg", 2, config).reestimation
+        for settings in ({"recalibrate": True}, {"eval-on": "recalibrated,global"}, {})
+        for config in [Config.make({"dataset": "mnist", "model": "mlp", "num-server-rounds": 2, **settings})]
+    ]
+    assert found[0] is not None
+    assert found[0] == found[1]
+    assert found[2] is None
+
+
 @pytest.mark.parametrize(
     ("strategy", "own"),
     [

@@ -248,6 +248,21 @@ def test_curves_without_points_are_still_a_picture() -> None:
     assert image.imread(io.BytesIO(draw_curves(private))).shape == (400, 1500, 4)  # a panel for epsilon
 
 
+def test_the_curve_of_a_study_is_that_of_the_headline(monkeypatch) -> None:
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.plot", lambda _, x, y, *args, label, **_kw: shown.setdefault(label, []).extend(y)
+    )
+    line = {"round": 1, "test-accuracy": 0.1, "personal-own-accuracy": 0.2, "test-averaged-bn-accuracy": 0.3}
+    line |= {key.replace("accuracy", "loss"): 1 + value for key, value in line.items() if key != "round"}
+    runs = {"a": [line], "b": [line]}
+    draw_curves(runs, headlines={"a": "test-averaged-bn-accuracy", "b": "test-accuracy"})
+    assert shown == {"a (test-averaged-bn)": [0.3, 1.3], "b (test)": [0.1, 1.1]}
+    shown.clear()
+    draw_curves(runs, headlines=dict.fromkeys(runs, "personal-own-accuracy"))
+    assert shown == {"a": [0.2, 1.2], "b": [0.2, 1.2]}
+
+
 def test_yaml_of_the_config_is_plain(runs) -> None:
     for _, out in runs.values():
         values = yaml.safe_load((out / "config.yaml").read_text())

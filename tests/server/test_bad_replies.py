@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "count nan": (count(float("nan")), "'num-examples' is nan, which must be a finite number above 0"),
     "no count": (count(None), "'num-examples' is None, which must be a finite number above 0"),
     "error": (fail, "error 2: <class 'flwr.clientapp.client_app.ClientAppException'>:<'\nException "),
-    "no arrays": (no_arrays, "no ArrayRecord 'arrays'"),
+    "no arrays": (no_arrays, "the reply has no ArrayRecord 'arrays': return the model under this key"),
     "two metrics": (two_metrics, "the reply has 2 MetricRecords; return exactly one, which contains 'num-examples'"),
     "text": (garbage(b"not an array"), "arrays that cannot be read: ValueError: "),
     "empty": (garbage(b""), "arrays that cannot be read: EOFError: "),

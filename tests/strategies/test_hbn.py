@@ -341,7 +341,7 @@ def test_alpha_that_does_not_fit_and_changed_statistics_are_refused(federate, da
         content["bn-alpha"] = to_record({"1.alpha": np.zeros(5)})
 
     run = federate(HBN(share_alpha=True), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, alpha))
-    assert run.reason(1).endswith("record 'bn-alpha': entry '1.alpha' of shape (5,) does not fit the model")
+    assert "record 'bn-alpha': entry '1.alpha' of shape (5,) does not fit the model: build" in run.reason(1)
 
     def moved(content: Any) -> None:
         state = {name: np.array(value) for name, value in from_record(content["arrays"]).items()}

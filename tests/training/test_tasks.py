@@ -24,6 +24,7 @@ from fedbn_flwr.training.tasks import (
     TASKS,
     Task,
     confusion,
+    in_percent,
     mean_iou,
     pixel_cross_entropy,
 )
@@ -155,6 +156,11 @@ def test_class_255_of_images_counts() -> None:
     """Only pixels are ignored: ImageNet has an image class 255."""
     assert CLASSIFICATION.counted(torch.tensor([255, 1])) == 2
     assert SEGMENTATION.counted(torch.tensor([255, 1])) == 1
+
+
+def test_a_number_of_clients_is_no_share() -> None:
+    keys = ["personal-own-auroc", "personal-own-auroc-weighted", "personal-own-auroc-clients", "test-mae", "test-loss"]
+    assert [in_percent(key) for key in keys] == [True, True, False, False, False]
 
 
 def test_class_156_in_a_byte_counts() -> None:

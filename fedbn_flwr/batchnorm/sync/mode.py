@@ -61,7 +61,7 @@ class SynchronisedStep(TorchFunctionMode):
         """Refuse every further exchange."""
         self._closed = True
 
-    def refuse_nothing(self) -> None:
+    def require_a_layer(self) -> None:
         """Check, at the end of a block, that a BatchNorm layer was called in train mode.
 
         Raises:

@@ -55,7 +55,7 @@ def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
             ) as step,
         ):
             model(inputs).sum().backward()
-        step.refuse_nothing()
+        step.require_a_layer()
     finally:
         model.zero_grad(set_to_none=True)
         load_state(model, before)

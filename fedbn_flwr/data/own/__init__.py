@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
+import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,17 @@ from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.data.validation import split_off
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["KINDS", "OwnData", "OwnRows", "decided_by_records", "is_own", "own_info", "own_rows", "table_columns"]
+__all__ = [
+    "KINDS",
+    "OwnData",
+    "OwnRows",
+    "decided_by_records",
+    "is_own",
+    "own_info",
+    "own_rows",
+    "own_sha256",
+    "table_columns",
+]
 
 _READERS: dict[str, Callable[[OwnData], Found]] = {
     "folder": read_folder,
@@ -117,6 +126,27 @@ def own_rows(request: OwnData) -> OwnRows:
     return OwnRows(column, names, *_split(request, found), found.tests is not None)
 
 
+def own_sha256(request: OwnData) -> str:
+    """Return the SHA-256 of the examples in their order and of the division into training and test examples.
+
+    Image files count by their paths and sizes.
+
+    Raises:
+        ConfigError: keys do not fit the data.
+        DataError: the data cannot be used.
+    """
+    found, digest = _read(request, _stamp(request)), hashlib.sha256()
+    for part in (found.inputs, found.targets):
+        if isinstance(part, Tensor):
+            digest.update(part.contiguous().numpy().tobytes())
+        else:
+            files = [f"{path.relative_to(request.path).as_posix()} {path.stat().st_size}" for path in part]
+            digest.update("\n".join(files).encode())
+    for rows in _split(request, found):
+        digest.update(rows.tobytes())
+    return digest.hexdigest()
+
+
 def decided_by_records(request: OwnData, info: DatasetInfo) -> dict[str, str]:
     """Return what of a model's outputs and inputs the records decide, since the config does not state it.
 
@@ -145,15 +175,16 @@ def decided_by_records(request: OwnData, info: DatasetInfo) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=8)
 def _read(request: OwnData, stamp: tuple[int, ...]) -> Found:
-    del stamp  # other files are read again
+    del stamp  # only part of the cache key: a changed file is read again
     return _READERS[request.kind](request)
 
 
 def _stamp(request: OwnData) -> tuple[int, ...]:
     """Return times and sizes of a file, or of a folder and what is in it, so that a process notices other data."""
+    path = Path(request.path)
     try:
-        with os.scandir(path) if (path := Path(request.path)).is_dir() else nullcontext(()) as entries:
-            found = [path.stat(), *(entry.stat() for entry in sorted(entries, key=lambda entry: entry.name))]
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+        found = [path.stat(), *(one.stat() for one in inside)]
     except OSError:
         return ()
     return tuple(number for one in found for number in (one.st_mtime_ns, one.st_size))

@@ -65,15 +65,15 @@ def read_arrays(request: OwnData) -> Found:
         targets, task, outputs, names_of_classes = read_targets(request, y, "y")
     clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
     return Found(
-        inputs,
-        targets,
-        task,
-        outputs,
-        names_of_classes,
-        clients,
-        client_names,
-        numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
-        as_tests(request, arrays["split"], "split") if "split" in arrays else None,
+        inputs=inputs,
+        targets=targets,
+        task=task,
+        num_classes=outputs,
+        class_names=names_of_classes,
+        clients=clients,
+        client_names=client_names,
+        units=numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
+        tests=as_tests(request, arrays["split"], "split") if "split" in arrays else None,
         size=tuple(inputs.shape[2:]) if inputs.dtype == torch.uint8 else (),
         notes=notes,
     )

@@ -73,13 +73,13 @@ def read_folder(request: OwnData) -> Found:
     else:
         targets, task, outputs, names = _classes(request, [label for _, _, label in files.places])
     return Found(
-        files.paths,
-        targets,
-        task,
-        outputs,
-        names,
-        clients if has_clients else None,
-        client_names if has_clients else (),
+        inputs=files.paths,
+        targets=targets,
+        task=task,
+        num_classes=outputs,
+        class_names=names,
+        clients=clients if has_clients else None,
+        client_names=client_names if has_clients else (),
         tests=_tests(request, [part for _, part, _ in files.places]),
         size=(height, width),
         notes=notes,

@@ -74,18 +74,18 @@ def read_hub(request: OwnData) -> Found:
 
     clients, client_names = keys(request.client_column) if request.client_column else (None, ())
     return Found(
-        inputs,
-        targets,
-        task,
-        outputs,
-        class_names,
-        clients,
-        client_names,
-        keys(request.group_column)[0] if request.group_column else None,
-        tests,
-        features,
-        tuple(inputs.shape[2:]) if image else (),
-        notes,
+        inputs=inputs,
+        targets=targets,
+        task=task,
+        num_classes=outputs,
+        class_names=class_names,
+        clients=clients,
+        client_names=client_names,
+        units=keys(request.group_column)[0] if request.group_column else None,
+        tests=tests,
+        feature_names=features,
+        size=tuple(inputs.shape[2:]) if image else (),
+        notes=notes,
     )
 
 

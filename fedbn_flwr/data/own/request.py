@@ -107,7 +107,7 @@ class OwnData:
         return path
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Found:
     """Own data as they were found, N examples.
 
@@ -172,7 +172,7 @@ def oddly_written(texts: Sequence[str]) -> str:
     if not texts or not all(_NUMBER.fullmatch(str(text).strip()) for text in texts):
         return ""
     found = shown(sorted({str(text) for text in texts}), 3)
-    return f"numbers with a decimal comma, a separator of thousands or a sign behind them ({found}): write 0.5 and 1100"
+    return f"numbers with a decimal comma, a thousands separator or a trailing % ({found}): write 0.5 and 1100"
 
 
 def left_out(request: OwnData, names: Sequence[str]) -> tuple[str, ...]:

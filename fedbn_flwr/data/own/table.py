@@ -70,7 +70,10 @@ def read_table(request: OwnData) -> Found:
     wanted = stated_features(request.feature_columns, columns)
     wanted = wanted or [(n, ()) for n in columns if n not in {*taken, *nameless}]
     if both := [name for name, _ in wanted if name in taken]:
-        raise ConfigError(f"feature-columns: {shown(both)} is used by another key; a feature cannot be that, too.")
+        raise ConfigError(
+            f"feature-columns names {shown(both)}, which another key (label-, client-, group- or split-column) uses: "
+            "remove it there."
+        )
     inputs, names, notes = features_of(request, table, wanted, tests)
     notes = (
         *_notes_of_others(request),
@@ -80,16 +83,16 @@ def read_table(request: OwnData) -> Found:
     client = FILE if from_files else request.client_column
     clients, client_names = numbered(_keys(request, table, client)) if client else (None, ())
     return Found(
-        inputs,
-        targets,
-        task,
-        outputs,
-        class_names,
-        clients,
-        client_names,
-        numbered(_keys(request, table, request.group_column))[0] if request.group_column else None,
-        tests,
-        names,
+        inputs=inputs,
+        targets=targets,
+        task=task,
+        num_classes=outputs,
+        class_names=class_names,
+        clients=clients,
+        client_names=client_names,
+        units=numbered(_keys(request, table, request.group_column))[0] if request.group_column else None,
+        tests=tests,
+        feature_names=names,
         notes=notes,
     )
 

@@ -55,25 +55,25 @@ def read_targets(
     if values.ndim != 1:
         raise DataError(f"dataset={request.name!r}: {what} have shape {values.shape}; (N,) or (N, K) needed.")
     text = values.dtype.kind not in "biuf"
+    if request.task == "regression" and not text:
+        return _numbers(request, values)
     whole = not text and bool(np.all(np.mod(values, 1) == 0))
-    asked = request.task not in ("", "regression") or request.num_classes > 0
+    asked = bool(request.task) or request.num_classes > 0
     labels = whole and (asked or bool(np.isin(values, (0, 1)).all()))
     if text or values.dtype.kind in "biu" or labels:
-        if request.task == "regression" and not text:
-            return _numbers(request, values[:, None], what)
         return _classes(request, values, what, text, names)
-    if request.task not in ("", "regression"):
+    if request.task:
         raise ConfigError(
             f"task={request.task} does not fit {what} of dataset={request.name!r}: numbers with fractions "
             f"({shown([str(v) for v in values[:3]])}) are for task=regression."
         )
-    if whole and not request.task and len(np.unique(values)) <= _FEW:
+    if whole and len(np.unique(values)) <= _FEW:
         raise ConfigError(
             f"dataset={request.name!r}: {what} are whole numbers written as fractions "
             f"({shown([str(v) for v in np.unique(values)])}): set task=classification if they are classes, "
             "task=regression if not."
         )
-    return _numbers(request, values[:, None], what)
+    return _numbers(request, values)
 
 
 def _classes(
@@ -136,9 +136,8 @@ def _several(
     return torch.from_numpy(values.astype(np.float32)), task, values.shape[1], ()
 
 
-def _numbers(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
-    del what
-    return torch.from_numpy(values[:, 0].astype(np.float32)), chosen_task(request, "regression", ("regression",)), 1, ()
+def _numbers(request: OwnData, values: Any) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+    return torch.from_numpy(values.astype(np.float32)), chosen_task(request, "regression", ("regression",)), 1, ()
 
 
 def _positive(request: OwnData, values: Any, what: str) -> Any:

@@ -111,7 +111,7 @@ def _freeze_round(config: Values) -> tuple[str, int | None]:
     kind = config.method()
     if not issubclass(kind, Freezing):
         return "", None
-    key, at, parts = kind.freezes(config.params())
+    key, at, parts = kind.freeze_plan(config.params())
     if Part.STATISTICS not in parts:
         return "freeze-statistics=false", None
     return f"{key}={at}", freeze_round(at, config.num_server_rounds)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data import Samples, is_own, partition_counts, partition_table
+from fedbn_flwr.data import Samples, is_own, own_sha256, partition_counts, partition_table
 from fedbn_flwr.data.splits import Indices
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 
-__all__ = ["DataReport", "client_names", "data_report"]
+__all__ = ["DataReport", "client_names", "data_report", "has_other_data", "refuse_other_data"]
 
 _SAMPLED = 64  # images on the disk whose values are looked at
 _MOST = 20  # clients, classes and features that the text shows
@@ -67,6 +70,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     values = _values(inputs, split)
     figures: dict[str, Any] = {
         "dataset": config.dataset,
+        **({"sha256": own_sha256(config.own_data())} if own and not config.data_on_nodes() else {}),
         "task": config.learning_task().name,
         "shape": list(data.train.shape),
         "classes": list(data.label_names) if data.train.by_class else list(data.class_names),
@@ -101,6 +105,27 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         warnings += _of_units(data.train.units)
     warnings += _of_values(values, data.train.as_bytes, config.standardise_as() != "none")
     return DataReport(figures, info.notes, tuple(warnings))
+
+
+def has_other_data(run: Path, config: Config) -> bool:
+    """Return whether own data are other examples, or divided in another way, than those of the run in a folder.
+
+    False where the folder does not say what they were.
+    """
+    path = run / "data.json"
+    if not is_own(config.dataset) or config.data_on_nodes() or not path.is_file():
+        return False
+    before = json.loads(path.read_text()).get("sha256")
+    return before is not None and before != own_sha256(config.own_data())
+
+
+def refuse_other_data(run: Path, config: Config) -> None:
+    """Raise ConfigError if a run would go on with other data than it began with: test rows may have been trained on."""
+    if has_other_data(run, config):
+        raise ConfigError(
+            f"dataset={config.dataset!r} has changed since the run in {run} began: other examples, another order or "
+            "another division into training and test examples. Restore the data, or start a new run in another folder."
+        )
 
 
 def client_names(split: PartitionedData) -> list[str]:

@@ -24,6 +24,7 @@ from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.data.report import has_other_data
 from fedbn_flwr.experiment.finished_run.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.setup import on_device
@@ -54,6 +55,7 @@ _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_T
 _OWN_SCALE = (
     "inputs have the mean and std of the training part of these data, since the run standardised each client by its own"
 )
+_PARTS = {"train": "the training examples", "test": "the test examples", "all": "all examples"}
 _COLUMNS = ("client-column", "group-column", "split-column")
 
 
@@ -104,10 +106,16 @@ def evaluate_run(
     saved = load_model(run, _choice(bn))
     config = _config_of_data(saved, data, bn)
     found, notes = _data(saved, config, {"class-names", "positive-values"} & data.keys())
-    what = "; ".join([saved.what, *notes])
     own = own_rows(config.own_data()) if is_own(config.dataset) else None
     new = own is not None and not own.divided and not _same_data(config, saved.config)
     part = part or ("all" if new else "test")
+    if own is not None and not own.divided and not new and part == "test" and has_other_data(run, config):
+        raise ConfigError(
+            f"part=test: dataset={config.dataset!r} has changed since the run, or is divided in another way "
+            "(test-share, group-column), so its test examples may be training examples of the run. Restore the data "
+            "and the settings, or put the examples that the run has not seen into a file of their own."
+        )
+    what = "; ".join([saved.what, *notes, f"on {_PARTS[part]}"])
     chosen, groups = _views(found, part)
     model, task = on_device(saved.model, config), config.learning_task()
     by = config.test_bn_settings()

@@ -15,14 +15,21 @@ _TESTS = (
 )
 
 
-def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "", score: str = "accuracy") -> bytes:
+def draw_curves(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    title: str = "",
+    score: str = "accuracy",
+    headlines: Mapping[str, str] | None = None,
+) -> bytes:
     """Return a PNG of the runs' curves.
 
     Args:
         runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all its metrics, several runs show
-            the first test metric of each.
+            one test of each.
         title: title of the picture.
         score: the metric beside the loss.
+        headlines: the main metric of each of several runs, by name; its test is shown, and named where runs have
+            different ones. Without it the first test.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,13 +40,21 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str = ""
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels))
     frozen = [line["round"] for lines in runs.values() for line in lines if line.get("phase") == "frozen"]
+    tests = {name: key.removesuffix(f"-{score}") for name, key in (headlines or {}).items()}
+    mixed = len(set(tests.values())) > 1
     for axis, (label, keys) in zip(axes, panels, strict=True):
         for name, lines in runs.items():
-            present = [key for key in keys if any(line.get(key) is not None for line in lines)]
+            ordered = sorted(keys, key=lambda key: key != f"{tests.get(name)}-{label}")
+            present = [key for key in ordered if any(line.get(key) is not None for line in lines)]
             for key in present if len(runs) == 1 else present[:1]:
                 points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
                 style = "--" if key.startswith("train") else "-"
-                axis.plot(*zip(*points, strict=True), style, label=name or key, linewidth=1.3)
+                axis.plot(
+                    *zip(*points, strict=True),
+                    style,
+                    label=f"{name} ({tests[name]})" if mixed else name or key,
+                    linewidth=1.3,
+                )
         if frozen and len(runs) == 1:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set_xlabel("server round")

@@ -47,7 +47,8 @@ def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: b
     if key.startswith("train-"):
         return "mean over the clients, weighted by their training examples" if federated else "mean over the examples"
     if key.startswith("test-"):
-        return f"pooled over the whole test set, {num_tested} examples"
+        but = " but for the held-out clients' examples" if HELD_OUT in line else ""
+        return f"pooled over the whole test set{but}, {num_tested} examples"
     if key == HELD_OUT:
         return "tests of each client that never trains, by name"
     if key.startswith(HELD_OUT):

@@ -127,7 +127,7 @@ def run_warnings(run: RunFiles) -> list[str]:
         found.append(f"{dropped} batches of one example were left out: BatchNorm cannot take them.")
     if resumed := run.summary.get("resumed-after"):
         rounds = ", ".join(map(str, resumed))
-        same = "" if run.config.protected else "; its bits are those of one run"
+        same = "" if run.config.protected else "; its bits are those of one run, if no resume changed its rounds"
         found.append(f"The run was interrupted and resumed after round {rounds}{same}.")
     with suppress(FedBNError):  # its own data are not here
         found += run.config.warnings()

@@ -12,6 +12,7 @@ from typing import Any
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.experiment.output.curves import draw_curves
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
+from fedbn_flwr.experiment.output.recorder import headlines
 from fedbn_flwr.experiment.studies.comparisons import FIELDS as COMPARED
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.studies.domain_table import FIELDS as BY_DOMAIN
@@ -60,7 +61,9 @@ def write_tables(results: StudyResults) -> str:
     first = [cell for cell in study.cells() if cell.seed == study.seeds[0]]
     curves = {f"{cell.method}, {cell.split}": results.history(cell) for cell in first}
     score = first[0].config.learning_task().score if first else ""
-    write_atomically(out / "curves.png", draw_curves({k: v for k, v in curves.items() if v}, study.name, score))
+    shown = {name: lines for name, lines in curves.items() if lines}
+    main = {f"{cell.method}, {cell.split}": headlines(cell.config)[0] for cell in first}
+    write_atomically(out / "curves.png", draw_curves(shown, study.name, score, {name: main[name] for name in shown}))
     return text
 
 

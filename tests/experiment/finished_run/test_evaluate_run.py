@@ -22,6 +22,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.finished_run.evaluate import _Place, _predictions, evaluate_run
+from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, Task
@@ -71,7 +72,7 @@ def test_groups_and_parts(quick_run) -> None:
     assert both[0].result.num_examples == rows[0].result.num_examples + train[0].result.num_examples
     pooled = sum(r[0].result.loss * r[0].result.num_examples for r in (rows, train)) / both[0].result.num_examples
     assert both[0].result.loss == pytest.approx(pooled, rel=1e-5)
-    assert what == "the global model"
+    assert what == "the global model; on the test examples"
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])
@@ -253,7 +254,7 @@ def test_a_table_of_a_new_place_is_evaluated_whole_and_in_its_order(quick_run, t
     what, (row, *_) = evaluate_run(run, {"dataset": f"csv:{new}"}, out=tmp_path / "out")
     assert what.endswith(
         "inputs have the mean and std of the training part of these data, since the run standardised "
-        "each client by its own"
+        "each client by its own; on all examples"
     )
     assert row.result.num_examples == 12
     with (tmp_path / "out/predictions.csv").open() as file:
@@ -295,6 +296,46 @@ def test_the_data_of_the_run_are_known_by_their_place_and_not_by_their_spelling(
     assert counts[0] < 40, "the test examples, not those of training"
 
 
+def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(quick_run, table) -> None:
+    """The division into training and test examples is that of all rows which are there now."""
+    path = table("old.csv")
+    outs = [quick_run(strategy=s, dataset=f"csv:{path}", **{"label-column": "y"})[1] for s in ("fedavg", "centralized")]
+    data = {"dataset": f"csv:{path}"}
+    with pytest.raises(
+        ConfigError, match=r"part=test: dataset='csv:.*old.csv' has changed since the run, or is divided"
+    ):
+        evaluate_run(outs[0], {**data, "test-share": 0.5})
+    same = path.read_text()
+    head, *rows = same.splitlines()
+    for changed in ([*rows, rows[0]], rows[::-1]):
+        path.write_text("\n".join([head, *changed]) + "\n")
+        for out in outs:
+            with pytest.raises(ConfigError, match=r"part=test: dataset="):
+                evaluate_run(out, data)
+            assert evaluate_run(out, data, part="all")[0].endswith("on all examples")
+            with pytest.raises(
+                ConfigError, match=r"has changed since the run in .* began: other examples, another order"
+            ):
+                resumed(out)
+            assert (out / "summary.json").is_file(), "a refused resume changes nothing"
+    path.write_text(same)
+    assert [resumed(out)["rounds"] for out in outs] == [3, 3]
+
+
+def resumed(out: Path) -> dict:
+    return run(Config.load(out / "config.yaml").model_copy(update={"num_server_rounds": 3, "resume": True}), out)
+
+
+def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
+    """What lies there is the model of its earlier end."""
+    _, out = fedavg
+    (out / "summary.json").unlink()
+    with pytest.raises(
+        StateError, match=r"is not finished; a model there is that of an earlier end\. Let it end: .*--resume"
+    ):
+        evaluate_run(out, {"dataset": "digits"})
+
+
 def test_data_without_some_classes_of_the_run_are_told_the_names_that_fit(quick_run, table) -> None:
     _, run = quick_run(dataset=f"csv:{table('old.csv', labels='012')}", **{"label-column": "y"})
     fewer = table("fewer.csv", labels="12")
@@ -310,8 +351,8 @@ def test_class_names_on_one_side_only_need_their_order(quick_run, table) -> None
     with pytest.raises(ConfigError, match=r"the numbers 0 to 2, .* named a, b, c: .* class-names=a,b,c say"):
         evaluate_run(run, {"dataset": f"csv:{new}"})
     what, (row, *_) = evaluate_run(run, {"dataset": f"csv:{new}", "class-names": "c,b,a"}, part="all")
-    assert what == "the global model; classes of the data by number: 0 = c, 1 = b, 2 = a"
+    assert what == "the global model; classes of the data by number: 0 = c, 1 = b, 2 = a; on all examples"
     assert row.result == evaluate_run(run, {"dataset": f"csv:{old}"}, part="all")[1][0].result
     _, named = quick_run(dataset=f"csv:{new}", **{"label-column": "y"})
     what, _ = evaluate_run(named, {"dataset": f"csv:{old}"})
-    assert what == "the global model; classes of the run by number: 0 = a, 1 = b, 2 = c"
+    assert what == "the global model; classes of the run by number: 0 = a, 1 = b, 2 = c; on all examples"
