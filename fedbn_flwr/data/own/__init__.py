@@ -135,7 +135,12 @@ def own_sha256(request: OwnData) -> str:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    found, digest = _read(request, _stamp(request)), hashlib.sha256()
+    return _sha256(request, _stamp(request))
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
+    found, digest = _read(request, stamp), hashlib.sha256()
     for part in (found.inputs, found.targets):
         if isinstance(part, Tensor):
             digest.update(part.contiguous().numpy().tobytes())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbn_flwr.data import Samples, is_own, own_sha256, partition_counts, partition_table
 from fedbn_flwr.data.splits import Indices
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import NotResumableError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 
@@ -120,9 +120,9 @@ def has_other_data(run: Path, config: Config) -> bool:
 
 
 def refuse_other_data(run: Path, config: Config) -> None:
-    """Raise ConfigError if a run would go on with other data than it began with: test rows may have been trained on."""
+    """Raise NotResumableError if a run would go on with other data: test examples may have been trained on."""
     if has_other_data(run, config):
-        raise ConfigError(
+        raise NotResumableError(
             f"dataset={config.dataset!r} has changed since the run in {run} began: other examples, another order or "
             "another division into training and test examples. Restore the data, or start a new run in another folder."
         )

@@ -23,6 +23,7 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError, NotResumableError, RunFailedError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data.report import has_other_data
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, lock_folder
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
@@ -85,7 +86,8 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         follower: is told what happens; by default a ``LogFollower``.
 
     Raises:
-        ConfigError: another process writes to the folder, or data cannot be used; nothing was done.
+        ConfigError: another process writes to the folder, data cannot be used, or finished runs are of other data;
+            nothing was done.
         RunFailedError: trials failed; or runs failed, trained nothing, or diverged and their ``on-divergence`` is
             "stop". All other runs are finished, and the error holds the tables. The same call tries the failed ones
             again.
@@ -96,7 +98,11 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
             logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
     with lock_folder(out, "study"):
         trials = list(study.trials())
-        _check_data([cell for cell in (*trials, *study.cells()) if not is_done(cell, out)])
+        cells = [*trials, *study.cells()]
+        left = [cell for cell in cells if not is_done(cell, out)]
+        _check_data(left)
+        if left:
+            _refuse_results_of_other_data([cell for cell in cells if cell not in left], out)
         _write(study, out)
         if trials:
             _do_all(trials, out, runner, follower, lambda: None)
@@ -197,6 +203,16 @@ def _check_data(cells: Sequence[Cell]) -> None:
             problems.setdefault(str(error), cell.name)
     if problems:
         raise ConfigError("\n".join(f"{name}: {error}" for error, name in reversed(problems.items())))
+
+
+def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
+    """Raise ConfigError if own data have changed since runs of the study: a table would compare results of both."""
+    if other := [cell.name for cell in done if has_other_data(cell.folder(out), cell.config)]:
+        raise ConfigError(
+            f"{len(other)} finished runs of the study in {out} ({', '.join(other[:3])}{', ...' * (len(other) > 3)}) are "
+            "of other data: those of dataset have changed since, or are divided in another way. Restore the data, or "
+            "choose another --out."
+        )
 
 
 def _failed(cell: Cell, out: Path) -> bool:

@@ -305,6 +305,23 @@ def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_
     assert noted.begun == []
 
 
+def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{k},{k * k % 7},{k % 2}" for k in range(20)]
+    table.write_text("\n".join(["a,b,y", *rows]) + "\n")
+    base = {"dataset": f"csv:{table}", "label-column": "y", "num-clients": 2, "num-server-rounds": 1, "local-steps": 1}
+    small = {"name": "own", "base": {**base, "batch-size": 4}, "methods": {"FedAvg": {"strategy": "fedavg"}}}
+
+    def loaded(seeds: list[int]) -> Study:
+        return Study.load(written(tmp_path, json.dumps({**small, "seeds": seeds})))
+
+    sweep(loaded([0]), tmp_path / "out")
+    table.write_text("\n".join(["a,b,y", *rows[:-1]]) + "\n")
+    sweep(loaded([0]), tmp_path / "out")  # nothing is left to do
+    with pytest.raises(ConfigError, match=r"1 finished runs of the study in .*FedAvg/all/seed-0\) are of other data"):
+        sweep(loaded([0, 1]), tmp_path / "out")
+
+
 @pytest.mark.simulation
 def test_runs_in_parallel_have_the_bits_of_runs_in_series(study: Study, tmp_path: Path, monkeypatch, caplog) -> None:
     changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace("FedAvg: {", "FedAvg: {fraction-train: 0.1, ")
