@@ -138,15 +138,13 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
 def learning_parts(model: nn.Module) -> Parts:
     """Return the split of a model in which BatchNorm has only the entries that training changes (see ``train_only``).
 
-    These are gamma and beta with ``requires_grad``, and the statistics of layers that are not kept in eval mode. All
-    other entries are in REST.
+    The ``fixed_entries`` are in REST.
     """
-    parts, modules = split_state(model), dict(model.named_modules(remove_duplicate=False))
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for layer in parts.layers:
-        if holds_eval(modules[layer.path]):
-            frozen.update(layer.entries.values())
-    kept = ((layer.path, {k: n for k, n in layer.entries.items() if n not in frozen}) for layer in parts.layers)
+    parts, fixed = split_state(model), fixed_entries(model)
+    kept = (
+        (layer.path, {leaf: name for leaf, name in layer.entries.items() if name not in fixed})
+        for layer in parts.layers
+    )
     return Parts(parts.names, tuple(BatchNormLayer(path, entries) for path, entries in kept if entries))
 
 

@@ -200,11 +200,16 @@ class NodeRegistry:
                     logger.warning("%s: its answer to the query failed: %s", found[node_id], reply.error.reason)
             elif node_id in asked:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
+        if not self._nodes:
+            raise_shared_config_error(reasons, len(node_ids))
+        self._log_answers(found, node_ids)
+        return found
+
+    def _log_answers(self, found: Mapping[int, Node], node_ids: list[int]) -> None:
+        """Warn of nodes that take no part, are silent, or did not say which partition they have."""
         for node in found.values():
             if node.unusable:
                 logger.warning("%s takes no part: %s", node, node.unusable)
-        if not self._nodes:
-            raise_shared_config_error(reasons, len(node_ids))
         for node_id in node_ids:
             if node_id not in found:  # it may return, and its kept state is found by its partition id
                 why = self.silent.setdefault(node_id, "no answer")
@@ -227,7 +232,6 @@ class NodeRegistry:
                 len(unnamed),
                 len(found),
             )
-        return found
 
 
 def _node(node_id: int, said: NodeProperties) -> Node:

@@ -110,8 +110,8 @@ def step_by_channel(
     try:
         own = [with_config(m, {**config, CHANNEL_TOKEN: tokens[m.metadata.dst_node_id]}) for m in messages]
         result = _run(grid, own, barrier, limits)
-        if in_simulation(grid) and barrier.late:  # it would fail in every round
-            raise EngineError(f"{len(barrier.late)} of {len(members)} clients {barrier.late[0]}")
+        if in_simulation(grid) and barrier.never_began:  # it would fail in every round
+            raise EngineError(f"{len(barrier.never_began)} of {len(members)} clients {barrier.never_began[0]}")
         return result
     finally:
         channel.dismiss(barrier)

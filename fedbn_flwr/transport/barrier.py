@@ -80,7 +80,7 @@ class Barrier:
         self._latest_attempt = 0  # the latest that a member has begun
         self._dropped_in: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
-        self.late: list[str] = []
+        self.never_began: list[str] = []
         self.exchanges = self.bytes_down = self.bytes_up = 0
 
     def reducer(self, node_id: int) -> Reducer:
@@ -114,10 +114,10 @@ class Barrier:
                 self._changed.wait(min(_LOOK, exchange.deadline - now))
                 # If this process was paused, extend the deadline by that time.
                 exchange.deadline += max(0.0, time.monotonic() - now - _LOOK)
-                late = time.monotonic() >= exchange.deadline
-                if late and exchange is self._exchange:  # no other thread has noticed it yet
-                    missing = {i: self._late(i, tag) for i in self._remaining() if i not in exchange.sent}
-                    self.late += [reason for i, reason in missing.items() if i not in self._begun]
+                timed_out = time.monotonic() >= exchange.deadline
+                if timed_out and exchange is self._exchange:  # no other thread has noticed it yet
+                    missing = {i: self._reason_late(i, tag) for i in self._remaining() if i not in exchange.sent}
+                    self.never_began += [reason for i, reason in missing.items() if i not in self._begun]
                     self._drop(missing)
             if exchange.answer is not None:
                 return exchange.answer
@@ -160,7 +160,7 @@ class Barrier:
                 f"{len(self._remaining())} clients are left for the synchronised step, {self._min_members} needed"
             )
 
-    def _late(self, node_id: int, tag: str) -> str:
+    def _reason_late(self, node_id: int, tag: str) -> str:
         """Return the reason for dropping a member that did not send exchange ``tag`` in time."""
         if node_id in self._begun:
             return f"did not send exchange '{tag}' within {self._timeout:g} s"

@@ -208,10 +208,10 @@ def _check_data(cells: Sequence[Cell]) -> None:
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
     """Raise ConfigError if own data have changed since runs of the study: a table would compare results of both."""
     if other := [cell.name for cell in done if has_other_data(cell.folder(out), cell.config)]:
+        shown = ", ".join(other[:3]) + ", ..." * (len(other) > 3)
         raise ConfigError(
-            f"{len(other)} finished runs of the study in {out} ({', '.join(other[:3])}{', ...' * (len(other) > 3)}) are "
-            "of other data: those of dataset have changed since, or are divided in another way. Restore the data, or "
-            "choose another --out."
+            f"{len(other)} finished runs of the study in {out} ({shown}) are of other data: those of dataset have "
+            "changed since, or are divided in another way. Restore the data, or choose another --out."
         )
 
 
