@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.engines.flower_run import flower_run
+from fedbn_flwr.messages.protocol import MessageConfig
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training.loop import LocalTraining
@@ -92,8 +93,8 @@ class OurClient(TorchClient):
         super().__init__(*args, **kwargs)
         self.settings = AsLoader(learning_rate=self.settings.learning_rate, batch_size=32, sgd_momentum=0.9)
 
-    def _stream(self, server_round: int, purpose: str) -> torch.Generator:
-        return torch.Generator().manual_seed(1000 * server_round + int(self.partition_id or 0))
+    def _stream(self, read: MessageConfig, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * read.server_round + int(self.partition_id or 0))
 
 
 @pytest.mark.parametrize("method", [FedBN, FixBN, FedTAN])

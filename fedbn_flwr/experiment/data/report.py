@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fedbn_flwr.data import Samples, is_own, own_sha256, partition_counts, partition_table
 from fedbn_flwr.data.splits import Indices
-from fedbn_flwr.errors import NotResumableError
+from fedbn_flwr.errors import DataError, NotResumableError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 
-__all__ = ["DataReport", "client_names", "data_report", "has_other_data", "refuse_other_data"]
+__all__ = ["DataReport", "client_names", "data_report", "has_other_data", "refuse_other_data", "sha256_of_data"]
 
 _SAMPLED = 64  # images on the disk whose values are looked at
 _MOST = 20  # clients, classes and features that the text shows
@@ -70,7 +70,6 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     values = _values(inputs, split)
     figures: dict[str, Any] = {
         "dataset": config.dataset,
-        **({"sha256": own_sha256(config.own_data())} if own and not config.data_on_nodes() else {}),
         "task": config.learning_task().name,
         "shape": list(data.train.shape),
         "classes": list(data.label_names) if data.train.by_class else list(data.class_names),
@@ -107,6 +106,14 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     return DataReport(figures, info.notes, tuple(warnings))
 
 
+def sha256_of_data(config: Config) -> str | None:
+    """Return the SHA-256 of own data; None on a machine that has them from another one, without the files."""
+    try:
+        return own_sha256(config.own_data())
+    except DataError:
+        return None
+
+
 def has_other_data(run: Path, config: Config) -> bool:
     """Return whether own data are other examples, or divided in another way, than those of the run in a folder.
 
@@ -116,7 +123,8 @@ def has_other_data(run: Path, config: Config) -> bool:
     if not is_own(config.dataset) or config.data_on_nodes() or not path.is_file():
         return False
     before = json.loads(path.read_text()).get("sha256")
-    return before is not None and before != own_sha256(config.own_data())
+    now = sha256_of_data(config) if before else None
+    return now is not None and now != before
 
 
 def refuse_other_data(run: Path, config: Config) -> None:

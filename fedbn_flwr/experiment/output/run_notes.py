@@ -10,7 +10,7 @@ from torch import nn
 from fedbn_flwr.data import is_own
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
-from fedbn_flwr.experiment.data.report import data_report
+from fedbn_flwr.experiment.data.report import data_report, sha256_of_data
 from fedbn_flwr.experiment.data.splitting import split_to_json
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.models import InitReport
@@ -35,7 +35,8 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
     logger.info("%s", report.text())
     for warning in report.warnings:
         logger.warning("%s", warning)
-    folder.save_data(report.figures, report.notes, report.warnings)
+    figures = {**report.figures, "sha256": sha256_of_data(config)}
+    folder.save_data(figures, report.notes, report.warnings)
 
 
 def _classes_without_client(config: Config, data: PartitionedData) -> list[str]:
