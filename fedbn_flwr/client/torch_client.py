@@ -428,11 +428,12 @@ class TorchClient(NumPyClient):
                 "itself. Leave the mod out."
             )
         store = LocalState(self.context, lent.parts, lent.state, read.start_id)
-        folder = self.state_dir or (state_dir(self.context) if self.context else None)
-        if folder is not None and read.continuity is not None:
-            if self.partition_id is None:
+        if read.continuity is not None:
+            folder = self.state_dir or (state_dir(self.context) if self.context else None)
+            if folder is not None and self.partition_id is None:
                 raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
-            store.attach(folder, read.continuity, self.partition_id)
+            if folder is not None and self.partition_id is not None:
+                store.attach(folder, read.continuity, self.partition_id)
         store.restore(read.local_sha256, read.used_sha256)
         return store
 

@@ -48,6 +48,7 @@ sum by at most $C$, given the masks and the augmentation of each.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -60,6 +61,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -369,6 +371,14 @@ def clipped_sum(
     return _clipped_sum(model, loss, inputs, targets, clipping_norm, amp)[:3]
 
 
+def _weighs_classes(loss: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Return whether the loss is torch's mean over classes with weights, which it divides by their sum."""
+    if isinstance(loss, functools.partial):
+        known, settings = loss.func in (functional.cross_entropy, functional.nll_loss), loss.keywords
+        return known and settings.get("weight") is not None and settings.get("reduction", "mean") == "mean"
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and loss.reduction == "mean"
+
+
 def _clipped_sum(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
@@ -378,10 +388,10 @@ def _clipped_sum(
     amp: bool,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, int]:
     """Return what ``clipped_sum`` does, and how many gradients were not finite."""
-    if getattr(loss, "weight", None) is not None and getattr(loss, "reduction", "mean") == "mean":
+    if targets.dim() == 1 and _weighs_classes(loss):
         raise ConfigError(
-            f"record-level privacy: the class weights of {type(loss).__name__} have no effect, since its mean over one "
-            "example divides by the weight of that example. Leave them out"
+            "record-level privacy: the class weights of the loss have no effect, since its mean over one example "
+            "divides by the weight of that example. Leave them out"
         )
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     not_finite = 0

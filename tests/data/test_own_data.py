@@ -492,16 +492,36 @@ def test_ambiguous_targets_are_what_the_task_says(tmp_path: Path) -> None:
         assert targets.tolist() == expected
 
 
+def test_text_that_is_plain_numbers_is_classes_and_categories(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", x=np.zeros((4, 2)), y=np.array(["0", "1", "1", "0"]))
+    assert own_info(own("npz", tmp_path / "t.npz")).class_names == ("0", "1")
+
+
+def test_one_hot_classes_have_the_names_of_the_config(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", x=np.zeros((3, 2)), y=np.eye(3))
+    info = own_info(own("npz", tmp_path / "t.npz", task="classification", class_names="a,b,c", num_classes=3))
+    assert (info.class_names, info.num_classes) == (("a", "b", "c"), 3)
+    for keys, said in (
+        ({"class_names": "a,b"}, "class-names has 2 names; y have 3"),
+        ({"num_classes": 2}, "fewer than the 3"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            own_info(own("npz", tmp_path / "t.npz", task="classification", **keys))
+    np.savez(tmp_path / "t.npz", x=np.zeros((4, 2)), y=np.array([[0], [2], [1], [0]]))
+    assert own_info(own("npz", tmp_path / "t.npz", positive_values=">0")).task.name == "binary"
+
+
 def test_files_of_other_types_are_named(tmp_path: Path) -> None:
     _tables(tmp_path, one="x,target\n1,0\n2,1\n", two="x,target\n3,0\n4,1\n")
     (tmp_path / "t/three.xlsx").write_bytes(b"x")
     request = own("csv", tmp_path / "t", label_column="target")
-    assert "1 files of other types in dataset='csv:" in own_info(request).notes[0]
-    assert own_info(request).notes[0].endswith("are left out: three.xlsx")
+    (tmp_path / "t/folder").mkdir()
+    assert own_info(request).notes[0].startswith("left out: 1 file of another type in dataset='csv:")
+    assert own_info(request).notes[0].endswith("(three.xlsx)")
     write_images(tmp_path / "i", {"a": 2, "b": 2})
     (tmp_path / "i/c").mkdir()
     (tmp_path / "i/c/0.gif").write_bytes(b"x")
-    assert own_info(own("folder", tmp_path / "i")).notes[0].endswith("are left out: c/0.gif")
+    assert own_info(own("folder", tmp_path / "i")).notes[0].endswith("(c/0.gif)")
 
 
 def test_a_table_that_changes_in_its_folder_is_read_again(tmp_path: Path) -> None:

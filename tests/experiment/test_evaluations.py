@@ -489,11 +489,18 @@ def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
         "metrics=mae, miou: task classification has accuracy, balanced-accuracy": {"metrics": "mae,auroc,miou"},
         "metrics='accuracy' has no effect: task classification always has it": {"metrics": "accuracy"},
         "num-classes=3 has no effect: task binary has one output": {"dataset": "mine", "num-classes": 3},
-        "sgd-momentum=0.9 has no effect: a round has one step": {"sgd-momentum": 0.9, "local-steps": 1},
     }
     for said, settings in refused.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
             Config.make(settings)
+
+
+def test_momentum_without_effect_is_told() -> None:
+    keys = {"sgd-momentum": 0.9, "local-steps": 1}
+    (said,) = Config.make(keys).warnings()
+    assert said.startswith("sgd-momentum=0.9 has no effect: a round has one step")
+    for other in ({"local-steps": 2}, {"momentum-scope": "local"}, {"strategy": "centralized"}):
+        assert Config.make({**keys, **other}).warnings() == []
 
 
 def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -153,9 +154,15 @@ def test_class_weights_are_refused() -> None:
     model = nn.Sequential(nn.Flatten(), nn.LazyLinear(3)).double()
     model(inputs)
     weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    with pytest.raises(ConfigError, match="class weights of CrossEntropyLoss have no effect"):
-        clipped_sum(model, weighted, inputs, targets, 1.0)
+    for loss in (weighted, functools.partial(F.cross_entropy, weight=weighted.weight)):
+        with pytest.raises(ConfigError, match="class weights of the loss have no effect"):
+            clipped_sum(model, loss, inputs, targets, 1.0)
     clipped_sum(model, nn.CrossEntropyLoss(), inputs, targets, 1.0)
+    labels = F.one_hot(targets, 3).double()
+    plain, heavy = (
+        clipped_sum(model, nn.BCEWithLogitsLoss(w), inputs, labels, 1e9)[1] for w in (None, weighted.weight)
+    )
+    assert not torch.equal(plain, heavy)
 
 
 def test_opacus_finds_the_same_gradients() -> None:

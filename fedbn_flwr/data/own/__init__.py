@@ -129,7 +129,7 @@ def own_rows(request: OwnData) -> OwnRows:
 def own_sha256(request: OwnData) -> str:
     """Return the SHA-256 of the examples in their order and of the division into training and test examples.
 
-    Image files count by their paths and sizes.
+    The clients that the data name count, too. Image files count by their paths and sizes.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -147,8 +147,9 @@ def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
         else:
             files = [f"{path.relative_to(request.path).as_posix()} {path.stat().st_size}" for path in part]
             digest.update("\n".join(files).encode())
-    for rows in _split(request, found):
+    for rows in (*_split(request, found), *(() if found.clients is None else (found.clients,))):
         digest.update(rows.tobytes())
+    digest.update("\n".join(found.client_names).encode())
     return digest.hexdigest()
 
 

@@ -93,7 +93,11 @@ def as_inputs(request: OwnData, x: Any, what: str) -> Tensor:
                 "(N, H, W, 3)."
             )
         return images.permute(0, 3, 1, 2).contiguous()
-    if x.ndim == 4 and x.shape[1] not in (1, 3, 4) and (x.shape[3] in (3, 4) or x.shape[1] == x.shape[2] > x.shape[3]):
+    if (
+        x.ndim == 4
+        and min(x.shape[1:3]) >= 8
+        and (x.shape[3] in (3, 4) or (x.shape[3] == 1 and x.shape[1] == x.shape[2]))
+    ):
         raise DataError(
             f"dataset={request.name!r}: {what} is {x.dtype} of shape {x.shape}, which looks like (N, H, W, C). Images "
             f"of numbers are (N, C, H, W): save {what}.transpose(0, 3, 1, 2)."

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbn_flwr.data.own.request import OwnData, oddly_written, shown
+from fedbn_flwr.data.own.request import OwnData, is_number, oddly_written, shown
 from fedbn_flwr.errors import DataError
 
 __all__ = ["FILE", "MISSING", "as_text", "features_of", "listed", "row_of", "stated_features"]
@@ -104,7 +104,7 @@ def _add_text(found: _Features, name: str, categories: tuple[str, ...], table: A
 
     text = table[name].map(lambda v: None if pd.isna(v) else as_text(v))
     texts = sorted({v for v in text if not pd.isna(v)})
-    odd = [value for value in texts if not _is_number(value)]
+    odd = [value for value in texts if not is_number(value)]
     if 0 < len(odd) < len(texts) and not categories:
         where = row_of(table, int(np.flatnonzero(text == odd[0])[0]))
         found.problems.append(
@@ -127,14 +127,6 @@ def _add_text(found: _Features, name: str, categories: tuple[str, ...], table: A
     found.notes.append(f"column {name!r} is text: {len(kinds)} features ({shown(kinds)})")
     found.columns += [(text == kind).to_numpy(dtype=np.float64) for kind in kinds]
     found.names += [f"{name}={kind}" for kind in kinds]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def row_of(table: Any, at: int) -> str:

@@ -182,7 +182,8 @@ def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str]]:
         below[:] = sorted(name for name in below if not name.startswith("."))
         files = sorted(name for name in files if not name.startswith("."))
         names = [name for name in files if os.path.splitext(name)[1].lower() in SUFFIXES]
-        others += [str((Path(folder) / name).relative_to(root)) for name in files if name not in set(names)]
+        images = set(names)
+        others += [str((Path(folder) / name).relative_to(root)) for name in files if name not in images]
         if names:
             found[Path(folder)] = names
     return found, others

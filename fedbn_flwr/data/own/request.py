@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["KINDS", "Found", "OwnData", "Targets", "is_own", "left_out", "oddly_written"]
+__all__ = ["KINDS", "Found", "OwnData", "Targets", "is_number", "is_own", "left_out", "oddly_written"]
 
 Targets = Tensor | Sequence[Path]
 
@@ -167,9 +167,18 @@ def numbered_classes(
     return np.array([number[str(value)] for value in values], np.int64), names
 
 
+def is_number(text: object) -> bool:
+    """Return whether Python reads a text as a number."""
+    try:
+        float(str(text))
+    except ValueError:
+        return False
+    return True
+
+
 def oddly_written(texts: Sequence[str]) -> str:
     """Return what is wrong with text that consists of numbers which Python does not read as such; "" otherwise."""
-    if not texts or not all(_NUMBER.fullmatch(str(text).strip()) for text in texts):
+    if all(is_number(text) for text in texts) or not all(_NUMBER.fullmatch(str(text).strip()) for text in texts):
         return ""
     found = shown(sorted({str(text) for text in texts}), 3)
     return f"numbers with a decimal comma, a thousands separator or a trailing % ({found}): write 0.5 and 1100"
@@ -179,7 +188,8 @@ def left_out(request: OwnData, names: Sequence[str]) -> tuple[str, ...]:
     """Return the note of files that are not read because of their type; () without any."""
     if not names:
         return ()
-    return (f"{len(names)} files of other types in dataset={request.name!r} are left out: {shown(sorted(names), 5)}",)
+    number = "1 file of another type" if len(names) == 1 else f"{len(names)} files of other types"
+    return (f"left out: {number} in dataset={request.name!r} ({shown(sorted(names), 5)})",)
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:

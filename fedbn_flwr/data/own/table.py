@@ -114,7 +114,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _notes_of_others(request: OwnData) -> tuple[str, ...]:
     path = request.existing()
-    others = [p.name for p in path.iterdir() if not p.name.startswith(".")] if path.is_dir() else []
+    inside = path.iterdir() if path.is_dir() else ()
+    others = [p.name for p in inside if p.is_file() and not p.name.startswith(".")]
     return left_out(request, [name for name in others if Path(name).suffix.lower() not in SUFFIXES])
 
 

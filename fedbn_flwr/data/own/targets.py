@@ -43,13 +43,13 @@ def read_targets(
             f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing or "
             f"infinite (the first in {row(first)}, counted from 0). Leave these examples out, or fill them in."
         )
+    if values.ndim == 2 and values.shape[1] == 1 and request.task != "multi-label":
+        values = values[:, 0]
     if request.positive_values:
         positive = _positive(request, values, what)
         task = chosen_task(request, "binary", ("binary", "classification"))
         outputs = 1 if task.name == "binary" else 2
         return torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive")
-    if values.ndim == 2 and values.shape[1] == 1 and request.task != "multi-label":
-        values = values[:, 0]
     if values.ndim == 2:
         return _several(request, values, what, row)
     if values.ndim != 1:
@@ -129,11 +129,22 @@ def _several(
             f"{int(values[first].sum())} labels. Several labels are for task=multi-label."
         )
     if one_hot and request.task == "classification":
-        return torch.from_numpy(values.argmax(1)), chosen_task(request, "", ("classification",)), values.shape[1], ()
+        return _of_columns(request, values, what)
     task = chosen_task(
         request, "multi-label" if labels else "regression", (*(("multi-label",) if labels else ()), "regression")
     )
     return torch.from_numpy(values.astype(np.float32)), task, values.shape[1], ()
+
+
+def _of_columns(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+    """Return classes from one-hot rows: a class for each column."""
+    columns = values.shape[1]
+    if request.classes and len(request.classes) != columns:
+        raise ConfigError(f"class-names has {len(request.classes)} names; {what} have {columns} columns.")
+    if request.num_classes and request.num_classes < columns:
+        raise ConfigError(f"num-classes={request.num_classes} is fewer than the {columns} columns of {what}.")
+    task = chosen_task(request, "classification", ("classification",))
+    return torch.from_numpy(values.argmax(1)), task, max(columns, request.num_classes), request.classes
 
 
 def _numbers(request: OwnData, values: Any) -> tuple[Tensor, Task, int, tuple[str, ...]]:

@@ -156,7 +156,13 @@ class Config(Values):
         """Return what these settings do that a user may not expect, one line each."""
         if self.strategy == CENTRALIZED:
             return self.late_decays()
-        return [*self.late_decays(), *self.method().warnings(self.params(), self.run_settings())]
+        lines = [*self.late_decays(), *self.method().warnings(self.params(), self.run_settings())]
+        if self.sgd_momentum and self.local_steps == 1 and self.momentum_scope == "none":
+            lines.append(
+                f"sgd-momentum={self.sgd_momentum} has no effect: a round has one step, and momentum begins anew in "
+                "each. momentum-scope=local or global keeps it."
+            )
+        return lines
 
 
 def _warn_of_old_names(values: Mapping[str, Any]) -> None:

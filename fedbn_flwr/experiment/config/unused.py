@@ -131,7 +131,6 @@ def _of_data(config: Values) -> Conditions:
 def _of_training(config: Values) -> Conditions:
     """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
     tracks, steps = _tracks(config), config.learning_rate_schedule in ("", "step")
-    one_step = config.local_steps == 1 and config.momentum_scope == "none" and config.strategy != CENTRALIZED
     hides = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true" if config.masked_sums else ""
     return {
         "fraction_evaluate": (
@@ -160,12 +159,7 @@ def _of_training(config: Values) -> Conditions:
             tracks and not config.keeps_statistics(),
             f"{config.title} shares no statistics" if tracks else "it is for norm=batch and batch-renorm",
         ),
-        "sgd_momentum": (
-            config.optimizer == "sgd" and not one_step,
-            "a round has one step, and momentum starts anew in each: momentum-scope=local or global keeps it"
-            if one_step
-            else "it is for optimizer=sgd",
-        ),
+        "sgd_momentum": (config.optimizer == "sgd", "it is for optimizer=sgd"),
         "lr_decay_factor": (bool(config.lr_decay_at), "lr-decay-at is empty"),
     }
 

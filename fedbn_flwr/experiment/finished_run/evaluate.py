@@ -170,6 +170,8 @@ def _config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Conf
     of_run, taken = saved.config.to_mapping(), saved.description
     shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *_OF_READING) if key in of_run}
     dataset = str(data.get("dataset"))
+    if is_own(dataset):
+        shared["task"] = taken.task  # targets of a few examples may look like those of another one
     if is_own(dataset) and not taken.classes and taken.task in ("classification", "segmentation"):
         shared["num-classes"] = taken.num_classes
     if dataset.startswith("csv:") and (path := dataset.removeprefix("csv:")):

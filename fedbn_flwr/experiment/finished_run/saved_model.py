@@ -85,7 +85,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         ConfigError: the choice does not fit the run.
         StateError: the folder lacks the model or a part of it; the error says what to do.
     """
-    if (run / "metrics.jsonl").is_file() and not (run / "summary.json").is_file():
+    if (run / "checkpoint").is_dir() and not (run / "summary.json").is_file():
         raise StateError(
             f"the run in {run} is not finished; a model there is that of an earlier end. Let it end: fedbn-flwr run "
             f"--out {run} --resume"

@@ -6,6 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.training.tasks import quantity_of
+
 __all__ = ["draw_curves"]
 
 EPSILON = "epsilon"  # in metrics.jsonl, see privacy.differential
@@ -40,7 +42,7 @@ def draw_curves(
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels))
     frozen = [line["round"] for lines in runs.values() for line in lines if line.get("phase") == "frozen"]
-    tests = {name: key.removesuffix(f"-{score}") for name, key in (headlines or {}).items()}
+    tests = {name: key.removesuffix(f"-{quantity_of(key)}") for name, key in (headlines or {}).items()}
     mixed = len(set(tests.values())) > 1
     for axis, (label, keys) in zip(axes, panels, strict=True):
         for name, lines in runs.items():
