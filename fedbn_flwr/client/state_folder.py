@@ -35,9 +35,9 @@ def state_dir(context: Context, of_run: str | None = None) -> Path | None:
     Raises:
         ConfigError: the path is not absolute.
     """
-    named = str(
-        context.node_config.get(STATE_DIR, "") or (context.run_config.get(STATE_DIR, "") if of_run is None else of_run)
-    )
+    if of_run is None:
+        of_run = str(context.run_config.get(STATE_DIR, ""))
+    named = str(context.node_config.get(STATE_DIR, "")) or of_run
     if named and not Path(named).is_absolute():
         raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
     return Path(named) if named else None

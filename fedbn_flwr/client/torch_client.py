@@ -430,9 +430,9 @@ class TorchClient(NumPyClient):
         store = LocalState(self.context, lent.parts, lent.state, read.start_id)
         if read.continuity is not None:
             folder = self.state_dir or (state_dir(self.context) if self.context else None)
-            if folder is not None and self.partition_id is None:
-                raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
-            if folder is not None and self.partition_id is not None:
+            if folder is not None:
+                if self.partition_id is None:
+                    raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
                 store.attach(folder, read.continuity, self.partition_id)
         store.restore(read.local_sha256, read.used_sha256)
         return store

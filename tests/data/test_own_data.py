@@ -349,7 +349,7 @@ BAD = {
     ),
     "classes as floats": (
         lambda p: _npz(p, x=np.zeros((3, 2)), y=np.array([0.0, 1.0, 2.0])),
-        r"y are whole numbers written as fractions \(0\.0, 1\.0, 2\.0\): set task=classification .*task=regression",
+        r"y are whole numbers with a decimal point \(0\.0, 1\.0, 2\.0\): set task=classification .*task=regression",
     ),
     "one-hot classes": (
         lambda p: _npz(p, x=np.zeros((3, 2)), y=np.eye(3)),

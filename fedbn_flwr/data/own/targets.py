@@ -69,7 +69,7 @@ def read_targets(
         )
     if whole and len(np.unique(values)) <= _FEW:
         raise ConfigError(
-            f"dataset={request.name!r}: {what} are whole numbers written as fractions "
+            f"dataset={request.name!r}: {what} are whole numbers with a decimal point "
             f"({shown([str(v) for v in np.unique(values)])}): set task=classification if they are classes, "
             "task=regression if not."
         )
