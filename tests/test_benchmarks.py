@@ -82,3 +82,17 @@ def test_a_point_of_growth_is_measured() -> None:
     assert min(found["start"], found["round"]) > 0
     assert found["bytes"] > 4000
     assert json.dumps(found)
+
+
+def test_errors_between_clients_are_told_from_those_within() -> None:
+    import numpy as np
+    from between_clients import between_clients
+
+    # two clients of classes (0, 1) and (2, 3): each example prefers its class by 2, its client's other class by 1
+    targets = np.arange(4)
+    logits = 2.0 * np.eye(4) + np.eye(4)[[1, 0, 3, 2]]
+    biased = logits + np.array([5.0, 0, 0, 0])
+    found = between_clients(targets, biased, 2)
+    assert (found["accuracy"], found["right client"], found["within"], found["equal means"]) == (0.25, 0.5, 0.75, 1.0)
+    swapped = between_clients(targets[[1, 0, 3, 2]], logits, 2)
+    assert (swapped["accuracy"], swapped["right client"], swapped["within"]) == (0.0, 1.0, 0.0)
