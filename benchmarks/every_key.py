@@ -29,7 +29,7 @@ from rich.progress import track
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.strategies import STRATEGIES
 

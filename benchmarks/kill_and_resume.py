@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import run
 
 METHODS = ("fedtan", "scaffold", "fedbn", "fixbn")

@@ -131,10 +131,12 @@ def test_inspect(strategy: str) -> None:
 
 
 def test_inspect_shows_the_papers_megabytes() -> None:
+    tens = ("--set", "num-clients=10", "--dataset", "digits")
     assert "6.2049" in call("inspect").output
     result = call("inspect", "--norm", "group")
     assert "6.1734" in result.output
     assert "269,722" in result.output
+    assert "fedavg, 2 clients" in call("inspect", "--model", "mlp", "--set", "fraction-train=0.25", *tens).output
     quiet = call("inspect", "--no-layers").output
     assert "layer3.2.norm2" not in quiet
 
@@ -329,6 +331,30 @@ def test_an_interrupted_sweep_says_how_many_runs_are_done(tmp_path: Path, monkey
         f"interrupted. Finished in {tmp_path / 'out'}: 1 of 2 runs.",
         "The same command goes on with the others, and with an unfinished run from its last checkpoint.",
     ]
+
+
+def test_an_interrupted_sweep_that_tunes_counts_the_runs_with_what_was_chosen(tmp_path: Path, monkeypatch) -> None:
+    (study := tmp_path / "study.yaml").write_text(
+        "name: t\nbase: {num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}\n"
+        "methods: {A: {strategy: fedavg}}\nseeds: [0]\n"
+        "tune: {grid: {learning-rate: [0.3, 0.01]}, base: {validation-share: 0.2}}\n"
+    )
+    command = ("sweep", str(study), "--out", str(tmp_path / "out"))
+    assert call(*command).exit_code == 0
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedbn_flwr.experiment.studies.sweep.sweep", stopped)
+    assert ": 3 of 3 runs.\n" in call(*command).stderr, "with the learning rate that was chosen"
+    next((tmp_path / "out/tune").rglob("summary.json")).unlink()
+    assert ": 1 of 2 trials of tune, before the runs.\n" in call(*command).stderr
+
+
+def test_square_brackets_in_a_name_are_no_markup(capsys) -> None:
+    with bars() as shown:
+        shown.add_task("FedAvg [/x]", total=1, shown="[bold]")
+    assert "FedAvg [/x]" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -115,8 +115,11 @@ def shown_scores(line: Any, score: str) -> str:
 
 def bars() -> Progress:
     """Return progress bars with rounds, scores, elapsed and remaining time."""
-    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    columns: tuple[ProgressColumn, ...] = (*shown, TimeElapsedColumn(), TimeRemainingColumn())
+    name, shown = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[shown]}"))
+    columns: tuple[ProgressColumn, ...] = (
+        *(name, BarColumn(), MofNCompleteColumn(), shown),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+    )
     # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
     return Progress(*columns, console=complaints, speed_estimate_period=math.inf)
 

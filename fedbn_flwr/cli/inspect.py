@@ -26,6 +26,7 @@ def inspect(
     from fedbn_flwr.experiment.inspection import inspect_model
     from fedbn_flwr.experiment.setup import initialise, make_model
     from fedbn_flwr.strategies import STRATEGIES
+    from fedbn_flwr.training.settings import share_of
 
     with exit_codes():
         given = read_overrides(set_ or [])
@@ -33,7 +34,8 @@ def inspect(
         if strategy not in STRATEGIES:
             raise unknown_name("strategy", strategy, STRATEGIES)
         settings = Config.make({"model": model, "norm": norm, "dataset": dataset, **given, "strategy": strategy})
-        num_clients = settings.num_clients if given.get("num-clients") else num_clients
+        if given.get("num-clients"):
+            num_clients = max(1, share_of(settings.fraction_train, settings.num_clients))
         built = make_model(settings)
         loaded = initialise(built, settings)
         found = inspect_model(built, strategy, num_clients, settings)

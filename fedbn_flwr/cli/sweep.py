@@ -41,6 +41,7 @@ def sweep(
     ] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
+    from fedbn_flwr.experiment.files import STUDY_FILE
     from fedbn_flwr.experiment.studies.done import is_done
     from fedbn_flwr.experiment.studies.parallel import default_parallel, in_parallel
     from fedbn_flwr.experiment.studies.study import Study
@@ -50,8 +51,7 @@ def sweep(
     with exit_codes():
         quiet_flower()
         grid = Study.load(study, set_ or [])
-        cells = [*grid.trials(), *grid.cells()]
-        left = [cell for cell in cells if not is_done(cell, out)]
+        left = [cell for cell in (*grid.trials(), *grid.cells()) if not is_done(cell, out)]
         if ray_address and (parallel or memory_gib):
             raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
         if engine is EngineChoice.simulation and (ray_address or (parallel or 1) > 1):
@@ -64,10 +64,13 @@ def sweep(
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
 
         def saved() -> str:
-            done = sum(is_done(cell, out) for cell in cells)
+            cells = trials = [*grid.trials()]
+            what = "trials of tune, before the runs"
+            if all(is_done(cell, out) for cell in trials):  # so that the folder has the study with what they chose
+                cells, what = [*trials, *Study.read(out / STUDY_FILE).cells()], "runs"
             return (
-                f"Finished in {out}: {done} of {len(cells)} runs.\nThe same command goes on with the others, and with "
-                "an unfinished run from its last checkpoint."
+                f"Finished in {out}: {sum(is_done(cell, out) for cell in cells)} of {len(cells)} {what}.\nThe same "
+                "command goes on with the others, and with an unfinished run from its last checkpoint."
             )
 
         failed: RunFailedError | None = None

@@ -21,8 +21,9 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.data.report import refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.checkpoint import Checkpoint, Checkpoints
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, lock_folder
 from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
 from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.experiment.setup import check, initialise, local_training, training_model

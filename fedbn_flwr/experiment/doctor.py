@@ -26,8 +26,9 @@ from fedbn_flwr.doctor.trends import trends
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, read_overrides
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import run_config
-from fedbn_flwr.experiment.output.folder import STATISTICS_FILE, read_metrics
+from fedbn_flwr.experiment.output.folder import STATISTICS_FILE
 from fedbn_flwr.experiment.setup import make_model, on_device
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,13 +156,21 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         tested = -(-config.num_server_rounds // config.eval_every)
         reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
     refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
-    warnings = (*refused, *partly_without_effect(parts, method), *config.warnings())
+    warnings = (*refused, *partly_without_effect(parts, method), *config.warnings(), *_uncounted(config))
     channels = tuple(number for number, _ in calls)
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
     fixed = tuple(path for path, module in model.named_modules() if holds_eval(module))
     return Inspection(
         parts, floats, counters, method.local, channels, phases, reestimation, plain, warnings, frozen, fixed
     )
+
+
+def _uncounted(config: Config) -> Iterator[str]:
+    """Yield what a run with these settings sends beyond the traffic of ``inspect_model``."""
+    if config.masked_sums:
+        yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
+    if config.fraction_train < 1 and config.method().local:
+        yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
 
 
 def _phases(

@@ -27,8 +27,9 @@ from fedbn_flwr.experiment.data.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.data.report import refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder, read_metrics
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
 from fedbn_flwr.experiment.output.recorder import GLOBAL_TESTS, OnRound, Recorder
 from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.experiment.output.statistics_log import StatisticsLog

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -16,8 +15,9 @@ from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.experiment.cluster_clients import check_cluster
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.files import read_json, read_metrics
 from fedbn_flwr.experiment.flower_log import LogEcho
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, FLOWER_LOG, read_metrics
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, FLOWER_LOG
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.setup import gpu_share, pick_device, refuse_named_gpu
 from fedbn_flwr.machine import num_cores
@@ -138,9 +138,7 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
 
 def _summary(out: Path) -> dict[str, Any]:
     """Return the summary in a run's folder; empty if there is none."""
-    path = out / "summary.json"
-    summary: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return summary
+    return read_json(out / "summary.json")
 
 
 def _actors(config: Config) -> dict[str, Scalar]:

@@ -19,7 +19,7 @@ from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.deployment import Federation
 from fedbn_flwr.deployment.federation import Outcome, nodes_online
 from fedbn_flwr.engines.processes import running
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 

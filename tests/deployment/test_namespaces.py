@@ -19,7 +19,7 @@ import pytest
 
 from fedbn_flwr.deployment import Federation
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import run
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]

@@ -16,7 +16,7 @@ from fedbn_flwr.cli import app
 from fedbn_flwr.errors import DivergedError, EngineError, RunFailedError
 from fedbn_flwr.experiment import simulation
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import sweep

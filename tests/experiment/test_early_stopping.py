@@ -17,9 +17,9 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.finished_run.export import export
 from fedbn_flwr.experiment.finished_run.saved_model import Choice
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 

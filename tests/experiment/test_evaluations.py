@@ -30,9 +30,9 @@ from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output.definitions import definitions
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.output.recorder import _personal
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve

@@ -154,6 +154,16 @@ def test_resnet20_has_the_papers_sizes(run_strategy, norm: str, floats: int, sta
     assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
 
 
+def test_warnings_name_what_is_not_counted() -> None:
+    config = Config.make({"dataset": "digits", "model": "mlp", "num-clients": 10, "masked-sums": True})
+    (warning,) = inspect_model(make_model(config), "fedavg", 10, config).warnings
+    assert warning.startswith("masked-sums: its further exchanges")
+    config = Config.make({"dataset": "digits", "model": "mlp", "num-clients": 10, "fraction-train": 0.2})
+    assert inspect_model(make_model(config), "fedavg", 2, config).warnings == ()
+    (warning,) = inspect_model(make_model(config), "fedbn", 2, config).warnings
+    assert warning.startswith("fraction-train: a client first asked after round 1 gets the whole model")
+
+
 def test_warnings_name_what_a_method_would_not_do() -> None:
     plain = torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False)
     assert inspect_model(plain, "fedbn", 2).warnings == (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/kill_and_resume.py"
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support import legacy_loop

@@ -19,7 +19,8 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment import serve as serve_module
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.output.folder import lock_folder, read_metrics
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import lock_folder
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from matplotlib import image
+from matplotlib.figure import Figure
 from safetensors import safe_open
 from torch.nn import Sequential
 
@@ -25,9 +26,9 @@ from fedbn_flwr.experiment import setup
 from fedbn_flwr.experiment.centralized import centralized
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.inspection import inspect_model
 from fedbn_flwr.experiment.output.curves import draw_curves
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import make_model
@@ -246,6 +247,15 @@ def test_curves_without_points_are_still_a_picture() -> None:
         assert image.imread(io.BytesIO(draw_curves(runs, "title"))).shape == (400, 1000, 4)
     private = {"": [{"round": 1, "test-accuracy": 0.5, "epsilon": 2.0}]}
     assert image.imread(io.BytesIO(draw_curves(private))).shape == (400, 1500, 4)  # a panel for epsilon
+
+
+def test_names_are_in_the_picture_as_they_are(monkeypatch) -> None:
+    """Matplotlib leaves out a label that begins with "_", and a formula that it cannot set ends the study."""
+    shown: list[str] = []
+    monkeypatch.setattr(Figure, "legend", lambda _, handles, labels, **_kw: shown.extend(labels))
+    line = {"round": 1, "test-accuracy": 0.5, "test-loss": 0.1}
+    draw_curves({"_ours": [line], r"$\foo$ and $\eta": [line]}, title=r"cost $5 \foo and $6")
+    assert [name.strip().replace("\\$", "$") for name in shown] == ["_ours", r"$\foo$ and $\eta"]
 
 
 def test_the_curve_of_a_study_is_that_of_the_headline(monkeypatch) -> None:

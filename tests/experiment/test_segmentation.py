@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.inspection import batchnorm_calls
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate

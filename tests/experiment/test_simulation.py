@@ -14,7 +14,7 @@ import pytest
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.simulation import simulate
 

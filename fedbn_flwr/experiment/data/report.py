@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import DataError, NotResumableError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
+from fedbn_flwr.experiment.files import read_json
 
 __all__ = ["DataReport", "client_names", "data_report", "has_other_data", "refuse_other_data", "sha256_of_data"]
 
@@ -122,7 +122,7 @@ def has_other_data(run: Path, config: Config) -> bool:
     path = run / "data.json"
     if not is_own(config.dataset) or config.data_on_nodes() or not path.is_file():
         return False
-    before = json.loads(path.read_text()).get("sha256")
+    before = read_json(path).get("sha256")
     now = sha256_of_data(config) if before else None
     return now is not None and now != before
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config, Scalar
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.data.splitting import count_split
+from fedbn_flwr.experiment.files import read_json, read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import SavedModel
-from fedbn_flwr.experiment.output.folder import PLACES, read_metrics, versions
+from fedbn_flwr.experiment.output.folder import PLACES, versions
 from fedbn_flwr.export import Folding
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _changed(saved: SavedModel, data: PartitionedData) -> bool:
     path = saved.run / "data.json"
     if not path.is_file():
         return False
-    before, now = json.loads(path.read_text()), data_report(data, saved.config).figures
+    before, now = read_json(path), data_report(data, saved.config).figures
     return any(before.get(key) != value for key, value in now.items() if "examples" in key)
 
 
@@ -209,8 +209,7 @@ def _metrics(run: Path) -> Iterator[str]:
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    path = run / "summary.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_json(run / "summary.json")
 
 
 def _shown(value: Any) -> str:

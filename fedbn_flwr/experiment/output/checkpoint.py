@@ -24,7 +24,8 @@ from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checke
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, StateError
 from fedbn_flwr.experiment.config import Config, from_older
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
-from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings, read_metrics, versions
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings, versions
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedAvg

@@ -54,7 +54,7 @@ def draw_curves(
                 axis.plot(
                     *zip(*points, strict=True),
                     style,
-                    label=f"{name} ({tests[name]})" if mixed else name or key,
+                    label=_as_it_is(f"{name} ({tests[name]})" if mixed else name or key),
                     linewidth=1.3,
                 )
         if frozen and len(runs) == 1:
@@ -67,10 +67,15 @@ def draw_curves(
     if len(runs) > 1:  # both panels have the same names: one legend below them
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     if title:
-        figure.suptitle(title)
+        figure.suptitle(_as_it_is(title))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
+
+
+def _as_it_is(name: str) -> str:
+    """Return the name for matplotlib, which leaves out a label that begins with "_" and sets $...$ as a formula."""
+    return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
 
 
 def _curves(label: str) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +28,7 @@ from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
+from fedbn_flwr.experiment.files import read_json, read_metrics
 from fedbn_flwr.experiment.trackers import deliveries, numbers_of
 
 __all__ = [
@@ -40,8 +41,8 @@ __all__ = [
     "RunFolder",
     "changed_settings",
     "lock_folder",
-    "read_metrics",
     "versions",
+    "writing",
 ]
 
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
@@ -98,12 +99,6 @@ def commit_of(package: Path) -> str:
     return f"+g{commit}" + ".changed" * bool(changed)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``; an incomplete last line of a killed process is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 @contextmanager
 def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
     """Make and lock the folder of a run or a study, so that no other process, such as that of a killed command, writes.
@@ -126,6 +121,22 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def writing(path: Path, then: str) -> Iterator[None]:
+    """Raise EngineError if a file of a folder cannot be written, for example on a full disk.
+
+    Args:
+        path: the folder.
+        then: ends the message: how to go on after space was freed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(
+            f"out={str(path)!r} cannot be written: {error}. Existing files stay. Free disk space and {then}."
+        ) from error
 
 
 class RunFolder:
@@ -277,7 +288,7 @@ class RunFolder:
         """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
         path = self.path / "scale.json"
         if path.is_file():
-            return Scale(**{name: tuple(values) for name, values in json.loads(path.read_text()).items()})
+            return Scale(**{name: tuple(values) for name, values in read_json(path).items()})
         found = ask()
         with self._writing():
             write_atomically(path, json.dumps(asdict(found), indent=2) + "\n")
@@ -295,15 +306,8 @@ class RunFolder:
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
         self._end_trackers(summary)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise EngineError(
-                f"out={str(self.path)!r} cannot be written: {error}. Existing files stay. Free disk space and "
-                "continue with --resume (resume=true)."
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, "continue with --resume (resume=true)")
 
 
 def _table(lines: Sequence[Mapping[str, Any]]) -> str:

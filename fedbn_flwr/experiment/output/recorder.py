@@ -24,8 +24,9 @@ from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.data.held_out import HeldOut
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.definitions import CLIENTS, HELD_OUT, definitions
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, read_metrics, versions
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, versions
 from fedbn_flwr.experiment.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.files import STUDY_FILE
 from fedbn_flwr.experiment.report.page import GENERATOR, Page
 from fedbn_flwr.experiment.report.run import run_page
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.study import study_page
-from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
+from fedbn_flwr.experiment.report.study_files import StudyFiles
 
 __all__ = ["REPORT_FILE", "follow_report", "write_report"]
 

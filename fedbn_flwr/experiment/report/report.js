@@ -13,10 +13,9 @@
 
   // A copy of a value with colours in place of the names of variables.
   const coloured = (value, style) => {
-    if (typeof value === "string" && value.startsWith("--")) {
-      const [name, opacity] = value.split("/");
-      return style.getPropertyValue(name).trim() + (opacity ?? "");
-    }
+    const [, name, opacity] = (typeof value === "string" && value.match(/^(--[a-z0-9]+)(?:\/(\w+))?$/)) || [];
+    const colour = name ? style.getPropertyValue(name).trim() : "";
+    if (colour) return colour + (opacity ?? ""); // a method or a class may be called "--" or "--lr 0.1"
     if (Array.isArray(value)) return value.map((item) => coloured(item, style));
     if (value === null || typeof value !== "object") return value;
     return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, coloured(item, style)]));

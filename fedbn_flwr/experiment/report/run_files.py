@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
+from fedbn_flwr.experiment.files import read_json, read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import run_config
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.output.recorder import headlines
 from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS
 from fedbn_flwr.experiment.report.shown import MEBIBYTE
@@ -131,9 +130,3 @@ def _without_folder(config: Config) -> dict[str, Any]:
     """Return the settings of a run, as they are in a new folder."""
     state_dir = "" if config.state_dir == STATE_IN_OUT else config.state_dir
     return config.model_copy(update={"out": "", "resume": False, "state_dir": state_dir}).to_mapping()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file; empty without the file."""
-    content = json.loads(path.read_text()) if path.is_file() else {}
-    return content if isinstance(content, dict) else {}

@@ -10,7 +10,8 @@ from fedbn_flwr.doctor.history import MAX_CLIENTS
 from fedbn_flwr.doctor.trends import trends
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import STATISTICS_FILE, read_metrics
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import STATISTICS_FILE
 from fedbn_flwr.experiment.report.curve_figures import marks
 from fedbn_flwr.experiment.report.figures import ROUNDS, UNITS, Drawing, Mark, Series, curves, heatmap
 from fedbn_flwr.experiment.report.page import Block, Figure, Heading, Listing, Section, Table, Text

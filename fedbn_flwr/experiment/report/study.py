@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from fedbn_flwr.experiment.files import STUDY_FILE
 from fedbn_flwr.experiment.report.page import Block, Code, Facts, Listing, More, Page, Section, Table, Text
 from fedbn_flwr.experiment.report.run import command, method_name, run_warnings
 from fedbn_flwr.experiment.report.run_files import RunFiles
@@ -15,7 +16,7 @@ from fedbn_flwr.experiment.report.study_figures import (
     curves_section,
     domains_section,
 )
-from fedbn_flwr.experiment.report.study_files import STUDY_FILE, StudyFiles
+from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.report.study_statistics import statistics_section
 from fedbn_flwr.experiment.report.study_tables import anchor_of, results_section
 from fedbn_flwr.experiment.studies.study import Cell, failure_of
@@ -88,7 +89,8 @@ def _best(files: StudyFiles) -> Iterator[str]:
 
 def _facts(files: StudyFiles) -> Iterator[tuple[str, str]]:
     status = Counter(files.status(cell) for cell in files.cells)
-    yield "runs finished", f"{status['finished'] + status['diverged']} of {len(files.cells)}"
+    diverged = f", of them {status['diverged']} diverged" if status["diverged"] else ""
+    yield "runs finished", f"{status['finished'] + status['diverged']} of {len(files.cells)}{diverged}"
     if rounds := [run.config.num_server_rounds for _, run in files.runs]:
         yield "rounds of a run", " to ".join(map(str, _bounds(rounds)))
     lines = [line for _, run in files.runs for line in run.lines]
@@ -110,7 +112,7 @@ def _warnings(files: StudyFiles) -> list[str]:
         ("diverged", "Diverged, and left out of the means"),
         ("failed", "Failed, and left out of the means"),
         ("running", "Begun and not finished"),
-        ("to repeat", "Finished with other settings than the study's, and left out of the means; a sweep repeats them"),
+        ("to repeat", "Begun with other settings than the study's, and left out; a sweep repeats them"),
         ("not begun", "Not begun"),
     ):
         if cells := by_status.get(status):
@@ -150,16 +152,21 @@ def settings_section(files: StudyFiles) -> Section:
 
 
 def split_section(files: StudyFiles) -> Section | None:
-    """Return the class-by-client picture of each split, of the first seed."""
+    """Return the class-by-client picture of each split, of the first seed; several where methods have their own."""
     blocks: list[Block] = []
     for split in files.study.splits:
-        runs = [run for cell, run in files.runs if cell.split == split]
-        if runs:
-            run = next((run for run in runs if run.config.protected), runs[0])
-            several = len(files.study.splits) > 1
-            blocks += split_figures(
-                run, f", {split}, seed {run.config.seed}" if several else f", seed {run.config.seed}"
-            )
+        first: dict[str, RunFiles] = {}
+        for cell, run in files.runs:
+            if cell.split == split:
+                first.setdefault(cell.method, run)
+        pictures: dict[str, list[str]] = {}
+        protected = [method for method, run in first.items() if run.config.protected]  # the others' data are the same
+        for method in protected[:1] or first:
+            pictures.setdefault(str(first[method].json("split.json")), []).append(method)
+        for methods in pictures.values():
+            run = first[methods[0]]
+            about = [split] * (len(files.study.splits) > 1) + methods * (len(pictures) > 1)
+            blocks += split_figures(run, "".join(f", {name}" for name in (*about, f"seed {run.config.seed}")))
     return Section("split", "Data of the clients", blocks) if blocks else None
 
 
@@ -208,7 +215,7 @@ def reproduce_section(files: StudyFiles) -> Section:
     """Return the study's file, the command, and the versions."""
     text = (files.folder / STUDY_FILE).read_text(encoding="utf-8")
     blocks: list[Block] = [
-        Text(f"Save the file below as {STUDY_FILE}. Each run has its own command above."),
+        Text(f"Save the file below as {STUDY_FILE}. The commands above are of one run of each method."),
         Code(f"fedbn-flwr sweep {STUDY_FILE} --out runs/again"),
         More(STUDY_FILE, [Code(text)]),
     ]

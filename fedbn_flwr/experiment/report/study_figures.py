@@ -23,7 +23,7 @@ __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figu
 _INTERVAL = f"{LEVEL:.0%} interval over seeds"
 _MOST_PAIRS = 30  # of a figure; the table has all
 
-_SURE = {"no": "", "yes": "\N{NO-BREAK SPACE}*", "yes, corrected": "\N{NO-BREAK SPACE}**"}
+_SURE = {"-": "", "no": "", "yes": "\N{NO-BREAK SPACE}*", "yes, corrected": "\N{NO-BREAK SPACE}**"}
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -124,13 +124,12 @@ def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
 
 
 def comparison_section(files: StudyFiles) -> Section | None:
-    """Return the paired differences between methods, with their intervals; None without two runs of one seed."""
-    blocks: list[Block] = []
+    """Return the paired differences between methods, with their intervals; None without two seeds of a pair."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in comparisons(files.rows):
-        if row["low"] is not None:
-            groups.setdefault((row["split"], quantity_of(row["metric"])), []).append(row)
-    blocks += [_differences(files, split, quantity, rows) for (split, quantity), rows in groups.items()]
+        groups.setdefault((row["split"], quantity_of(row["metric"])), []).append(row)
+    groups = {key: rows for key, rows in groups.items() if any(row["seeds"] > 1 for row in rows)}
+    blocks: list[Block] = [_differences(files, *key, rows) for key, rows in groups.items()]
     if not blocks:
         return None
     text = (
@@ -138,6 +137,8 @@ def comparison_section(files: StudyFiles) -> Section | None:
         f"its {LEVEL:.0%} interval (Student's t). * An interval that leaves out 0: these seeds show a difference. "
         "** They show it also after Holm's correction for all pairs of the split."
     )
+    if any(row["low"] is None for rows in groups.values() for row in rows):
+        text += " - No interval: one seed, or the same difference in every seed."
     if any(row["metric"] != row["other-metric"] for rows in groups.values() for row in rows):
         text += f" {DIFFERENT_TESTS}"
     if without := left_out(files.rows, [(cell.split, cell.method) for cell in files.cells]):
@@ -165,12 +166,12 @@ def _differences(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Fi
     head = ["method", "against", "difference", "from", "to", "p", "p (Holm)", "seeds", "shown"]
     table = [
         [
-            *(*names(r), *(f"{r[key]:+{form_of(name)}}" for key in ("difference", "low", "high"))),
-            *(f"{r['p']:.3f}", f"{r['p-holm']:.3f}", str(r["seeds"]), _shown(r)),
+            *(*names(r), *(with_std(r[key], None, f"+{form_of(name)}") for key in ("difference", "low", "high"))),
+            *(*(with_std(r[key], None, ".3f") for key in ("p", "p-holm")), str(r["seeds"]), _shown(r)),
         ]
         for r in ordered
     ]
-    clear = sum(_shown(row) != "no" for row in rows)
+    clear = sum(bool(_SURE[_shown(row)]) for row in rows)
     label = f"{title}: {clear} of {len(rows)} pairs have an interval without 0."
     drawing = dots(
         pairs, f"difference{' (points)' if in_percent(name) else ''}", f"{LEVEL:.0%} interval", form_of(name)
@@ -181,7 +182,9 @@ def _differences(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Fi
 
 
 def _shown(row: Mapping[str, Any]) -> str:
-    """Return whether these seeds show a difference."""
+    """Return whether these seeds show a difference; without an interval "-", see ``difference``."""
+    if row["low"] is None:
+        return "-"
     if row["low"] <= 0 <= row["high"]:
         return "no"
     return "yes, corrected" if row["p-holm"] < 1 - LEVEL else "yes"

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.experiment.files import STUDY_FILE
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.run_files import RunFiles
+from fedbn_flwr.experiment.studies.done import of_study
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, finished
+from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of
 from fedbn_flwr.experiment.studies.tables import table_rows
 
-__all__ = ["STUDY_FILE", "StudyFiles"]
-
-STUDY_FILE = "study.yaml"
+__all__ = ["StudyFiles"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StudyFiles:
     Attributes:
         folder: the folder.
         study: the study, with the settings of the command.
-        runs: each run that has begun, and its files.
+        runs: each run that has begun with the settings of the study, and its files.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class StudyFiles:
         study = Study.read(folder / STUDY_FILE)
         runs = []
         for cell in study.cells():
-            if (begun := cell.folder(folder) / "config.yaml").is_file():
+            if (begun := cell.folder(folder) / "config.yaml").is_file() and of_study(cell, folder):
                 try:
                     runs.append((cell, RunFiles.read(cell.folder(folder))))
                 except FedBNError:
@@ -74,16 +74,16 @@ class StudyFiles:
     def status(self, cell: Cell) -> str:
         """Return "finished", "diverged", "failed", "running" (or interrupted), "to repeat" or "not begun".
 
-        A run is to be repeated if it is finished with other settings than the study's.
+        A run is to be repeated if it began with other settings than the study's.
         """
         folder = cell.folder(self.folder)
         if summary := self._results.summary(cell):
             return "diverged" if DIVERGED_AT in summary else "finished"
         if failure_of(folder):
             return "failed"
-        if finished(folder):
-            return "to repeat"
-        return "running" if (folder / "config.yaml").is_file() else "not begun"
+        if not (folder / "config.yaml").is_file():
+            return "not begun"
+        return "running" if of_study(cell, self.folder) else "to repeat"
 
     @property
     def ended(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fedbn_flwr.doctor.history import MAX_CLIENTS
-from fedbn_flwr.experiment.output.folder import STATISTICS_FILE, read_metrics
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import STATISTICS_FILE
 from fedbn_flwr.experiment.report.figures import UNITS, Series
 from fedbn_flwr.experiment.report.page import Figure, Section, Table, Text
 from fedbn_flwr.experiment.report.shown import thinned

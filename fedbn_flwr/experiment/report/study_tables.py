@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.experiment.report.page import Link, Section, Table, Text
-from fedbn_flwr.experiment.report.shown import MEBIBYTE, form_of, in_percent
+from fedbn_flwr.experiment.report.shown import MEBIBYTE, form_of, in_percent, unit_of
 from fedbn_flwr.experiment.report.study_figures import dots_figures
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.studies.numbers import with_std
@@ -52,8 +52,8 @@ def _pair(row: Mapping[str, Any]) -> tuple[Any, Any]:
 def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Return the columns of results and of costs that this study needs: a head, and what gives a row's cell."""
     rows = files.table
-    percent = all(in_percent(row["metric"] or "") for row in rows)
-    unit = " (%)" if percent else ""
+    shares = {in_percent(row["metric"] or "") for row in rows}
+    unit = " (%)" if shares == {True} else ""
 
     def number(key: str, std: str = "", form: str = "", sign: str = "") -> Any:
         def cell(row: dict[str, Any]) -> str:
@@ -80,7 +80,8 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
             ("difference", number("difference", sign="+")),
         ]
     if len({row["metric"] for row in rows}) > 1:
-        results.append(("metric", lambda row: row["metric"] or "-"))
+        mixed = len(shares) > 1
+        results.append(("metric", lambda row: (row["metric"] or "-") + unit_of(row["metric"] or "") * mixed))
     costs = [*about, ("rounds", count("rounds")), ("exchanges", count("exchanges"))]
     costs.append(("MiB of floats", number("megabytes", form=",.2f")))
     if any(row["target"] is not None for row in rows):

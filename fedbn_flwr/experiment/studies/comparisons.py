@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.experiment.studies.numbers import table_line
 from fedbn_flwr.training.tasks import in_percent, quantity_of
 
 __all__ = ["DIFFERENT_TESTS", "FIELDS", "LEVEL", "comparisons", "comparisons_markdown", "difference", "left_out"]
@@ -59,8 +60,7 @@ def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:
     or for all pairs of another metric (Holm 1979): below 0.05, the difference is not explained by having looked at many
     pairs.
     """
-    found: list[dict[str, Any]] = []
-    compared = set[tuple[str, ...]]()
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     for family in _families(_results(rows)):
         values: dict[tuple[str, str], dict[int, float]] = {}
         for row in family:
@@ -68,13 +68,13 @@ def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:
         pairs = []
         for (one, metric), (other, its) in itertools.combinations(values, 2):
             seeds = [seed for seed in values[one, metric] if seed in values[other, its]]
-            about = (family[0]["split"], one, metric, other, its)
-            if seeds and about not in compared:
+            if seeds:
+                about = (family[0]["split"], one, metric, other, its, len(seeds))
                 differences = [values[one, metric][seed] - values[other, its][seed] for seed in seeds]
-                pairs.append(dict(zip(FIELDS, (*about, len(seeds)), strict=False)) | difference(differences))
-                compared.add(about)
-        found += _holm(pairs)
-    return found
+                pairs.append(dict(zip(FIELDS, about, strict=False)) | difference(differences))
+        for pair in _holm(pairs):  # of the whole family, also of pairs that another one has shown
+            found.setdefault(tuple(pair[key] for key in FIELDS[:5]), pair)
+    return [*found.values()]
 
 
 def _results(rows: Sequence[Row]) -> list[Row]:
@@ -142,7 +142,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     if any(row["metric"] != row["other-metric"] for row in rows):
         text += f" {DIFFERENT_TESTS}"
     heads = ("split", "method", "metric", "against", "metric of it", "difference", "interval", "seeds")
-    yield from (text, "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|")
+    yield from (text, "", table_line(heads), "|---" * len(heads) + "|")
     for row in rows:
         places = 2 if in_percent(row["metric"]) else 4
         interval = "-" if row["low"] is None else f"{row['low']:+.{places}f} to {row['high']:+.{places}f}"
@@ -151,4 +151,4 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         mark = mark.replace("*", "\\*")
         shown = f"{row['difference']:+.{places}f}{mark}"
         cells = (*(row[key] for key in FIELDS[:5]), shown, interval, row["seeds"])
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield table_line(cells)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.experiment.studies.numbers import AVERAGE, WHOLE, PaperNumber, with_std
+from fedbn_flwr.experiment.studies.numbers import AVERAGE, WHOLE, PaperNumber, table_line, with_std
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
@@ -79,7 +79,7 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         f"# {name}, by domain",
         "",
-        "| " + " | ".join(["method", "split", "metric", *domains, "runs"]) + " |",
+        table_line(["method", "split", "metric", *domains, "runs"]),
         "|---" * (len(domains) + 4) + "|",
     ]
     keys = ("method", "split", "metric")
@@ -90,10 +90,10 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         blank = {"mean": None, "std": None, "paper": None, "paper-std": None, "difference": None}
         in_order = [own.get(domain, blank) for domain in domains]
         cells = [with_std(row["mean"], row["std"], f".{places}f") for row in in_order]
-        lines.append("| " + " | ".join([method, split, metric, *cells, str(runs)]) + " |")
+        lines.append(table_line([method, split, metric, *cells, runs]))
         if any(row["paper"] is not None for row in own.values()):
             papers = [with_std(row["paper"], row["paper-std"], f".{places}f", "") for row in in_order]
             differences = [with_std(row["difference"], None, f"+.{places}f", "") for row in in_order]
             for head, cells in (("the paper's", papers), ("difference", differences)):
-                lines.append("| " + " | ".join([method, split, head, *cells, ""]) + " |")
+                lines.append(table_line([method, split, head, *cells, ""]))
     return "\n".join(lines) + "\n"

@@ -10,28 +10,37 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
 from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.experiment.studies.study import Cell, finished
 
-__all__ = ["changed", "is_done"]
+__all__ = ["changed", "is_done", "of_study"]
 
 
 def is_done(cell: Cell, out: Path) -> bool:
-    """Return whether a run is finished and its settings are those of the study.
+    """Return whether a run is finished and its settings are those of the study."""
+    return finished(cell.folder(out)) and of_study(cell, out)
 
-    Where its config cannot be made, as its data are elsewhere, a finished run counts as done.
+
+def of_study(cell: Cell, out: Path) -> bool:
+    """Return whether the run in a cell's folder, finished or not, has the settings that the study has now.
+
+    Where the cell's config cannot be made, as its data are elsewhere, the run counts as the study's.
     """
-    folder = cell.folder(out)
-    if not finished(folder):
-        return False
     try:
-        return not changed(cell.config, folder)
+        config = cell.config
     except FedBNError:
         return True
+    return not changed(config, cell.folder(out))
 
 
 def changed(config: Config, folder: Path) -> str:
-    """Return the settings of the folder's run that differ from the config, as ``changed_settings`` does."""
+    """Return the settings of the folder's run that differ from the config, as ``changed_settings`` does.
+
+    A ``config.yaml`` that cannot be read differs, too; the text is then its error.
+    """
     now = reference_config(config) if config.strategy == CENTRALIZED else config
     free = PLACES if config.num_clients else PLACES | {"num-clients"}  # 0 follows from the other settings
-    settings = {**from_older(RunFolder.settings(folder)), "resume": False}
+    try:
+        settings = {**from_older(RunFolder.settings(folder)), "resume": False}
+    except FedBNError as error:
+        return str(error)
     try:
         saved = Config.make(settings).to_mapping()
     except FedBNError:  # the data of that run are not here any more, or this version refuses its settings

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["AVERAGE", "WHOLE", "PaperNumber", "with_std"]
+__all__ = ["AVERAGE", "WHOLE", "PaperNumber", "table_line", "with_std"]
 
 AVERAGE = "average"  # of the domains
 WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domain
@@ -25,12 +26,19 @@ class PaperNumber(NamedTuple):
             ValueError: it is neither.
         """
         try:
+            if isinstance(value, bool):
+                raise TypeError
             number = cls(*map(float, value.split("±"))) if isinstance(value, str) else cls(float(value))
         except (TypeError, ValueError):  # also more than one ±
             number = cls(math.nan)
         if not all(math.isfinite(part) for part in number if part is not None) or (number.std or 0) < 0:
             raise ValueError(f"'{value}' is no number of a paper; write 53.97 or 53.97 ± 4.18")
         return number
+
+
+def table_line(cells: Iterable[object]) -> str:
+    """Return a line of a table in Markdown; a cell's own bars do not end it."""
+    return "| " + " | ".join(" ".join(str(cell).replace("|", "\\|").split("\n")) for cell in cells) + " |"
 
 
 def with_std(mean: float | None, std: float | None, form: str, missing: str = "-") -> str:

@@ -20,7 +20,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.cluster import SharedData, cluster
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import work_of
 from fedbn_flwr.experiment.setup import gpu_share, make_model, pick_device, refuse_named_gpu

@@ -5,18 +5,22 @@ A row has no times, so that a study that was killed and continued has the rows o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, read_metrics
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.studies.domain_table import is_average
-from fedbn_flwr.experiment.studies.done import is_done
+from fedbn_flwr.experiment.studies.done import is_done, of_study
 from fedbn_flwr.experiment.studies.numbers import AVERAGE, WHOLE, PaperNumber
 from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, summary_of
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 __all__ = ["FIELDS", "StudyResults"]
+
+logger = logging.getLogger("flwr")
 
 FIELDS = (
     *("method", "split", "seed", "metric", "main", "status", "diverged-at", "final", "best", "best-round", "rounds"),
@@ -65,9 +69,10 @@ class StudyResults:
         return files[0] if files else None
 
     def history(self, cell: Cell) -> list[dict[str, Any]]:
-        """Return the lines of ``metrics.jsonl`` of a run."""
-        files = self._files(cell)
-        return files[1] if files else read_metrics(cell.folder(self.out) / "metrics.jsonl")
+        """Return the lines of ``metrics.jsonl`` of a run, finished or not; none of one with other settings."""
+        if files := self._files(cell):
+            return files[1]
+        return read_metrics(cell.folder(self.out) / "metrics.jsonl") if of_study(cell, self.out) else []
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all runs that ended, in the order of the study; their keys are ``FIELDS``."""
@@ -81,6 +86,20 @@ class StudyResults:
         found = {name for cell in self.study.cells() for name in _numbers_of(self.summary(cell))}
         return [name for name in self.study.metrics if name not in found]
 
+    def unused_papers(self) -> list[str]:
+        """Return the METHOD/SPLIT with a paper's number that no result is compared with.
+
+        The pair is in ``skip``, or its numbers are by domain and its data have none.
+        """
+        found = []
+        for name in self.study.paper:
+            of_pair = [cell for cell in self.study.cells() if f"{cell.method}/{cell.split}" == name]
+            ended = [summary for cell in of_pair if (summary := self.summary(cell))]
+            by_domain = WHOLE not in self.study.paper_numbers(name)
+            if not of_pair or (by_domain and ended and not any("domains" in s["final"] for s in ended)):
+                found.append(name)
+        return found
+
     def _files(self, cell: Cell) -> _Files | None:
         folder = cell.folder(self.out)
         try:
@@ -88,7 +107,7 @@ class StudyResults:
             stamp = about.st_mtime_ns, about.st_ino
             if folder not in self._read or self._read[folder][0] != stamp:
                 read = summary_of(folder), read_metrics(folder / "metrics.jsonl")
-                self._read[folder] = stamp, read if is_done(cell, self.out) else None
+                self._read[folder] = stamp, _complete(*read, folder) if is_done(cell, self.out) else None
         except FileNotFoundError:  # not finished, or set aside at this moment
             return None
         return self._read[folder][1]
@@ -138,6 +157,18 @@ class StudyResults:
                 "paper-std": paper.std,
                 **_until(self.history(cell), metric, None if target is None else target / scale, up),
             }
+
+
+def _complete(summary: dict[str, Any], lines: list[dict[str, Any]], folder: Path) -> _Files:
+    """Return the files of a finished run; without its lines, and with a warning, if some of them are lost."""
+    if len(lines) == summary["rounds"]:
+        return summary, lines
+    logger.warning(
+        "%s has %d of %d rounds: the run's best result, its target and its curve are left out. Restore the file, or "
+        "remove the run's folder and repeat the run.",
+        *(folder / "metrics.jsonl", len(lines), summary["rounds"]),
+    )
+    return summary, []
 
 
 def _numbers_of(summary: Mapping[str, Any] | None) -> list[str]:

@@ -41,24 +41,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, number, read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
+from fedbn_flwr.experiment.files import read_json
+from fedbn_flwr.experiment.output.recorder import headlines
 from fedbn_flwr.experiment.studies.numbers import WHOLE, PaperNumber
 from fedbn_flwr.strategies import FedBS
+from fedbn_flwr.training.tasks import in_percent
 
 __all__ = [
     "FAILED",
-    "STUDY_FILE",
     "Cell",
     "Study",
     "StudySettings",
@@ -69,7 +70,8 @@ __all__ = [
     "trial_name",
 ]
 
-STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
+_LONGEST = 200  # characters of a folder's name; file systems take 255 bytes
+_ENDINGS = (".csv", ".html", ".jsonl", ".md", ".png", ".yaml")
 FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
 StudySettings = dict[str, Scalar]
@@ -103,13 +105,13 @@ class Study(BaseModel):
     name: str
     base: StudySettings = Field(default_factory=dict)
     methods: dict[str, StudySettings] = Field(min_length=1)
-    splits: dict[str, StudySettings] = {"all": {}}
+    splits: dict[str, StudySettings] = Field(default={"all": {}}, min_length=1)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     skip: list[str] = Field(default_factory=list)
     metrics: list[str] = Field(default_factory=list)
     paper: dict[str, Any] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
-    target: float | dict[str, float] | None = None
+    target: FiniteFloat | dict[str, FiniteFloat] | None = None
     tune: Tuning | None = None
 
     @field_validator("paper")
@@ -173,6 +175,10 @@ class Study(BaseModel):
         for split in self.target if isinstance(self.target, dict) else ():
             if split not in self.splits:
                 yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
+        if not any(True for _ in self.cells()):
+            yield f"skip leaves out every run: {', '.join(self.skip)}"
+        yield from dict.fromkeys(self._unusable_names())
+        yield from self._unusable_papers()
         for what, keys in self._places():
             if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
                 yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
@@ -213,6 +219,28 @@ class Study(BaseModel):
             if all(key in cell.settings for cell in self.cells()):
                 where = "seeds" if key == "seed" else "methods or splits"
                 yield f"--set {key} has no effect: every run has its own, in {where}"
+
+    def _unusable_names(self) -> Iterator[str]:
+        """Yield the names that cannot be folders beside the study's own files."""
+        for cell in (*self.cells(), *self.trials()):
+            method, *_ = parts = cell.folder(Path()).parts
+            for part in parts:
+                if len(part) > _LONGEST:
+                    yield f"{part[:40]}... would name a folder, with {len(part)} characters; at most {_LONGEST}"
+            if Path(method).suffix in _ENDINGS:
+                yield f"method {cell.method!r} ends as a file of the study ({', '.join(_ENDINGS)}); rename it"
+
+    def _unusable_papers(self) -> Iterator[str]:
+        """Yield the paper's numbers that are outside 0 to 100, where the main metric is a share in percent."""
+        for cell in self.cells():
+            numbers = self.paper_numbers(name := f"{cell.method}/{cell.split}") if cell.seed == self.seeds[0] else {}
+            try:
+                share = bool(numbers) and in_percent(headlines(cell.config)[0])
+            except ConfigError:  # which is told with the run
+                continue
+            for domain, (mean, _) in numbers.items():
+                if share and mean is not None and not 0 <= mean <= 100:
+                    yield f"paper: {name}{domain and f', {domain}'}: {mean:g} is not from 0 to 100, as a share is"
 
     def _places(self) -> Iterator[tuple[str, Collection[str]]]:
         """Yield each place in the file that has settings, and their keys."""
@@ -332,13 +360,10 @@ def finished(folder: Path) -> bool:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return the summary of a finished run."""
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    """Return the summary of a finished run; empty without one."""
+    return read_json(folder / "summary.json")
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
     """Return the error with which the last try of a run ended; empty if there is none."""
-    path = folder / FAILED
-    failure: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return failure
+    return read_json(folder / FAILED)

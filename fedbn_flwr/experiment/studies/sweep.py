@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Protocol
 
@@ -20,17 +20,19 @@ import torch
 import yaml
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError, FedBNError, NotResumableError, RunFailedError
+from fedbn_flwr.errors import ConfigError, EngineError, FedBNError, NotResumableError, RunFailedError
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.data.report import has_other_data
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, lock_folder
+from fedbn_flwr.experiment.files import STUDY_FILE
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.experiment.studies.done import changed, is_done
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import FAILED, STUDY_FILE, Cell, Study, finished, summary_of
+from fedbn_flwr.experiment.studies.study import FAILED, Cell, Study, finished, summary_of
 from fedbn_flwr.experiment.studies.tables import write_tables
 from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
 
@@ -86,8 +88,9 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         follower: is told what happens; by default a ``LogFollower``.
 
     Raises:
-        ConfigError: another process writes to the folder, data cannot be used, or finished runs are of other data;
-            nothing was done.
+        ConfigError: another process writes to the folder, it is that of a run or of another study, data cannot be used,
+            or finished runs are of other data; nothing was done.
+        EngineError: the study's own files cannot be written; the runs stay.
         RunFailedError: trials failed; or runs failed, trained nothing, or diverged and their ``on-divergence`` is
             "stop". All other runs are finished, and the error holds the tables. The same call tries the failed ones
             again.
@@ -97,25 +100,35 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         for key, why in cell.dropped.items():
             logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
     with lock_folder(out, "study"):
+        _refuse_folder_of_another(study, out)
         trials = list(study.trials())
         cells = [*trials, *study.cells()]
         left = [cell for cell in cells if not is_done(cell, out)]
         _check_data(left)
         if left:
             _refuse_results_of_other_data([cell for cell in cells if cell not in left], out)
-        _write(study, out)
         if trials:
+            if not (out / STUDY_FILE).exists():  # a former one has the settings that its tables are of
+                _write(study, out)
             _do_all(trials, out, runner, follower, lambda: None)
             _refuse_lost(trials, out)
             found, chosen = tuned(study, out)
-            write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
+            with _writing(out):
+                write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
             study = study.with_chosen(chosen)
-            _write(study, out)
+        else:
+            (out / "tuning.md").unlink(missing_ok=True)
+        _write(study, out)
         cells, results = list(study.cells()), StudyResults(study, out)
-        _do_all(cells, out, runner, follower, lambda: write_tables(results))
-        table = write_tables(results)
+        if (out / "table.md").exists():  # perhaps of other settings
+            _tables_now(results)
+        _do_all(cells, out, runner, follower, lambda: _tables_now(results))
+        with _writing(out):
+            table = write_tables(results)
     if absent := results.absent_metrics():
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
+    if unused := results.unused_papers():
+        logger.warning("paper: no result stands beside the numbers of %s", ", ".join(unused))
     if failed := [cell.name for cell in cells if _failed(cell, out)]:
         message = f"{len(failed)} of {len(cells)} runs failed or diverged: {', '.join(failed)}"
         raise RunFailedError(message, table)
@@ -180,7 +193,33 @@ def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
 
 
 def _write(study: Study, out: Path) -> None:
-    write_atomically(out / STUDY_FILE, yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True))
+    with _writing(out):
+        write_atomically(out / STUDY_FILE, yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True))
+
+
+def _writing(out: Path) -> AbstractContextManager[None]:
+    return writing(out, "give the same command again")
+
+
+def _tables_now(results: StudyResults) -> None:
+    """Write the tables while runs go on; a full disk does not end the runs."""
+    try:
+        with _writing(results.out):
+            write_tables(results)
+    except EngineError as error:
+        logger.warning("%s", error)
+
+
+def _refuse_folder_of_another(study: Study, out: Path) -> None:
+    """Raise ConfigError if the folder is that of a run or of another study: their files would be replaced."""
+    if (out / "config.yaml").exists():
+        raise ConfigError(f"out={str(out)!r} is the folder of a run; choose another folder for a study.")
+    content = read_yaml(out / STUDY_FILE, "study") if (out / STUDY_FILE).exists() else None
+    if isinstance(content, dict) and (name := content.get("name", study.name)) != study.name:
+        raise ConfigError(
+            f"out={str(out)!r} has the study {name!r}, whose tables those of {study.name!r} would replace. Choose "
+            "another folder, or give the study its former name."
+        )
 
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:

@@ -17,7 +17,7 @@ from fedbn_flwr.experiment.studies.comparisons import FIELDS as COMPARED
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.studies.domain_table import FIELDS as BY_DOMAIN
 from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows
-from fedbn_flwr.experiment.studies.numbers import with_std
+from fedbn_flwr.experiment.studies.numbers import table_line, with_std
 from fedbn_flwr.experiment.studies.results import FIELDS, StudyResults
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
@@ -93,7 +93,8 @@ def table_rows(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
     Means and sample standard deviations are those of the runs that finished with a value, which ``runs`` counts; rounds
     and traffic are means, too.
     ``with-rejected`` counts the runs of the mean in which replies were lost or refused, and ``reached`` those that
-    reached the target; the means up to the target are those of the latter. ``difference`` is mean minus paper.
+    reached the target, None if rounds of a run are lost; the means up to the target are those of the latter.
+    ``difference`` is mean minus paper.
     """
     groups: dict[tuple[str, str, str | None], list[Row]] = {}
     for split in study.splits:
@@ -112,6 +113,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
     mean, std = _mean_std([row["final"] for row in counted])
     best, best_std = _mean_std([row["best"] for row in counted])
     reached = [row for row in counted if row["rounds-to-target"] is not None]
+    lost = any(row["best"] is None and row["final"] is not None for row in counted)  # rounds of a run
     one: Row = shown[0] if shown else dict.fromkeys(FIELDS)
     stated = all(row["paper"] is not None for row in shown)  # of domains: in each run
     paper, paper_std = (one["paper"], one["paper-std"]) if stated else (None, None)
@@ -135,7 +137,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "megabytes": moved / 2**20,
         "exchanges": exchanges,
         "target": one["target"],
-        "reached": None if one["target"] is None else len(reached),
+        "reached": None if one["target"] is None or lost else len(reached),
         **{key: _mean_std([row[key] for row in reached])[0] for key in _TARGETS},
         "paper": paper,
         "paper-std": paper_std,
@@ -176,18 +178,20 @@ def _csv(fields: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _markdown(study: Study, rows: Sequence[Row]) -> str:
-    unit = ", %" if all(in_percent(row["metric"] or "") for row in rows) else ""
+    shares = [in_percent(row["metric"] or "") for row in rows]
+    unit, mixed = ", %" if all(shares) else "", len({*shares}) > 1
     aims = any(row["target"] is not None for row in rows)
     paper = any(row["paper"] is not None for row in rows)
     heads = ["method", "split", "metric", f"final{unit}", f"best{unit}", "rounds", "exchanges", "MB of floats", "runs"]
     heads += ["target", "rounds to it", "exchanges to it", "MB to it", "reached"] * aims
     heads += [f"paper{unit}", "difference"] * paper
-    lines = [f"# {study.name}", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for row in rows:
-        places = 2 if in_percent(row["metric"] or "") else 4
+    lines = [f"# {study.name}", "", table_line(heads), "|---" * len(heads) + "|"]
+    for row, share in zip(rows, shares, strict=True):
+        places = 2 if share else 4
         final = with_std(row["mean"], row["std"], f".{places}f")
         best = with_std(row["best-mean"], None, f".{places}f")
-        cells = [row["method"], row["split"], row["metric"] or "-", final, best]
+        metric = (row["metric"] or "-") + ", %" * (mixed and share)
+        cells = [row["method"], row["split"], metric, final, best]
         cells += [f"{row['rounds']:.10g}", f"{row['exchanges']:.10g}", f"{row['megabytes']:.2f}"]
         cells += [shown_runs(row)]
         if aims:
@@ -199,5 +203,5 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
         if paper:
             cells += [with_std(row["paper"], row["paper-std"], f".{places}f", "")]
             cells += [with_std(row["difference"], None, f"+.{places}f", "")]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_line(cells))
     return "\n".join(lines) + "\n"

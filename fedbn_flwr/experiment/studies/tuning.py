@@ -13,6 +13,7 @@ from typing import Any
 from fedbn_flwr.experiment.early_stopping import validation_metric
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.studies.done import is_done
+from fedbn_flwr.experiment.studies.numbers import table_line
 from fedbn_flwr.experiment.studies.study import Cell, Study, StudySettings, summary_of, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
@@ -88,7 +89,7 @@ def tuning_markdown(name: str, found: Sequence[Tuned]) -> str:
     lines = [
         f"# {name}, settings chosen by validation",
         "",
-        "| METHOD/SPLIT | metric | " + " | ".join(trials) + " |",
+        table_line(["METHOD/SPLIT", "metric", *trials]),
         "|---" * (len(trials) + 2) + "|",
     ]
     for row in found:
@@ -97,7 +98,7 @@ def tuning_markdown(name: str, found: Sequence[Tuned]) -> str:
             + ", lost replies" * bool(row.rejected.get(trial))
             for trial in trials
         ]
-        lines.append("| " + " | ".join([row.name, row.metric, *cells]) + " |")
+        lines.append(table_line([row.name, row.metric, *cells]))
     return "\n".join(lines) + "\n"
 
 

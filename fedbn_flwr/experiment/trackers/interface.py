@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.studies.study import STUDY_FILE
+from fedbn_flwr.experiment.files import STUDY_FILE
 
 __all__ = ["Memory", "Tracker", "draws_anew", "group_of", "name_of", "numbers_of", "summary_of_run", "tags_of"]
 

@@ -22,8 +22,8 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.agreed_scale import agreed_scale
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.node import client_fn
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.output.model_description import ModelDescription
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve

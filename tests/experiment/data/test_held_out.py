@@ -16,7 +16,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.held_out import _means
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import run
 
 NAMES = ("a", "b", "c", "d")

@@ -17,8 +17,8 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.node import client_fn
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.serve import serve
 
 NODES = 3

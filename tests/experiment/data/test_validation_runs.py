@@ -18,8 +18,8 @@ from fedbn_flwr.data import Samples
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data, put_aside
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.node import client_fn, num_examples
-from fedbn_flwr.experiment.output.folder import read_metrics
 from fedbn_flwr.experiment.setup import make_model, make_strategy
 from fedbn_flwr.training import REGRESSION
 from fedbn_flwr.training.evaluation import evaluate

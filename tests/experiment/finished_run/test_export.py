@@ -21,11 +21,12 @@ from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.finished_run import export as export_module
 from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
 from fedbn_flwr.experiment.finished_run.export import FORMATS, SUFFIXES, export, load_exported
 from fedbn_flwr.experiment.finished_run.saved_model import Choice
-from fedbn_flwr.experiment.output.folder import RunFolder, read_metrics
+from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.export import run_onnx, run_torch_export

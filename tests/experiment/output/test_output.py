@@ -15,7 +15,8 @@ from safetensors import safe_open
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import RunFolder, commit_of, read_metrics, versions
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import RunFolder, commit_of, versions
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 

@@ -9,7 +9,8 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import STATISTICS_FILE, read_metrics
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import STATISTICS_FILE
 from fedbn_flwr.experiment.run import run
 
 FIXBN = {"strategy": "fixbn", "freeze-at": 3, "num-server-rounds": 6, "checkpoint-every": 2, "watch-statistics": 1}

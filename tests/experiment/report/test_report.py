@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, read_overrides
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.experiment.data.splitting import split_to_json
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.report import figures as drawings
 from fedbn_flwr.experiment.report import follow_report, write_report
 from fedbn_flwr.experiment.report.page import (
@@ -456,6 +458,14 @@ def test_paired_differences(study: Path) -> None:
     assert "Left out: New, all: no run has a final result." in page.text
     rows = comparisons(StudyFiles.read(study).rows)
     assert difference["x"] == [rows[0]["difference"]]
+    assert "No interval" not in page.text
+    for path in study.glob("FedBN*/all/*/summary.json"):  # 1 below that of the other method with the same seed
+        other = json.loads((study / "FedAvg/all" / path.parent.name / "summary.json").read_text())["final"]
+        final = json.loads(path.read_text())["final"]
+        change(path, final=final | {"personal-own-accuracy": other["test-accuracy"] - 0.01})
+    text = Html(write_report(study)).text
+    assert "+1.00 - - - - 2 -" in text
+    assert "- No interval: one seed, or the same difference in every seed." in text
     assert difference["error_x"]["array"] == [pytest.approx(rows[0]["high"] - rows[0]["difference"])]
 
 
@@ -486,6 +496,9 @@ def test_a_study_whose_runs_have_former_settings(study: Path) -> None:
     assert {files.status(cell) for cell in files.cells} == {"to repeat"}
     assert not files.ended
     assert files.rows == []
+    page = Html(write_report(study))
+    assert "Begun with other settings than the study's, and left out; a sweep repeats them: 4 of 4 runs" in page.text
+    assert page.figures == [], "no curve, no split"
 
 
 def test_the_best_of_a_loss_is_the_lowest() -> None:
@@ -701,7 +714,8 @@ def test_a_study_shows_no_counts_beside_a_protected_run(tmp_path: Path) -> None:
     runs = []
     for keys in ({}, PROTECTED[0]):
         config = Config.make({"dataset": "digits", "num-clients": 4, "eval-on": "global", **keys})
-        runs.append((SimpleNamespace(split="iid"), RunFiles(tmp_path, config, [], {})))
+        about = SimpleNamespace(split="iid", method=f"method {len(runs)}")
+        runs.append((about, RunFiles(tmp_path, config, [], {})))
     files: Any = SimpleNamespace(study=SimpleNamespace(splits=["iid"]), runs=runs)
     section = split_section(files)
     assert section
@@ -710,3 +724,18 @@ def test_a_study_shows_no_counts_beside_a_protected_run(tmp_path: Path) -> None:
     section = split_section(files)
     assert section
     assert [type(block) for block in section.blocks] == [Figure]
+
+
+def test_methods_with_a_split_of_their_own_have_a_picture_of_their_own(tmp_path: Path) -> None:
+    runs = []
+    for method, keys in (("A", {}), ("B", {"strategy": "fedbn"}), ("Five", {"num-clients": 5})):
+        config = Config.make({"dataset": "digits", "num-clients": 4, **keys})
+        (folder := tmp_path / method).mkdir()
+        counts = split_to_json(partitioned_data(config, config.num_clients))
+        (folder / "split.json").write_text(json.dumps(counts))
+        runs.append((SimpleNamespace(split="iid", method=method), RunFiles(folder, config, [], {})))
+    files: Any = SimpleNamespace(study=SimpleNamespace(splits=["iid"]), runs=runs)
+    section = split_section(files)
+    assert section
+    titles = [block.title for block in section.blocks if isinstance(block, Figure)]
+    assert [title.partition("client, ")[2] for title in titles] == ["A, B, seed 0", "Five, seed 0"]

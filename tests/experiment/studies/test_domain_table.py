@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.experiment.output.folder import read_metrics
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows, is_average
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.study import Study

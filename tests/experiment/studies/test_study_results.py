@@ -13,7 +13,7 @@ from scipy.stats import ttest_rel
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment.studies import results
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
-from fedbn_flwr.experiment.studies.numbers import PaperNumber
+from fedbn_flwr.experiment.studies.numbers import PaperNumber, table_line
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.study import Study, finished
 from fedbn_flwr.experiment.studies.sweep import sweep
@@ -80,6 +80,24 @@ def test_methods_with_different_tests_are_compared_by_the_main_metric_of_each() 
     assert "| all | A | test-accuracy | FedBN | personal-own-accuracy | -2.50 |" in text
     assert "different tests" in text
     assert "different tests" not in comparisons_markdown("s", found[1:])
+
+
+def test_holms_correction_counts_pairs_that_are_shown_with_the_main_metrics() -> None:
+    """A and B have the main metric test-accuracy, C another one: of test-accuracy there are three pairs."""
+    values = {"A": (50.0, 51.0, 53.0), "B": (54.0, 56.5, 57.0), "C": (49.0, 52.5, 52.0)}
+    rows = [row(name, seed, v, main=name != "C") for name, own in values.items() for seed, v in enumerate(own)]
+    rows += [row("C", seed, 90.0 + seed, metric="personal-own-accuracy") for seed in range(3)]
+    own = [pair for pair in comparisons(rows) if pair["metric"] == pair["other-metric"] == "test-accuracy"]
+    assert [(pair["method"], pair["other"]) for pair in own] == [("A", "B"), ("A", "C"), ("B", "C")]
+    p = sorted(pair["p"] for pair in own)
+    holm = {p[0]: 3 * p[0], p[1]: max(3 * p[0], 2 * p[1]), p[2]: max(3 * p[0], 2 * p[1], p[2])}
+    for pair in own[1:]:  # A and B are corrected in the family of the main metrics
+        assert pair["p-holm"] == pytest.approx(min(1.0, holm[pair["p"]]))
+    assert own[2]["p-holm"] > 2 * own[2]["p"], "a family of two pairs would give less"
+
+
+def test_a_bar_in_a_name_ends_no_cell() -> None:
+    assert table_line(["FedBN | p=1", "two\nlines", 3]) == "| FedBN \\| p=1 | two lines | 3 |"
 
 
 def test_a_method_that_is_compared_with_none_is_named_with_the_reason() -> None:

@@ -7,20 +7,22 @@ import io
 import json
 import os
 import statistics
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import yaml
 from matplotlib import image
 
-from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
 from fedbn_flwr.experiment.output.folder import lock_folder
 from fedbn_flwr.experiment.studies import sweep as module
 from fedbn_flwr.experiment.studies.done import is_done
 from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import Cell, Study, summary_of
+from fedbn_flwr.experiment.studies.study import Cell, Study, Tuning, summary_of
 from fedbn_flwr.experiment.studies.sweep import LogFollower, do_cell, sweep
+from fedbn_flwr.experiment.studies.tables import table_rows
 from tests.support.pictures import drawn
 
 TEXT = """
@@ -145,6 +147,14 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
         ((TEXT, "a: ["), "study .*study.yaml"),
         (("name: small", "name: small\nname: large"), "study .*study.yaml: line 3: 'name' is also in line 2"),
         (("strategy: fedavg}", "strategy: fedavg}\n  FedAvg: {}"), "line 6: 'FedAvg' is also in line 5"),
+        ((TEXT, "{name: a, methods: {A: {}}, splits: {}}"), "splits: dictionary should have at least 1 item"),
+        ((TEXT, "{name: a, methods: {A: {}}, skip: [A/all]}"), "skip leaves out every run: A/all"),
+        (("FedAvg/iid: 91.35", "FedAvg/iid: true"), "'True' is no number of a paper"),
+        (("91.35", "-91 ± 2"), "paper: FedAvg/iid: -91 is not from 0 to 100, as a share is"),
+        (("91.35", "{amazon: 913}"), "paper: FedAvg/iid, amazon: 913 is not from 0 to 100"),
+        (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
+        (("FedAvg:", f"{'A' * 300}:"), "A{40}... would name a folder, with 300 characters; at most 200"),
+        (("FedBN/own:", "table.md:"), r"method 'table.md' ends as a file of the study \(.csv"),
     ],
 )
 def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -430,11 +440,91 @@ def test_the_tables_of_a_repeated_run_have_its_new_results(study: Study, tmp_pat
         assert row["sha256"] == summary_of(cell.folder(tmp_path / "out"))["sha256"]
 
 
+def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(study: Study, tmp_path: Path) -> None:
+    """The tables beside ``study.yaml`` are those of its settings, also before the first run has ended."""
+
+    def stopped(*_: object) -> Generator[tuple[Cell, str]]:
+        raise KeyboardInterrupt
+        yield
+
+    out = tmp_path / "out"
+    sweep(study, out)
+    (out / "tuning.md").write_text("of a former study with tune\n")
+    other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
+    with pytest.raises(KeyboardInterrupt):
+        sweep(other, out, runner=stopped)
+    assert (out / "results.jsonl").read_text() == ""
+    assert not (out / "comparisons.md").exists()
+    assert not (out / "tuning.md").exists()
+    assert all(StudyResults(other, out).history(cell) == [] for cell in other.cells()), "nor curves"
+    with pytest.raises(KeyboardInterrupt):  # trials: what is there is of the settings that it names
+        sweep(other.model_copy(update={"tune": Tuning(grid={"local-steps": [1]})}), out, runner=stopped)
+    assert "tune" not in (out / "study.yaml").read_text()
+
+
+def test_what_is_damaged_is_named_or_repeated(study: Study, tmp_path: Path, caplog) -> None:
+    out = tmp_path / "out"
+    sweep(study, out)
+    first, second = (out / f"FedAvg/iid/seed-{seed}" for seed in (0, 1))
+    (first / "config.yaml").write_text("strategy: [fedavg")
+    assert not is_done(next(study.cells()), out), "nobody knows its settings"
+    assert (
+        sweep(study, out, follower=(noted := Noted()))
+        == (out / "table.md").read_text() + "\n" + (out / "comparisons.md").read_text()
+    )
+    assert noted.begun == ["FedAvg/iid/seed-0"]
+    lines = (second / "metrics.jsonl").read_text()
+    (second / "metrics.jsonl").unlink()
+    caplog.clear()
+    row = table_rows(aimed := study.model_copy(update={"target": 0.0}), (rows := StudyResults(aimed, out).rows()))[0]
+    assert [row["best"] is None for row in rows if row["split"] == "iid"] == [False, True]
+    assert (row["runs"], row["reached"]) == (2, None), "its final result is known"
+    assert [m for m in caplog.messages if "seed-1/metrics.jsonl has 0 of 1 rounds" in m]
+    (second / "metrics.jsonl").write_text(f"{{\n{lines}")
+    with pytest.raises(
+        StateError, match=r"seed-1/metrics\.jsonl, line 1, is damaged: Expecting .*or remove the run's f"
+    ):
+        sweep(study, out)
+    (second / "metrics.jsonl").write_text(lines)
+    (second / "summary.json").write_text("[]")
+    with pytest.raises(StateError, match=r"seed-1/summary\.json is damaged: it holds no mapping"):
+        sweep(study, out)
+
+
+def test_the_folder_of_a_run_or_of_another_study_is_refused(study: Study, tmp_path: Path) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "study.yaml").write_text("name: other")
+    with pytest.raises(ConfigError, match=r"out=.* has the study 'other', whose tables those of 'small' would replace"):
+        sweep(study, out)
+    (out / "study.yaml").rename(out / "config.yaml")
+    with pytest.raises(ConfigError, match=r"out=.* is the folder of a run; choose another folder for a study"):
+        sweep(study, out)
+    assert [path.name for path in out.iterdir()] == ["config.yaml"]
+
+
+def test_a_full_disk_ends_no_run_and_is_named(study: Study, tmp_path: Path, monkeypatch, caplog) -> None:
+    def full(_: StudyResults) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_BETWEEN_TABLES", 0.0)
+    monkeypatch.setattr(module, "write_tables", full)
+    with pytest.raises(EngineError, match=r"out=.* cannot be written: .*No space.*and give the same command again"):
+        sweep(study, tmp_path / "out")
+    assert all(is_done(cell, tmp_path / "out") for cell in study.cells())
+    assert sum("No space left" in message for message in caplog.messages) == 6
+
+
+def test_a_papers_number_that_stands_beside_no_result_is_named(study: Study, tmp_path: Path, caplog) -> None:
+    papers = {"FedAvg/iid": 91.35, "FedBN/own/iid": 92.0, "FedAvg/two classes": {"amazon": 60.0}}
+    sweep(study.model_copy(update={"paper": papers}), tmp_path / "out")
+    assert "paper: no result stands beside the numbers of FedBN/own/iid, FedAvg/two classes" in caplog.messages
+
+
 def test_a_refused_study_leaves_that_of_the_folder(study: Study, tmp_path: Path) -> None:
     sweep(study, tmp_path / "out")
     before = (tmp_path / "out/study.yaml").read_text()
     absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
-    other = study.model_copy(update={"name": "other", "base": {**study.base, **absent}})
+    other = study.model_copy(update={"base": {**study.base, **absent}})
     with pytest.raises(ConfigError, match="nowhere"):
         sweep(other, tmp_path / "out")
     assert (tmp_path / "out/study.yaml").read_text() == before

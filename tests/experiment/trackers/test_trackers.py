@@ -15,7 +15,8 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.output.folder import RunFolder, read_metrics
+from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.experiment.trackers import TRACKERS, delivery
