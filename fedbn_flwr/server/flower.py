@@ -29,6 +29,7 @@ from fedbn_flwr.errors import (
     raise_shared_config_error,
 )
 from fedbn_flwr.messages.protocol import (
+    NUM_EXAMPLES,
     STATISTICS_QUERY,
     SYNCHRONISES,
     Continuity,
@@ -650,7 +651,7 @@ class Server(Method[P]):
         replies = list(grid.send_and_receive(messages, timeout=self.dispatcher.timeout))
 
         def read(node: Node, message: Message) -> State:
-            read_metrics(message, self.weighted_by_key)
+            read_metrics(message, NUM_EXAMPLES)  # whatever weighs the models
             state, _, sizes = read_arrays(message, self.arrayrecord_key)
             self.protection.check_statistics(self.run, state, like)
             for size in sizes:

@@ -155,3 +155,13 @@ def test_a_numpy_client_without_statistics_is_named(federate, datasets, mlp) -> 
     assert recalibrating.reports[0].participants == [0, 1, 2]
     with pytest.raises(ClientPartError, match=r"no client could measure its statistics: (?s:.*)Other does not"):
         federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=lambda make: one_other(make, [0, 1, 2]))
+
+
+def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_models(federate, datasets, mlp) -> None:
+    """Each answer was refused for want of the models' key, and the run ended with the statistics of its start."""
+    plain, other = (
+        federate(FedAvg(recalibrate=True, fraction_evaluate=0.0, **key), mlp, datasets, rounds=1, local_steps=2)
+        for key in ({}, {"weighted_by_key": "steps"})
+    )
+    assert other.strategy.reports[0].rejected == {}
+    assert list(other.strategy.completion("recalibrated")) == list(plain.strategy.completion("recalibrated"))
