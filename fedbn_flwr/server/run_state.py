@@ -117,8 +117,14 @@ class RunState:
         """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.
 
         Raises:
-            ConfigError: the given split does not fit.
+            ConfigError: the given split does not fit, or entries of the first model are missing.
         """
+        if lost := [name for name in self.shapes if name not in arrays]:
+            raise ConfigError(
+                f"the model of round {self.after + len(self.reports) + 1} lacks {len(lost)} entries that it had at the "
+                f"start ('{lost[0]}', ...): an aggregate_train of your own must return the whole model; override "
+                "`combine`, or call super()"
+            )
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         if self.parts_or_none is None or self.parts_or_none.by_names:  # an earlier run may have had another model
             self.parts_or_none = split_state(arrays)

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.records import select, tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining, train
@@ -167,3 +168,16 @@ def test_a_client_that_uploads_its_local_part_is_rejected(federate, points, mlp)
     run = federate(FedBN(), mlp, [points(6, 0), points(7, 1), points(8, 2)], rounds=1, client=Chatty)
     (reason,) = run.strategy.reports[0].rejected.values()
     assert "the reply holds 5 entries that stay with the client under strategy 'fedbn' ('1.weight', ...)" in reason
+
+
+def test_a_global_model_without_the_clients_parts_ends_the_run(federate, points, mlp) -> None:
+    """An ``aggregate_train`` of the user's own averages the replies' entries alone: nothing would be local any more."""
+
+    class Own(FedBN):
+        def aggregate_train(self, server_round, replies):
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            return select(arrays, set(arrays) - set(self.run.parts.select(self.local))), metrics
+
+    said = r"^the model of round 2 lacks 5 entries that it had at the start \('1.weight', ...\): an aggregate_train of your"
+    with pytest.raises(ConfigError, match=said):
+        federate(Own(), mlp, [points(8), points(12, 1)])
