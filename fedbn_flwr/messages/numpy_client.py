@@ -68,7 +68,8 @@ def reply_to_evaluate(message: Message, loss: float, num_examples: int, metrics:
         StateError: a metric cannot be sent.
     """
     content = RecordDict()
-    _add_metrics(content, num_examples, {LOSS: loss, **metrics}, "evaluate")
+    metrics = {LOSS: loss, **metrics} | {LOSS: loss}  # in front, and whatever the client's metrics call a loss
+    _add_metrics(content, num_examples, metrics, "evaluate")
     return Message(content, reply_to=message)
 
 
@@ -114,7 +115,7 @@ def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
 def _add_metrics(content: RecordDict, num_examples: int, metrics: Config, of: str) -> None:
     """Add the metrics that the method ``of`` returned: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
     numbers, texts = _split(metrics, of)
-    content[METRICS] = MetricRecord({NUM_EXAMPLES: num_examples, **numbers})
+    content[METRICS] = MetricRecord({NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples})
     if texts:
         content[INFO] = ConfigRecord(texts)
 

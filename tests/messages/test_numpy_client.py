@@ -48,3 +48,12 @@ def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out(
         StateError, match=r"^fit returned best=\{'loss': 1\}, a dict: only numbers, lists of numbers, text"
     ):
         reply_to_fit(message, [np.zeros(1)], 7, {"best": {"loss": 1}})
+
+
+def test_what_a_client_returns_counts_and_not_a_metric_of_that_name() -> None:
+    identify_process(1)
+    message = Message(RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN)
+    fit = reply_to_fit(message, [np.zeros(1)], 7, {"num-examples": 1})
+    test = reply_to_evaluate(message, 0.25, 7, {"loss": 99.0, "num-examples": 1})
+    assert dict(fit.content["metrics"]) == {"num-examples": 7}
+    assert dict(test.content["metrics"]) == {"num-examples": 7, "loss": 0.25}
