@@ -158,10 +158,7 @@ class Server(Method[P]):
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.by_run_rounds = True
-        earlier = _STARTS.get(grid, 0)
-        _STARTS[grid] = earlier + 1
-        if earlier and not after and self.continuity is None:
-            self.run.start_id = str(earlier)
+        self._count_start(grid)
 
         def test_and_end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self.run.arrays = arrays
@@ -358,6 +355,24 @@ class Server(Method[P]):
                 "" if Part.REST in self.local else average,
             )
 
+    def _count_start(self, grid: Grid) -> None:
+        """Count the start on this grid; a later one has an id, so that its clients forget what they have kept."""
+        earlier = _STARTS.get(grid, 0)
+        _STARTS[grid] = earlier + 1
+        if earlier and not self.run.after and self.continuity is None:
+            self.run.start_id = str(earlier)
+
+    def _warn_of_own_start(self) -> None:
+        """Warn that only our ``start`` completes the model of ``evaluate_fn`` and of the result."""
+        if self.completes_tests and self.on_round_end is None and (SHARED_BN in self.tests or self.recalibrates):
+            logger.warning(
+                "strategy %r re-estimates or averages BN entries for tests, and this run has a start() of your own: "
+                "there evaluate_fn and the result do not have them. After configure_evaluate call "
+                "strategy.for_evaluate_fn(server_round, arrays), which returns the model with them, or pass "
+                "on_round_end= to the strategy.",
+                self.name,
+            )
+
     @classmethod
     def every(cls, attribute: str) -> list[str]:
         """Return the names in ``attribute`` of the method's class and of all its bases."""
@@ -376,8 +391,10 @@ class Server(Method[P]):
         refuse_own_keys(config=config)
         self.run.set_model(arrays)
         check_wrapper(self, self.run.parts, warn=not self.run.begun)
-        if not self.run.begun:
+        if not self.run.begun:  # neither our start nor to_legacy calls: a loop of the user's or of Flower's
             self._begin()
+            self._count_start(grid)
+            self._warn_of_own_start()
         self.run.before, self.run.metrics = views(arrays), {}
         self.run.begin_round_statistics()
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))

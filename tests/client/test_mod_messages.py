@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -158,10 +160,14 @@ def test_a_client_that_lost_its_context_gets_the_initial_part_again(run_app, use
 
 @pytest.mark.parametrize("make", [FedBN, HBN, Scaffold], ids=["fedbn", "hbn", "scaffold"])
 def test_a_second_start_begins_with_its_initial_arrays(user_app, mlp, same_bits, make: Any) -> None:
-    """Two strategies compared in one run of a ServerApp: the second would have gone on with the parts of the first."""
+    """Two strategies compared in one run of a ServerApp: the second would have gone on with the parts of the first.
+
+    So it would in another loop than our ``start``.
+    """
+    elsewhere = type("Elsewhere", (make,), {"start": FlowerFedAvg.start})
     states = []
     with InProcessGrid(user_app(hooked_loop, query=True), len(SIZES)) as grid:
-        for strategy in (make(), once := make(), once):
+        for strategy in (make(), once := make(), once, elsewhere(), elsewhere()):
             result = strategy.start(grid, to_record(mlp().state_dict()), 2)
             local = [grid.context(i).state.array_records.get("fedbn-flwr.local", {}) for i in range(len(SIZES))]
             states.append([from_record(result.arrays), *map(from_record, local)])

@@ -24,7 +24,7 @@ from fedbn_flwr.server import flower
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 
@@ -264,3 +264,22 @@ def test_a_second_run_of_a_strategy_starts_at_round_one(federate, mlp, points, s
     again = federate(strategy, mlp, data, rounds=2)
     same_bits(again.state, once.state)
     assert [report.server_round for report in strategy.reports] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [StaticBN, functools.partial(FedAvg, recalibrate=True), functools.partial(FedBN, eval_on="averaged-bn"), FedAvg],
+)
+def test_a_start_of_ones_own_is_told_how_to_complete_the_model(federate, mlp, points, caplog, make) -> None:
+    """Its ``evaluate_fn`` and its result had the statistics of the start, without a word."""
+
+    def said(**callback: Any) -> list[str]:
+        caplog.clear()
+        strategy = make(**callback)
+        strategy.start = functools.partial(FlowerFedAvg.start, strategy)
+        with caplog.at_level(logging.WARNING, logger="flwr"):
+            federate(strategy, mlp, [points(8), points(12, 1)], rounds=1)
+        return [text for text in caplog.messages if "strategy.for_evaluate_fn(server_round, arrays)" in text]
+
+    assert len(said()) == (make is not FedAvg)
+    assert said(on_round_end=lambda server_round, arrays, metrics: None) == []
