@@ -460,9 +460,10 @@ class Server(Method[P]):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
-        report = self.run.report
-        pairs = self.dispatcher.in_order([*self._early_replies, *replies], report, report.rejected)
+        replies = self._of_own_messages("configure_train", [*self._early_replies, *replies])
         self._early_replies = []
+        report = self.run.report
+        pairs = self.dispatcher.in_order(replies, report, report.rejected)
         if not self.undoes_lost_rounds:
             for node, message in pairs:
                 self.run.note_kept(node, message)
@@ -586,6 +587,7 @@ class Server(Method[P]):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics; write each client's metrics to the report."""
+        replies = self._of_own_messages("configure_evaluate", replies)
         report, count_key = self.run.report, self.weighted_by_key
         pairs = [pair for pair in self.dispatcher.in_order(replies, report) if not tested_nothing(pair[1], count_key)]
         good, refused = read_replies(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
@@ -697,6 +699,20 @@ class Server(Method[P]):
                 "returns answer_statistics(msg, context, Net(), trainloader)."
             )
         raise ClientPartError(f"no client could measure its statistics: {error_text(failed[0])}")
+
+    def _of_own_messages(self, configure: str, replies: Iterable[Message]) -> list[Message]:
+        """Return the replies.
+
+        Raises:
+            ConfigError: the strategy has made no messages, because the method ``configure`` is the user's own.
+        """
+        found = list(replies)
+        if not self.reports or (found and not self.dispatcher.awaits_replies):
+            raise ConfigError(
+                f"{configure} of {type(self).__name__} did not call super().{configure}(): take the messages that it "
+                "returns, and leave out those that you do not want"
+            )
+        return found
 
     # --- shared by the calls ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
@@ -283,3 +283,17 @@ def test_a_start_of_ones_own_is_told_how_to_complete_the_model(federate, mlp, po
 
     assert len(said()) == (make is not FedAvg)
     assert said(on_round_end=lambda server_round, arrays, metrics: None) == []
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_messages_that_the_strategy_did_not_make_are_refused(federate, mlp, points, kind: str) -> None:
+    """Training ended with an IndexError, and the clients' tests were left out."""
+
+    def configure(self, server_round, arrays, config, grid):
+        content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": server_round})})
+        return [Message(content, node_id, kind) for node_id in grid.get_node_ids()]
+
+    mine = type("Mine", (FedAvg,), {f"configure_{kind}": configure})
+    said = rf"^configure_{kind} of Mine did not call super\(\)\.configure_{kind}\(\): take the messages that it returns"
+    with pytest.raises(ConfigError, match=said):
+        federate(mine(), mlp, [points(8), points(12, 1)])
