@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
@@ -78,9 +78,9 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     config = TrainConfig.read(merged_config(message))
     if config.by_messages:
         _reopen(message, context)
-    key, received = _set_aside_extras(message, context, bool(config.hooks))
+    key, received = _set_aside_extras(message, context, config.extras)
     whole, store = _completed(received, context, config)
-    if config.local_entries or any(name.startswith(f"{INBOX}/") for name in context.state.array_records):
+    if config.local_entries or config.extras or config.by_messages:
         # A TorchClient keeps its part itself, and refuses to work under the mod.
         next(iter(message.content.config_records.values()))[MOD] = "local_bn"
     context.state.pop(OUTBOX, None)
@@ -198,17 +198,17 @@ def _take_out(reply: Message, key: str, config: TrainConfig, store: LocalState, 
         reply.content[name] = record
 
 
-def _set_aside_extras(message: Message, context: Context, hooks: bool) -> tuple[str, ArrayRecord]:
-    """Return the key and the record of the model; if there are client hooks, move further records into the context.
+def _set_aside_extras(message: Message, context: Context, names: Sequence[str]) -> tuple[str, ArrayRecord]:
+    """Return the key and the record of the model; move the method's records into the context.
 
-    Without hooks further records are the user's, and stay.
+    Further records are the user's, and stay.
     """
     records = message.content.array_records
-    (key, received), *extras = list(records.items())
+    key, received = next(iter(records.items()))
     take_box(context, INBOX)
-    for name, record in extras if hooks else ():
-        context.state[f"{INBOX}/{name}"] = record
-        del records[name]
+    for name in names:
+        if name in records:  # a NumPyClient's message has no empty record
+            context.state[f"{INBOX}/{name}"] = records.pop(name)
     return key, received
 
 
@@ -240,6 +240,7 @@ def _reopen(message: Message, context: Context) -> None:
     model, config = log_answer(context, arrays, config)
     for key, record in to_records(first, dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))).items():
         message.content[key] = record
+    message.content.pop(EXCHANGE, None)  # the log has it
 
 
 def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:

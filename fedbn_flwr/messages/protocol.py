@@ -71,6 +71,7 @@ MOMENTS = Key("input-moments", "ArrayRecord: count, mean and m2 of each feature 
 SERVER_ROUND = Key("server-round", "int", "server", "client")
 SEED = Key("fedbn-flwr.seed", "int: seed of the run, for the clients' default generators", "server", "client")
 HOOKS = Key("fedbn-flwr.hooks", "str, comma list: client hooks to apply", "server", "client")
+EXTRAS = Key("fedbn-flwr.extras", "str, comma list: the method's further records", "server", "client")
 LOCAL_ENTRIES = Key("fedbn-flwr.local-entries", "str, JSON list: names of the entries that stay", "server", "client")
 LOCAL_SHA256 = Key("fedbn-flwr.local-sha256", "str: SHA-256 of the kept state", "server, client", "client, server")
 USED_SHA256 = Key(
@@ -336,22 +337,26 @@ class TrainConfig(MessageConfig):
 
     Attributes:
         hooks: names of the client hooks to apply, in order.
+        extras: names of the method's records beside the model; others are the user's.
         frozen: whether BN is frozen in this round, for the learning rate.
         by_messages: whether this message is part of a synchronised step by messages.
     """
 
     hooks: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
     frozen: bool = False
     by_messages: bool = False
 
     @classmethod
     def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        own = {"hooks": comma_list(config, HOOKS), "frozen": bool(config.get(FROZEN, False))}
-        return {**super()._entries(config), **own, "by_messages": ATTEMPT in config}
+        lists = {"hooks": comma_list(config, HOOKS), "extras": comma_list(config, EXTRAS)}
+        flags = {"frozen": bool(config.get(FROZEN, False)), "by_messages": ATTEMPT in config}
+        return {**super()._entries(config), **lists, **flags}
 
     def write(self) -> dict[str, Any]:
         """Return the entries of a message's config, without values that are not set."""
-        return super().write() | ({HOOKS: ",".join(self.hooks)} if self.hooks else {})
+        lists = {HOOKS: self.hooks, EXTRAS: self.extras}
+        return super().write() | {key: ",".join(names) for key, names in lists.items() if names}
 
 
 @dataclass(frozen=True, kw_only=True)

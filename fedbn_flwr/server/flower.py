@@ -429,12 +429,13 @@ class Server(Method[P]):
             return []
         logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
         hooks = self.hooks_for(server_round)
-        self.run.hooks_sent = frozenset(hooks)
-        sent = {**config, **TrainConfig(**vars(self._common(server_round)), hooks=tuple(hooks)).write()}
+        extras = {key: to_record(state) for key, state in self.extras(server_round).items()}
+        self.run.hooks_sent, self.run.extras_sent = frozenset(hooks), frozenset(extras)
+        own = TrainConfig(**vars(self._common(server_round)), hooks=tuple(hooks), extras=tuple(extras))
+        sent = {**config, **own.write()}
         sent |= self.protection.config()
         for entries in hooks.values():
             sent |= entries
-        extras = {key: to_record(state) for key, state in self.extras(server_round).items()}
         return self._address(nodes, MessageType.TRAIN, arrays, sent, report.train, extras)
 
     def _unblocked(self, nodes: list[Node]) -> list[Node]:

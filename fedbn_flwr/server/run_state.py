@@ -40,6 +40,7 @@ class RunState:
         metrics: the metrics of this round so far, under the names of Flower's ``Result``.
         before: the global state that was sent in this round.
         hooks_sent: the client hooks that this round's messages name.
+        extras_sent: the method's records beside the model, in this round's messages and in their replies.
         num_able: number of nodes with training data, N of the papers.
         smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
@@ -67,6 +68,7 @@ class RunState:
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
     before: State = field(default_factory=dict)
     hooks_sent: frozenset[str] = frozenset()
+    extras_sent: frozenset[str] = frozenset()
     num_able: int = 0
     smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)

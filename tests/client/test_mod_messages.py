@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -75,24 +76,29 @@ def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:
     assert [names for names in seen if names] == [list(mlp().state_dict())] * 12
 
 
-def test_a_record_of_the_users_own_stays_in_the_message(run_app, user_app) -> None:
-    """A teacher beside the model, say; client hooks alone have further records."""
+@pytest.mark.parametrize("method", [FedBN, functools.partial(FixBN, freeze_at=1), FedProx, Scaffold, FedTAN])
+def test_a_record_of_the_users_own_stays_in_the_message(run_app, user_app, method: Any) -> None:
+    """A teacher beside the model, say, also under methods that have further records or exchange by messages."""
     seen: list[list[str]] = []
+    strategy = method()
+    configure = strategy.configure_train
 
-    class WithTeacher(FedBN):
-        def configure_train(self, *args: Any, **kwargs: Any) -> Any:
-            messages = list(super().configure_train(*args, **kwargs))
-            for message in messages:
-                message.content["teacher"] = ArrayRecord({"t": torch.ones(3)})
-            return messages
+    def with_teacher(*args: Any) -> Any:
+        messages = list(configure(*args))
+        for message in messages:
+            message.content["teacher"] = ArrayRecord({"t": torch.ones(3)})
+        return messages
 
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         seen.append(list(msg.content.array_records))
+        assert msg.content["teacher"]["t"].shape == (3,)
         return hooked_loop(model, data, msg, context)
 
-    run_app(WithTeacher(), user_app(loop))
+    strategy.configure_train = with_teacher
+    run_app(strategy, user_app(loop, query=True), rounds=2, barrier=False)
+    assert [report.rejected for report in strategy.reports] == [{}, {}]
     assert seen == [["arrays", "teacher"]] * len(seen)
-    assert len(seen) >= 3
+    assert len(seen) >= 6
 
 
 def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> None:

@@ -178,6 +178,6 @@ def test_a_global_model_without_the_clients_parts_ends_the_run(federate, points,
             arrays, metrics = super().aggregate_train(server_round, replies)
             return select(arrays, set(arrays) - set(self.run.parts.select(self.local))), metrics
 
-    said = r"^the model of round 2 lacks 5 entries that it had at the start \('1.weight', ...\): an aggregate_train of your"
+    said = r"^the model of round 2 lacks 5 entries that it had at the start \('1.weight', ...\): an aggregate_train"
     with pytest.raises(ConfigError, match=said):
         federate(Own(), mlp, [points(8), points(12, 1)])
