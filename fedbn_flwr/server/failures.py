@@ -15,7 +15,7 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.report import RoundReport
 
 __all__ = ["MOD_ORDER", "TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "error_text"]
-__all__ += ["losses_not_finite", "nothing_trained"]
+__all__ += ["losses_not_finite", "nothing_trained", "training_losses"]
 
 MOD_ORDER = (
     "A mod of the app refuses messages that it was not made for. Put local_bn first, ClientApp(mods=[local_bn]), and "
@@ -71,6 +71,17 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
         f"{name} is {who[0]}" if "" in metrics else f"{name} of client {_listed(who)} is not finite"
         for name, who in clients_of.items()
     ]
+
+
+def training_losses(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return those metrics of the clients' training that are losses of training: "loss", "train-loss" and the like.
+
+    Another loss in it, as of validation data that a client does not have, may be NaN.
+    """
+    return {
+        label: {name: value for name, value in values.items() if re.fullmatch("(train.*)?loss", name)}
+        for label, values in metrics.items()
+    }
 
 
 def divergence(report: RoundReport, advice: str) -> str:

@@ -48,6 +48,7 @@ from fedbn_flwr.server.failures import (
     error_text,
     losses_not_finite,
     nothing_trained,
+    training_losses,
 )
 from fedbn_flwr.server.method import RECALIBRATED, Method, P, tests_in
 from fedbn_flwr.server.nodes import Node, NodeRegistry
@@ -482,7 +483,7 @@ class Server(Method[P]):
             self._keep_previous(len(usable))
             self._forget_undone(usable)
             return None, None
-        self.note_divergence(losses_not_finite(report.clients))
+        self.note_divergence(losses_not_finite(training_losses(report.clients)))
         before = self.run.before
         released = self.protection.pool(self.run, usable, before)
         if not released:
@@ -546,6 +547,7 @@ class Server(Method[P]):
             local=self.local,
             expected={name: array for name, array in before.items() if part_of[name] not in self.local},
             hooks=self.run.hooks_sent - self.implicit_hooks,
+            extras=self.run.extras_sent,
             arrays_key=self.arrayrecord_key,
             count_key=self.weighted_by_key,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -48,7 +48,7 @@ class Reply:
         num_examples: |D_i|, for the weight.
         state: the shared entries; read-only views of the message.
         metrics: metrics of the client's training.
-        extras: further records, by name; read-only as well.
+        extras: further records that the method reads, by name; read-only as well.
         sizes: bytes of each record.
         info: what the client part reports.
     """
@@ -72,6 +72,7 @@ class Terms:
         local: the parts that stay with the client.
         expected: arrays like those that the reply must hold.
         hooks: the client hooks that the reply must name as applied.
+        extras: names of the further records that the method reads; others are the user's.
         arrays_key: name of the model's record.
         count_key: the metric that weights the reply.
     """
@@ -81,6 +82,7 @@ class Terms:
     local: frozenset[Part]
     expected: State
     hooks: frozenset[str]
+    extras: frozenset[str]
     arrays_key: str
     count_key: str
 
@@ -92,7 +94,7 @@ class Terms:
             ClientPartError: the reply shows that the app lacks the method's client part.
         """
         metrics = read_metrics(message, self.count_key)
-        state, extras, sizes = read_arrays(message, self.arrays_key)
+        state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
         self._refuse_missing_part(state, message)
         check_state(state, self.expected, self.parts)
         for key, extra in extras.items():
@@ -192,16 +194,21 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
 
 
-def read_arrays(message: Message, arrays_key: str) -> tuple[State, dict[str, State], list[Size]]:
-    """Return the model's entries, further records by name, and the bytes of all records; arrays are read-only views.
+def read_arrays(
+    message: Message, arrays_key: str, extras: Collection[str] = ()
+) -> tuple[State, dict[str, State], list[Size]]:
+    """Return the model's entries, the records ``extras`` by name, and the bytes of all records.
+
+    Arrays are read-only views.
 
     Raises:
         ReplyError: the model's record is missing, or an array cannot be read.
     """
     try:
-        states: dict[str, State] = {key: views(r) for key, r in message.content.array_records.items()}
-        state = states.pop(arrays_key)
-        return state, states, [num_bytes(record) for record in message.content.array_records.values()]
+        records = message.content.array_records
+        state = views(records[arrays_key])
+        further: dict[str, State] = {key: views(records[key]) for key in extras if key in records}
+        return state, further, [num_bytes(record) for record in records.values()]
     except KeyError as error:
         raise ReplyError(f"the reply has no ArrayRecord '{arrays_key}': return the model under this key") from error
     except Exception as error:  # bytes from outside: NumPy's parser may raise anything

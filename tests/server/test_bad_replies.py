@@ -124,6 +124,15 @@ def test_a_bad_reply_is_rejected_by_name(federate, datasets, mlp, same_bits, wit
     same_bits(run.state, without_bad(2).state)
 
 
+@pytest.mark.parametrize("data", [to_record({"a": np.full(2, np.nan)})["a"].data, b"not an array"], ids=["nan", "text"])
+def test_a_further_record_that_the_method_does_not_read_is_left_alone(federate, datasets, mlp, data: bytes) -> None:
+    def note(content: RecordDict) -> None:
+        content["notes"] = ArrayRecord({"a": Array("float64", (2,), "numpy.ndarray", data)})
+
+    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, note))
+    assert run.strategy.reports[0].rejected == {}
+
+
 @pytest.mark.parametrize(("name", "value"), [("0.bias", np.inf), ("1.running_mean", np.nan), ("1.running_var", -1.0)])
 def test_an_initial_entry_that_every_reply_would_repeat_is_refused_before_the_run(mlp, name: str, value: float) -> None:
     state = to_state(mlp().state_dict())

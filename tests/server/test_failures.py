@@ -113,6 +113,16 @@ def test_a_training_loss_counts_although_the_model_is_finite(federate, datasets,
     assert "train-loss of client 2 is not finite" in str(run.error)
 
 
+def test_another_loss_that_training_reports_does_not_count(federate, datasets, mlp) -> None:
+    """A client without validation data has none, say."""
+
+    def fit(self, server_round, result):
+        return *result[:2], {**result[2], "val_loss": NAN if self.partition_id == 2 else 1.0}
+
+    reports = federate(FedAvg(), mlp, datasets, client=client(fit)).strategy.reports
+    assert [report.diverged for report in reports] == [[], [], []]
+
+
 def test_a_foreign_loop_is_ended_too(run_legacy_loop, datasets, mlp) -> None:
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     own = client(evaluate=lambda self, server_round, result: untestable(result))

@@ -28,6 +28,7 @@ TERMS = Terms(
     local=frozenset({Part.COUNTERS}),
     expected={name: array for name, array in STATE.items() if array.ndim},
     hooks=frozenset(),
+    extras=frozenset({"more"}),
     arrays_key="arrays",
     count_key="num-examples",
 )
