@@ -27,6 +27,7 @@ from fedbn_flwr.messages.protocol import (
     UNUSABLE,
     NodeProperties,
     merged_config,
+    partition_of,
 )
 from fedbn_flwr.messages.records import to_record, to_state
 
@@ -130,8 +131,8 @@ def client_app(
             properties = _client(client_fn, context).get_properties(merged_config(message))
         except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
             properties, said = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
-        if PARTITION_ID in context.node_config:
-            properties = {PARTITION_ID: int(context.node_config[PARTITION_ID]), **properties}
+        if (own := partition_of(context)) is not None:
+            properties = {PARTITION_ID: own, **properties}
         if DATA_REPORT in properties:
             said[DATA_REPORT] = str(properties[DATA_REPORT])
         reply = describe(message, properties)

@@ -26,7 +26,7 @@ from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import ConfigError, NamedConfigErrors, StateError
+from fedbn_flwr.errors import NamedConfigErrors, StateError
 from fedbn_flwr.messages.legacy import with_names
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import open_message, to_records
@@ -43,6 +43,7 @@ from fedbn_flwr.messages.protocol import (
     NodeProperties,
     TrainConfig,
     merged_config,
+    partition_of,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
@@ -120,10 +121,7 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         DataError: the data set has no length, or the sampler's choice is not known (``LoadedBatches``).
     """
     size = num_examples(loader)
-    own = context.node_config.get(PARTITION_ID)
-    if own is not None and not str(own).isdecimal():
-        raise ConfigError(f"partition-id={own!r} of the node's config must be a whole number from 0")
-    properties = NodeProperties(None if own is None else int(own), size, min(first_batch(loader) or size, size))
+    properties = NodeProperties(partition_of(context), size, min(first_batch(loader) or size, size))
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 
@@ -221,8 +219,9 @@ def _answered(query: Message, reply: Message) -> Message:
 
 def _sign(reply: Message, context: Context) -> Message:
     """Add this client's partition id to the reply."""
-    if reply.has_content() and PARTITION_ID in context.node_config:
-        _add_info(reply, {PARTITION_ID: int(context.node_config[PARTITION_ID])})
+    own = partition_of(context)
+    if reply.has_content() and own is not None:
+        _add_info(reply, {PARTITION_ID: own})
     return reply
 
 

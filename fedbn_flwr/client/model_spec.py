@@ -21,7 +21,7 @@ from fedbn_flwr.checked_file import read_checked, write_checked
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.state_folder import partition_folder, state_dir
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.protocol import MODEL_SPEC, PARTITION_ID, SPEC_SHAPES, Continuity
+from fedbn_flwr.messages.protocol import MODEL_SPEC, SPEC_SHAPES, Continuity, partition_of
 
 __all__ = ["ModelSpec", "StateLocation"]
 
@@ -41,16 +41,16 @@ class StateLocation:
         """Return the location if the node or the run names a ``state-dir`` and the server sends its run, else None.
 
         Raises:
-            ConfigError: the folder is not absolute.
+            ConfigError: the folder is not absolute, or the partition id is no number.
             StateError: the node has no partition id.
         """
         if continuity is None:
             return None
         if (root := state_dir(context)) is None:
             return None
-        if PARTITION_ID not in context.node_config:
+        if (own := partition_of(context)) is None:
             raise StateError("state-dir needs a partition id: give the SuperNode one in --node-config")
-        return cls(root, continuity, int(context.node_config[PARTITION_ID]))
+        return cls(root, continuity, own)
 
     @property
     def path(self) -> Path:

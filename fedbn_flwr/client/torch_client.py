@@ -51,6 +51,7 @@ from fedbn_flwr.messages.protocol import (
     EvaluateConfig,
     MessageConfig,
     TrainConfig,
+    partition_of,
 )
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.record_level import DPSGD, HOOKS_WITH_STATE, NOISE, PROTECTED_HOOKS, RecordLevel
@@ -135,8 +136,8 @@ class TorchClient(NumPyClient):
         self.settings = settings
         self._lend = lender(model, settings.memory_format)
         self.context = context
-        if partition_id is None and context is not None and PARTITION_ID in context.node_config:
-            partition_id = int(context.node_config[PARTITION_ID])
+        if partition_id is None and context is not None:
+            partition_id = partition_of(context)
         self.partition_id = partition_id
         self._fresh = 0
         self.seed = seed

@@ -19,7 +19,7 @@ from flwr.common import Code
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.numpy_client import to_records
-from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, PARTITION_ID
+from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, PARTITION_ID, partition_of
 from fedbn_flwr.messages.records import to_record, view
 
 __all__ = ["with_names"]
@@ -126,9 +126,9 @@ def _numbered(reply: Message, key: str, result: str) -> None:
 
 def _introduced(reply: Message, context: Context) -> Message:
     """Return the client's properties with its partition id, even if the client has no properties."""
-    if reply.has_content() and PARTITION_ID in context.node_config:
+    own = partition_of(context)
+    if reply.has_content() and own is not None:
         known: Mapping[str, Any] = reply.content.config_records.get(f"{_KNOWN}.properties", {})
-        own = int(context.node_config[PARTITION_ID])
         reply.content[f"{_KNOWN}.properties"] = ConfigRecord({PARTITION_ID: own, **known})
         reply.content[f"{_KNOWN}.status"] = ConfigRecord({"code": Code.OK.value, "message": ""})
     return reply

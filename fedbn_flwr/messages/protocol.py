@@ -33,6 +33,7 @@ __all__ = [
     "TrainConfig",
     "comma_list",
     "merged_config",
+    "partition_of",
     "refuse_own_keys",
 ]
 
@@ -192,6 +193,18 @@ CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, REC
 # A client makes a folder name of it: no separator, no "..".
 SERIES_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def partition_of(context: Context) -> int | None:
+    """Return the partition id in a node's config; None if it has none.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    own = context.node_config.get(PARTITION_ID)
+    if own is not None and not str(own).isdecimal():
+        raise ConfigError(f"partition-id={own!r} of the node's config must be a whole number from 0")
+    return None if own is None else int(own)
 
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -266,3 +266,11 @@ def test_a_client_that_lost_what_a_hook_kept_is_named(run_app, user_app, caplog,
     lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
     assert len(lost) == loses
     assert all("(partition 1)" in text for text in lost)
+
+
+def test_a_partition_id_that_is_no_number_is_named() -> None:
+    InProcessGrid(ClientApp(), 1).close()  # Flower makes messages only in a process of a run
+    message = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
+    context = Context(1, 2, {"partition-id": "berlin"}, RecordDict(), {})
+    with pytest.raises(ConfigError, match="partition-id='berlin' of the node's config must be a whole number from 0"):
+        local_bn(message, context, lambda message, _: Message(RecordDict(), reply_to=message))
