@@ -35,11 +35,13 @@ from fedbn_flwr.messages.protocol import (
     EXCHANGE,
     INBOX,
     INFO,
+    KEPT_BY_HOOKS,
     METRICS,
     MOD,
     NUM_EXAMPLES,
     OUTBOX,
     PARTITION_ID,
+    PREFIX,
     NodeProperties,
     TrainConfig,
     merged_config,
@@ -85,6 +87,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         # A TorchClient keeps its part itself, and refuses to work under the mod.
         next(iter(message.content.config_records.values()))[MOD] = "local_bn"
     context.state.pop(OUTBOX, None)
+    kept = {name: record for name, record in context.state.items() if name.startswith(PREFIX)}
     try:
         reply = _call(call_next, message, context, key, whole, bool(config.hooks))
     except Pending as exchange:
@@ -92,7 +95,11 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         return _exchange(message, key, {exchange.tag: exchange.tensor})
     except StepDone:
         return _exchange(message, key, {})
-    if message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
+    trained = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+    if trained:
+        kept.pop(KEPT_BY_HOOKS, None)  # those of an earlier round
+    context.state.update({name: kept[name] for name in kept.keys() - context.state.keys()})  # the app may replace it
+    if trained:
         clear_log(context)
         take_box(context, INBOX)
         _take_out(reply, key, config, store, context)

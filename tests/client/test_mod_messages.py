@@ -274,3 +274,19 @@ def test_a_partition_id_that_is_no_number_is_named() -> None:
     context = Context(1, 2, {"partition-id": "berlin"}, RecordDict(), {})
     with pytest.raises(ConfigError, match="partition-id='berlin' of the node's config must be a whole number from 0"):
         local_bn(message, context, lambda message, _: Message(RecordDict(), reply_to=message))
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_an_app_that_replaces_its_state_does_not_lose_the_part(run_app, user_app, same_bits, kind: str) -> None:
+    def replacing(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type == kind:
+            context.state = RecordDict({"mine": MetricRecord({"rounds": 1})})
+        return reply
+
+    run = run_app(FedBN(), user_app(mods=(local_bn, replacing)))
+    assert [report.rejected for report in run.strategy.reports] == [{}, {}, {}]
+    plain = run_app(FedBN(), user_app())
+    same_bits(run.state, plain.state)
+    same_bits(run.local_state(0), plain.local_state(0))
+    assert run.context(0).state["mine"]["rounds"] == 1
