@@ -1,7 +1,8 @@
 """Inputs of every BatchNorm layer, example by example, in eval mode.
 
 BatchNorm with running statistics treats each example alone. So the examples of all clients can be regrouped in any way
-without another pass over the network, and a regrouping at random shows what chance does.
+without another pass over the network, and a regrouping at random shows what chance does. A layer without running
+statistics sees the examples of a pass together. So a pass mixes the clients at random, and no client has its own.
 """
 
 from __future__ import annotations
@@ -84,11 +85,8 @@ class Features:
     left_out: list[str] = field(default_factory=list)
 
 
-def features(model: nn.Module, clients: Sequence[ClientData]) -> Features:
-    """Return the features of all clients' examples under the model's running statistics; the model does not change.
-
-    A layer without running statistics normalises by the batch, also in eval mode; it is measured all the same.
-    """
+def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator) -> Features:
+    """Return the features of all clients' examples, in random order; the model does not change."""
     working = copy.deepcopy(model).eval()
     prepared, watch = inputs_for(working), _Watch()
     handles = [
@@ -99,9 +97,9 @@ def features(model: nn.Module, clients: Sequence[ClientData]) -> Features:
             layer.register_forward_hook(lambda _, args, output, path=path: watch.leave(path, output)),
         )
     ]
-    count = sum(map(len, clients))
+    order = torch.randperm(sum(map(len, clients)), generator=generator)
     with torch.no_grad(), watch:
-        for positions in parts(torch.arange(count), examples_a_pass(clients, _BATCH)):
+        for positions in parts(order, examples_a_pass(clients, _BATCH)):
             watch.begin(len(positions))
             working(prepared(inputs_at(clients, positions)))
     for handle in handles:
@@ -109,7 +107,9 @@ def features(model: nn.Module, clients: Sequence[ClientData]) -> Features:
     owner = torch.cat([torch.full((len(client),), index) for index, client in enumerate(clients)])
     classes = [client.classes for client in clients]
     known = torch.cat([c for c in classes if c is not None]) if all(c is not None for c in classes) else None
-    return Features(watch.layers(count), owner, known, sorted(watch.refused))
+    return Features(
+        watch.layers(len(order)), owner[order], None if known is None else known[order], sorted(watch.refused)
+    )
 
 
 def chosen_channels(count: int) -> Tensor:

@@ -130,7 +130,7 @@ def clients_differ(m: Measured) -> Finding | None:
 def train_test_mismatch(m: Measured) -> Finding | None:
     """Running statistics do worse on the same examples than those of the test batch."""
     gap = m.gap
-    if gap is None or not gap.z >= Z_OF_A_GAP or m.untracked:
+    if gap is None or not gap.z >= Z_OF_A_GAP:
         return None
     if gap.running_accuracy is not None:
         if gap.accuracy_lost < MIN_GAP:

@@ -103,12 +103,12 @@ class Measuring:
         seen = self._examples()
         if len(self._clients) < 2:
             self.lacking.append("differences between clients: there is one.")
-        elif seen.layers and not self._m.untracked:
+        elif seen.layers:
             return self._differences(seen)
         return {}
 
     def _examples(self) -> Features:
-        seen = features(self._model, self._clients)
+        seen = features(self._model, self._clients, self._generator)
         if seen.left_out:
             self.lacking.append(f"differences of the clients in {listed(seen.left_out)}: no row an example.")
         if uncalled := sorted({*self._layers} - {*seen.layers, *seen.left_out}):

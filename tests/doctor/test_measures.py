@@ -84,7 +84,7 @@ def test_features_against_plain_torch() -> None:
     with torch.no_grad():
         model[1].bias.copy_(torch.tensor([0.0, -100.0]))  # the second channel is 0 after the ReLU
     inputs = torch.randn(200, 1, 6, 6, generator=_generator())
-    layer = features(model, [_client(inputs[:150]), _client(inputs[150:])]).layers["1"]
+    layer = features(model, [_client(inputs[:150]), _client(inputs[150:])], _generator()).layers["1"]
     seen = model[0](inputs).detach()
     torch.testing.assert_close(layer.mean, seen.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(layer.variance, seen.var((0, 2, 3), correction=0), rtol=1e-4, atol=1e-5)
@@ -101,7 +101,7 @@ def test_a_layer_whose_rows_are_no_examples_is_left_out() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.own(self.norm(x.reshape(-1, 4)).reshape(len(x), 8))
 
-    found = features(Twice().eval(), [_client(torch.randn(10, 8))])
+    found = features(Twice().eval(), [_client(torch.randn(10, 8))], _generator())
     assert (list(found.layers), found.left_out) == (["own"], ["norm"])
 
 
@@ -138,7 +138,7 @@ def test_the_two_regroupings_tell_the_causes_apart(cause: str) -> None:
     if cause == "features":
         inputs[owner == 1] += 1.0
     clients = [_client(inputs[owner == k], classes[owner == k]) for k in range(3)]
-    seen = features(nn.Sequential(nn.BatchNorm1d(8)).eval(), clients)
+    seen = features(nn.Sequential(nn.BatchNorm1d(8)).eval(), clients, generator)
     eps = {"0": 1e-5}
     skew = class_skew(seen.classes, seen.owner, generator)
     free = shift(seen.layers, seen.owner, eps, generator)
@@ -290,7 +290,7 @@ def test_examples_of_several_clients_by_position() -> None:
 
 def test_of_a_wide_layer_some_channels_are_kept() -> None:
     inputs = torch.randn(10, 200, generator=_generator())
-    layer = features(nn.Sequential(nn.BatchNorm1d(200)).eval(), [_client(inputs)]).layers["0"]
+    layer = features(nn.Sequential(nn.BatchNorm1d(200)).eval(), [_client(inputs)], _generator()).layers["0"]
     chosen = torch.linspace(0, 199, 64).round().long()
     torch.testing.assert_close(layer.mean, inputs.mean(0)[chosen])
     assert (layer.first.shape, len(layer.low)) == ((10, 64), 200)

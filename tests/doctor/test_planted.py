@@ -59,6 +59,10 @@ def trained(digits) -> nn.Module:
     return model.eval()
 
 
+def seed_of(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
 def first(found: Diagnosis) -> tuple[str, str]:
     """The first finding, and its first remedy."""
     return found.findings[0].id, found.findings[0].remedies[0].setting
@@ -132,6 +136,26 @@ def test_a_layer_without_running_statistics(loaders: Loaders) -> None:
     layer = nn.BatchNorm1d(64, track_running_stats=False)
     found = diagnose(nn.Sequential(layer, nn.Linear(64, 10)).eval(), loaders())
     assert first(found) == ("tested-with-batch-statistics", "track_running_stats=True")
+
+
+@pytest.mark.parametrize("untracked", ["no layer", "the first", "the last"])
+@pytest.mark.parametrize("fault", ["label-skew", "train-test-mismatch"])
+def test_a_layer_without_running_statistics_hides_no_other_fault(
+    untracked: str, fault: str, trained: nn.Module, digits
+) -> None:
+    model = copy.deepcopy(trained)
+    if untracked != "no layer":
+        place, width = (1, 48) if untracked == "the first" else (4, 32)
+        model[place] = nn.BatchNorm1d(width, track_running_stats=False).eval()
+    if fault == "train-test-mismatch":
+        layer = model[4 if untracked == "the first" else 1]
+        layer.running_mean += 2 * layer.running_var.sqrt() * (-1) ** torch.arange(layer.num_features)
+    order = torch.argsort(digits[1]) if fault == "label-skew" else torch.randperm(800, generator=seed_of(0))
+    found = diagnose(model, [[(digits[0][own], digits[1][own])] for own in order.chunk(NUM_CLIENTS)])
+    ids = [f.id for f in found.findings]
+    assert fault in ids
+    assert ids[0] == ("tested-with-batch-statistics" if untracked != "no layer" else fault)
+    assert ("label-skew" in ids) == (fault == "label-skew"), "no false alarm"
 
 
 def test_batch_size_2(trained: nn.Module, loaders: Loaders) -> None:
