@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fedbn_flwr.doctor.by_batch import layers_of
-from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.clients import ClientData, classes_of
 from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
 from fedbn_flwr.doctor.thresholds import MAX_CHANNELS
 from fedbn_flwr.training.channels import other_axes
@@ -105,8 +105,7 @@ def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.G
     for handle in handles:
         handle.remove()
     owner = torch.cat([torch.full((len(client),), index) for index, client in enumerate(clients)])
-    classes = [client.classes for client in clients]
-    known = torch.cat([c for c in classes if c is not None]) if all(c is not None for c in classes) else None
+    known = classes_of(clients)
     return Features(
         watch.layers(len(order)), owner[order], None if known is None else known[order], sorted(watch.refused)
     )

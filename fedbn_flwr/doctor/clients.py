@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["ClientData", "Loaders", "outputs_of", "read_clients", "read_loader"]
+__all__ = ["ClientData", "Loaders", "classes_of", "outputs_of", "read_clients", "read_loader"]
 
 Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 """A loader for each client, by name or in order; it yields batches (inputs, targets), as a ``DataLoader`` does."""
@@ -62,10 +62,21 @@ class ClientData:
 
     @property
     def classes(self) -> Tensor | None:
-        """The class of each example, int64 (N,); None if the targets are not one integer, or one 0 or 1, an example."""
+        """The class of each example, int64 (N,); None if the targets are not one class an example.
+
+        A class is an integer, a 0 or 1, or a row with a single 1.
+        """
+        if self.rows and bool((self.targets.sum(1) == 1).all()):
+            return self.targets.argmax(1)
         if self.targets.numel() != len(self):
             return None
         return self.targets.reshape(len(self)).long() if self.binary or not self.targets.is_floating_point() else None
+
+
+def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
+    """Return the classes of all clients' examples; None if one client's targets are not classes."""
+    known = [classes for client in clients if (classes := client.classes) is not None]
+    return torch.cat(known) if len(known) == len(clients) else None
 
 
 def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:

@@ -8,10 +8,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
-from fedbn_flwr.doctor.by_batch import (
-    layers_of,
-)
-from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
+from fedbn_flwr.doctor.by_batch import layers_of
+from fedbn_flwr.doctor.clients import ClientData, Loaders, classes_of, read_clients
 from fedbn_flwr.doctor.data_rules import remarks, unanswered
 from fedbn_flwr.doctor.findings import Diagnosis
 from fedbn_flwr.doctor.measured import Measured, Training
@@ -131,7 +129,7 @@ def diagnose_clients(
     if loss is default_loss and all(c.binary for c in (*clients, *tests)):
         loss = LogitLoss()
     elif loss is default_loss and all(c.rows for c in (*clients, *tests)):
-        loss = RowLoss(one_hot=all(bool((c.targets.sum(1) == 1).all()) for c in (*clients, *tests)))
+        loss = RowLoss(one_hot=classes_of([*clients, *tests]) is not None)
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
     with seeded(seed):  # a forward pass may draw
         measures = measuring.everything()

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.doctor.by_batch import BatchMoments, layers_of, normalising_by_batch
-from fedbn_flwr.doctor.clients import ClientData, outputs_of
+from fedbn_flwr.doctor.clients import ClientData, classes_of, outputs_of
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
 from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
 from fedbn_flwr.errors import DataError
@@ -108,7 +108,8 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     Raises:
         DataError: the targets are neither.
     """
-    if not targets.is_floating_point() and outputs.dim() > 1 and outputs.shape[1] > 1:
+    by_class = outputs.dim() > 1 and outputs.shape[1] > 1 and targets.numel() * outputs.shape[1] == outputs.numel()
+    if by_class and not targets.is_floating_point():
         return functional.cross_entropy(outputs, targets.long().reshape(len(outputs), *outputs.shape[2:]))
     if targets.numel() == outputs.numel():
         return functional.mse_loss(outputs, targets.to(outputs.dtype).reshape(outputs.shape))
@@ -122,8 +123,9 @@ def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, genera
     """Return the mismatch of training and test on the examples of all clients; the model does not change."""
     targets = torch.cat([c.targets for c in clients])
     batches = parts(torch.randperm(len(targets), generator=generator), examples_a_pass(clients, _BATCH))
-    running = _run(copy.deepcopy(model).eval(), clients, targets, batches, loss)
-    by_batch = _run(normalising_by_batch(model), clients, targets, batches, loss)
+    classes = classes_of(clients)
+    running = _run(copy.deepcopy(model).eval(), clients, targets, classes, batches, loss)
+    by_batch = _run(normalising_by_batch(model), clients, targets, classes, batches, loss)
     difference = running[0] - by_batch[0]
     error = float(difference.std()) / math.sqrt(len(difference))
     z = float(difference.mean()) / error if error else 0.0
@@ -136,18 +138,20 @@ def accuracy_by_class(model: nn.Module, clients: Sequence[ClientData], batch_siz
 
     Under running statistics the order makes no difference.
     """
-    classes = [c.classes for c in clients]
-    known = [c for c in classes if c is not None]
-    if len(known) < len(classes):
+    if (targets := classes_of(clients)) is None:
         return None
-    targets = torch.cat(known)
     batches = [b for b in torch.split(torch.argsort(targets, stable=True), max(2, batch_size)) if len(b) > 1]
-    _, right = _run(normalising_by_batch(model), clients, targets, batches, default_loss)
+    _, right = _run(normalising_by_batch(model), clients, targets, targets, batches, default_loss)
     return None if right is None else float(right.mean())
 
 
 def _run(
-    model: nn.Module, clients: Sequence[ClientData], targets: Tensor, batches: Sequence[Tensor], loss: Loss
+    model: nn.Module,
+    clients: Sequence[ClientData],
+    targets: Tensor,
+    classes: Tensor | None,
+    batches: Sequence[Tensor],
+    loss: Loss,
 ) -> tuple[Tensor, Tensor | None]:
     """Return each example's loss, float64 (N,), and whether it is right; None if targets are not classes."""
     losses, right, prepared = [], [], inputs_for(model)
@@ -156,9 +160,9 @@ def _run(
             outputs = outputs_of(model, prepared(inputs_at(clients, positions))).float()
             wanted = targets[positions].to(outputs.device)  # the loss may hold class weights there
             losses += [loss(outputs[n : n + 1], wanted[n : n + 1]).double() for n in range(len(positions))]
-            if not wanted.is_floating_point() and outputs.dim() == 2 and outputs.shape[1] > 1:
-                right.append((outputs.argmax(1) == wanted.reshape(-1)).double())
-    return torch.stack(losses).cpu(), torch.cat(right).cpu() if right else None
+            if classes is not None and outputs.dim() == 2 and outputs.shape[1] > 1:
+                right.append((outputs.argmax(1).cpu() == classes[positions]).double())
+    return torch.stack(losses).cpu(), torch.cat(right) if right else None
 
 
 def running_distances(model: nn.Module, moments: Sequence[BatchMoments]) -> Mapping[str, Distance]:

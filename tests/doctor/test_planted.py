@@ -108,17 +108,35 @@ def test_one_logit_with_targets_0_and_1_has_the_loss_of_a_logit(targets: str, di
     assert any("taken for a logit" in note for note in found.notes) == (targets == "0 and 1")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize("one_hot", [True, False])
-def test_rows_of_0_and_1_have_the_loss_of_their_kind(one_hot: bool, digits) -> None:
+def test_rows_of_0_and_1_have_the_loss_of_their_kind(one_hot: bool, dtype: torch.dtype, digits) -> None:
+    """A one-hot row is one class an example; a row of several labels is not."""
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).eval()
-    rows = nn.functional.one_hot(digits[1], 10).float()
+    rows = nn.functional.one_hot(digits[1], 10).to(dtype)
     rows[:, 0] = rows[:, 0] if one_hot else 1
     found = diagnose(model, [[(digits[0][k : k + 32], rows[k : k + 32])] for k in (0, 32)])
     with torch.no_grad():
         loss = nn.functional.cross_entropy if one_hot else nn.functional.binary_cross_entropy_with_logits
-        wanted = loss(model(digits[0][:64]), rows[:64])
+        outputs = model(digits[0][:64])
+        wanted = loss(outputs, rows[:64].float())
     assert found.measures["train-test-mismatch"]["running_loss"] == pytest.approx(float(wanted), rel=1e-5)
     assert any(("0 and 1: cross" if one_hot else "0 and 1: binary cross") in note for note in found.notes)
+    right = float((outputs.argmax(1) == digits[1][:64]).float().mean())
+    assert found.measures["train-test-mismatch"]["running_accuracy"] == (pytest.approx(right) if one_hot else None)
+    assert ("class-skew" in found.measures) == one_hot
+    assert found.not_measured == ([] if one_hot else ["label skew: the targets are not one class an example."])
+
+
+def test_two_integers_an_example_are_no_classes(digits) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).eval()
+    pairs = torch.stack([digits[1], digits[1] + 1], 1)
+    loaders = [[(digits[0][k : k + 32], pairs[k : k + 32])] for k in (0, 32)]
+    own = diagnose(model, loaders, loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets[:, 0]))
+    assert own.measures["train-test-mismatch"]["running_accuracy"] is None
+    assert "mismatch of training and test: no loss is known for outputs" in " ".join(
+        diagnose(model, loaders).not_measured
+    )
 
 
 def test_train_mode(trained: nn.Module, loaders: Loaders) -> None:
