@@ -37,9 +37,10 @@ BatchMoments = Mapping[str, Sequence[Moments]]
 """Of one client: the moments of each batch, on the CPU, by path of the layer."""
 
 
-def layers_of(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers by path; they are found by type, and a shared layer once."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers by path, found by type; a shared layer once, or at every path as in the state."""
+    modules = model.named_modules(remove_duplicate=not every_path)
+    return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
 
 
 def normalising_by_batch(model: nn.Module) -> nn.Module:
@@ -66,21 +67,24 @@ def splits(model: nn.Module, data: ClientData, batch_size: int) -> list[Tensor]:
 def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     """Return the moments of the client's batches, of the loader's size; of 2 examples for a loader of batches of 1.
 
-    A batch that is too small for BatchNorm is left out.
+    A batch that is too small for BatchNorm is left out. A layer that is not called has no moments; without a usable
+    batch there are no layers.
     """
-    working, found = normalising_by_batch(model), dict[str, list[Moments]]()
+    working = normalising_by_batch(model)
+    layers = layers_of(working)
     prepared = inputs_for(working)
     # Before the hooks: counting the values of a batch of one is a pass, too.
     batches = splits(working, data, max(2, data.batch_size))
     usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
+    found: dict[str, list[Moments]] = {path: [] for path in layers if usable}
 
     def note(path: str, value: Tensor) -> None:
         moments = moments_of(value)
-        found.setdefault(path, []).append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
+        found[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
 
     handles = [
         layer.register_forward_pre_hook(lambda _, args, path=path: note(path, args[0]))
-        for path, layer in layers_of(working).items()
+        for path, layer in layers.items()
     ]
     with torch.no_grad():
         for positions in usable:

@@ -31,6 +31,8 @@ from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
 
+_SCRIPTED = "TorchScript's layers cannot be watched. Pass the plain module."
+
 __all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
 
 
@@ -126,6 +128,11 @@ def diagnose_clients(
     about = f"{', '.join(number_of(count, what) for what, count in sizes.items())}."
     if not m.num_layers:
         return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
+    seen = layers_of(plain, every_path=True)
+    scripted = [layer.path for layer in split_state(plain).layers if layer.path not in seen]
+    lacking = [f"all that needs data, in {listed(scripted)}: {_SCRIPTED}"] if scripted else []
+    if not seen:
+        return Diagnosis(about, findings(m)[0], {"layers": _counts(m)}, lacking)
     if loss is default_loss and all(c.binary for c in (*clients, *tests)):
         loss = LogitLoss()
     elif loss is default_loss and all(c.rows for c in (*clients, *tests)):
@@ -148,7 +155,7 @@ def diagnose_clients(
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
     found, handled = findings(m)
     return Diagnosis(
-        about, found, measures, [*measuring.lacking, *unanswered(m)], [*notes, *measuring.notes, *handled, *remarks(m)]
+        about, found, measures, [*lacking, *measuring.lacking, *unanswered(m)], [*notes, *measuring.notes, *handled, *remarks(m)]
     )
 
 

@@ -452,6 +452,33 @@ def test_a_measurement_that_fails_leaves_the_others(fault: str, lacking: list[st
     assert ("batch-noise" in found.measures["layers"]["1"]) == (fault != "wrong width")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("scripted", ["the model", "a part of it"])
+def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(scripted: str, trained: nn.Module, digits) -> None:
+    model = copy.deepcopy(trained)
+    model[4].running_var[0] = -1
+    order = torch.argsort(digits[1])
+    loaders = [[(digits[0][own], digits[1][own])] for own in order.chunk(NUM_CLIENTS)]
+    if scripted == "the model":
+        found = diagnose(torch.jit.script(model), loaders)
+        assert [f.id for f in found.findings] == ["unusable-statistics"]
+        assert len(found.not_measured) == 1
+    else:
+        model[1] = torch.jit.script(model[1])
+        found = diagnose(model, loaders)
+        assert {"unusable-statistics", "label-skew"} <= {f.id for f in found.findings}
+    paths = "1, 4" if scripted == "the model" else "1"
+    assert found.not_measured[0].startswith(f"all that needs data, in {paths}: TorchScript's layers cannot be watched")
+
+
+def test_layers_that_are_not_called_say_nothing_of_the_size_of_the_batches(digits) -> None:
+    model = _Auxiliary().eval()
+    model.norm = nn.Identity()
+    found = diagnose(model, [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)])
+    assert "aux: the model does not call it in eval mode." in found.not_measured
+    assert "too small" not in " ".join(found.not_measured)
+
+
 def test_inputs_of_several_shapes_are_refused(trained: nn.Module) -> None:
     ragged = [(torch.zeros(2, n), torch.zeros(2, dtype=torch.int64)) for n in (3, 4)]
     with pytest.raises(DataError, match=r"client 0 yields batches that cannot be joined.*\(2, 3\), \(2, 4\)"):
