@@ -78,12 +78,12 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
     found: dict[str, list[Moments]] = {path: [] for path in layers if usable}
 
-    def note(path: str, value: Tensor) -> None:
-        moments = moments_of(value)
+    def note(path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        moments = moments_of(args[0] if args else kwargs["input"])
         found[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
 
     handles = [
-        layer.register_forward_pre_hook(lambda _, args, path=path: note(path, args[0]))
+        layer.register_forward_pre_hook(lambda _, *call, path=path: note(path, *call), with_kwargs=True)
         for path, layer in layers.items()
     ]
     with torch.no_grad():

@@ -93,7 +93,7 @@ def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.G
         handle
         for path, layer in layers_of(working).items()
         for handle in (
-            layer.register_forward_pre_hook(lambda _, args, path=path: watch.enter(path, args[0])),
+            layer.register_forward_pre_hook(lambda _, *call, path=path: watch.enter(path, *call), with_kwargs=True),
             layer.register_forward_hook(lambda _, args, output, path=path: watch.leave(path, output)),
         )
     ]
@@ -138,7 +138,8 @@ class _Watch(TorchFunctionMode):
             self._relu.add(self._output[0])
         return func(*args, **(kwargs or {}))
 
-    def enter(self, path: str, value: Tensor) -> None:
+    def enter(self, path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        value = args[0] if args else kwargs["input"]
         if len(value) != self._size or path in self._called:  # rows are not examples, or a second call
             self.refused.add(path)
             return

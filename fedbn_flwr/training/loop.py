@@ -393,10 +393,11 @@ def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHo
     layers = [layer for layer in found if not any(hook.takes_one_value(layer) for hook in hooks)]
     counts: list[int] = []
 
-    def count(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        counts.append(args[0].numel() // args[0].shape[1])
+    def count(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        value = args[0] if args else kwargs["input"]
+        counts.append(value.numel() // value.shape[1])
 
-    handles = [layer.register_forward_pre_hook(count) for layer in layers]
+    handles = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers]
     try:
         with kept_modes(model), torch.no_grad():
             model.eval()(inputs)

@@ -421,6 +421,26 @@ def test_a_model_that_returns_no_tensor_is_measured_in_part(loaders: Loaders) ->
     assert "the model returns dict, not one tensor" in found.not_measured[0]
 
 
+class _ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(input=x))
+
+
+def test_a_layer_that_is_called_by_keyword_is_measured(digits) -> None:
+    """The last batch has one example, so the values of a batch are counted, too."""
+    loaders = [
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(digits[0][own], digits[1][own]), batch_size=8)
+        for own in torch.arange(66).chunk(2)
+    ]
+    found = diagnose(_ByKeyword().eval(), loaders)
+    assert found.not_measured == []
+    assert {"batch-noise", "shift", "constant-channels"} <= found.measures["layers"]["norm"].keys()
+
+
 def _squeezed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if outputs.squeeze().dim() < 2:
         raise ValueError("no batch")
