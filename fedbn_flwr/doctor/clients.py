@@ -30,6 +30,7 @@ class ClientData:
         targets: (N, ...).
         batch_size: examples in the largest batch of its training: the loader's, unless another is known.
         left_out: "" if these are all examples of the loader; else "drawn" at random from all, or its "first".
+        repeats: whether the loader's sampler repeats examples; here each is once.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ClientData:
     targets: Tensor
     batch_size: int
     left_out: Literal["", "drawn", "first"] = ""
+    repeats: bool = False
 
     def __len__(self) -> int:
         """Return N."""
@@ -97,12 +99,22 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
     """Return up to ``max_examples`` examples of a loader; None if it has none.
 
     Of more examples they are drawn at random, since a loader may be sorted, by class say; where that needs a pass over
-    all data, which has no indices, they are the first, in whole batches.
+    all data, which has no indices, they are the first, in whole batches. An example that the sampler repeats is used
+    once: repeated ones are no independent examples.
     """
     inputs, targets, largest, count = list[Tensor](), list[Tensor](), 0, 0
     left_out: Literal["", "drawn", "first"] = ""
-    if (drawn := _drawn(loader, max_examples)) is not None:
-        loader, largest, left_out = *drawn, "drawn"
+    repeats = False
+    if (epoch := _epoch(loader)) is not None:
+        order = [index for batch in epoch for index in batch]
+        distinct = list(dict.fromkeys(order))
+        repeats = len(distinct) < len(order)
+        if len(distinct) > max_examples:
+            distinct = [distinct[place] for place in torch.randperm(len(distinct))[:max_examples].tolist()]
+            left_out = "drawn"
+        if repeats or left_out:
+            largest = max(map(len, epoch))
+            loader = _over(loader, [distinct[start : start + largest] for start in range(0, len(distinct), largest)])
     for batch in loader:
         if count >= max_examples:
             left_out = "first"
@@ -118,7 +130,7 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
     if not count:
         return None
     try:
-        return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, left_out)
+        return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, left_out, repeats)
     except RuntimeError as error:
         shapes = sorted({str(tuple(batch.shape)) for batch in inputs})
         raise DataError(
@@ -127,31 +139,28 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
         ) from error
 
 
-def _drawn(loader: Iterable[Any], count: int) -> tuple[DataLoader[Any], int] | None:
-    """Return a loader of random examples of an epoch, and the size of the epoch's largest batch.
+def _epoch(loader: Iterable[Any]) -> list[list[Any]] | None:
+    """Return the indices of each batch of an epoch.
 
-    None if the epoch has no more, or if the examples have no indices: a stream, another class with its own iteration.
+    None if the examples have no indices: a stream, another class with its own iteration.
     """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
     data, sampler = loader.dataset, loader.batch_sampler
     if sampler is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         return None
-    batches = [list(batch) for batch in islice(sampler, len(data))]  # a sampler may be endless
-    order = [index for batch in batches for index in batch]
-    if len(order) <= count:
-        return None
-    chosen = [order[place] for place in torch.randperm(len(order))[:count].tolist()]
-    largest = max(map(len, batches))
-    chosen_batches = [chosen[start : start + largest] for start in range(0, count, largest)]
-    drawn = DataLoader(
-        data,
-        batch_sampler=chosen_batches,
+    return [list(batch) for batch in islice(sampler, len(data))]  # a sampler may be endless
+
+
+def _over(loader: Any, batches: list[list[Any]]) -> DataLoader[Any]:
+    """Return the loader with other batches of indices."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         worker_init_fn=loader.worker_init_fn,
     )
-    return drawn, largest
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -85,6 +85,11 @@ def diagnose(
     if not clients:
         raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
     notes = []
+    if repeating := [c.name for c in clients if c.repeats]:
+        notes.append(
+            f"{_of_clients(repeating)}: its sampler repeats examples; each was used once. The batches of its training "
+            "may have another class mix."
+        )
     if drawn := [c.name for c in clients if c.left_out == "drawn"]:
         notes.append(f"{_of_clients(drawn)}: {number_of(max_examples, 'example')} were drawn at random.")
     if first := [c for c in clients if c.left_out == "first"]:

@@ -247,6 +247,21 @@ def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None
         assert (min(seen.targets.tolist()) >= 10) == (kind == "of a subset")
 
 
+@pytest.mark.parametrize("limit", [8, 40])
+def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
+    """Repeated examples are no further ones: equal clients that balance their classes seemed to differ."""
+    data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 10 + [0.1] * 10, 40)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
+    seen = read_clients([loader], limit)[0]
+    assert len({*seen.targets.tolist()}) == len(seen) == min(limit, len(seen))
+    assert (seen.batch_size, seen.left_out, seen.repeats) == (8, "drawn" if limit == 8 else "", True)
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 20)).eval()
+    notes = " ".join(diagnose(model, {"a": loader}, max_examples=limit).notes)
+    assert "client a: its sampler repeats examples; each was used once" in notes
+    assert ("drawn at random" in notes) == (limit == 8)
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
