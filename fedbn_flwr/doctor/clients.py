@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -84,15 +85,33 @@ def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
 def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
     """Return the data of each client; a client without examples is left out.
 
-    The default random generators are seeded while the loaders shuffle and augment, and restored afterwards.
+    The default random generators are seeded while the loaders shuffle and augment, and restored afterwards, as are the
+    loaders' own generators.
 
     Raises:
         DataError: a loader yields no pairs of tensors, or batches that cannot be joined.
     """
     named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
     with seeded(0):
-        found = [read_loader(str(name), loader, max_examples) for name, loader in named]
+        found = []
+        for name, loader in named:
+            with _own_generators_kept(loader):
+                found.append(read_loader(str(name), loader, max_examples))
     return [client for client in found if client is not None]
+
+
+@contextmanager
+def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
+    """Restore the state of the generators that a loader and its samplers have of their own."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientData | None:

@@ -57,7 +57,8 @@ def diagnose(
 
         print(diagnose(model, client_loaders))
 
-    Nothing of the model, its mode or the default random generators changes.
+    Nothing of the model, its mode, the default random generators or those of the loaders changes. Forward hooks of your
+    own run on copies of the model.
 
     Args:
         model: the global model, any module, in the mode in which it is tested.

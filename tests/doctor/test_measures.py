@@ -323,6 +323,17 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
     assert [(c.name, len(c), c.batch_size, c.left_out) for c in first] == [("a", 10, 8, "drawn")]
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
     assert not all(a < b for a, b in pairwise(first[0].targets.tolist())), "shuffled"
+    own = [torch.Generator().manual_seed(k) for k in range(2)]
+    states = [generator.get_state() for generator in own]
+    sampler = torch.utils.data.RandomSampler(data, generator=own[1])
+    loaders = [
+        torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=own[0]),
+        torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 8, False)),
+    ]
+    for limit in (10, 20):
+        first, second = (read_clients(loaders, limit) for _ in range(2))
+        assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
+        assert all(torch.equal(g.get_state(), state) for g, state in zip(own, states, strict=True))
     whole = read_clients([loader], 20)[0]
     assert (len(whole), whole.left_out) == (20, "")
     with pytest.raises(DataError, match=r"the loader of client 0 yields dict; it must yield \(inputs, targets\)"):
