@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,33 @@ from fedbn_flwr.doctor.thresholds import MAX_CHANNELS
 from fedbn_flwr.training.channels import other_axes
 from fedbn_flwr.training.memory_format import inputs_for
 
-__all__ = ["Features", "LayerFeatures", "features"]
+__all__ = ["Features", "LayerFeatures", "Range", "features"]
 
 _BATCH = 128
 _RELU = (functional.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, functional.relu6)
+_CLIPS = (functional.hardtanh, functional.hardtanh_)  # a ReLU if the smallest value is 0: nn.ReLU6
+
+
+class Range(NamedTuple):
+    """The smallest and the largest value of each channel, (C,) each."""
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor) -> Range:
+        """Return the range of an input or output (N, C, *), on the CPU."""
+        axes, value = other_axes(value), value.detach().float()
+        return cls(value.amin(axes).cpu(), value.amax(axes).cpu())
+
+    def joined(self, other: Range | None) -> Range:
+        """Return the range of both."""
+        return self if other is None else Range(self.low.minimum(other.low), self.high.maximum(other.high))
+
+    def constant(self) -> Tensor:
+        """Return the channels, bool (C,), with one value, up to rounding; infinity and NaN are none."""
+        size = self.high - self.low
+        return size.isfinite() & (size <= 1e-6 * self.high.abs().clamp(min=1e-6))
 
 
 @dataclass
@@ -40,16 +63,16 @@ class LayerFeatures:
         centre: a mean (D,) of some examples, subtracted first, so that squares do not cancel.
         first: the average of x - centre, (N, D).
         second: the average of (x - centre)^2, (N, D).
-        low: smallest output of the layer, (C,).
-        high: largest output, (C,).
+        inputs: smallest and largest input of the layer, (C,) each.
+        outputs: the same of its output.
         before_relu: whether a ReLU takes the layer's output as it is.
     """
 
     centre: Tensor
     first: Tensor
     second: Tensor
-    low: Tensor
-    high: Tensor
+    inputs: Range
+    outputs: Range
     before_relu: bool = False
 
     @property
@@ -63,9 +86,14 @@ class LayerFeatures:
         return (self.second.mean(0) - self.first.mean(0).square()).clamp(min=0)
 
     def constant(self) -> Tensor:
-        """Return the channels, bool (C,), whose output is the same for all examples, or 0 after the ReLU."""
-        dead = self.high - self.low <= 1e-6 * self.high.abs().clamp(min=1e-6)
-        return dead | (self.high <= 0) if self.before_relu else dead
+        """Return the channels, bool (C,), whose output is the same for all examples, or 0 after the ReLU.
+
+        A channel whose input is the same already is left out: a layer before it is the cause, or the data.
+        """
+        dead = self.outputs.constant()
+        if self.before_relu:
+            dead = dead | (self.outputs.high <= 0)
+        return dead & ~self.inputs.constant()
 
 
 @dataclass
@@ -125,7 +153,8 @@ class _Watch(TorchFunctionMode):
         self._size = 0
         self._seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._centre: dict[str, Tensor] = {}
-        self._range: dict[str, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[str, Range] = {}
+        self._outputs: dict[str, Range] = {}
         self._relu: set[str] = set()
         self._called: set[str] = set()
         self._output: tuple[str, Tensor] | None = None
@@ -134,9 +163,11 @@ class _Watch(TorchFunctionMode):
         self._size, self._called = size, set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in _RELU and self._output is not None and args and args[0] is self._output[1]:
+        kwargs = kwargs or {}
+        cuts = func in _RELU or (func in _CLIPS and (args[1] if len(args) > 1 else kwargs.get("min_val")) == 0)
+        if cuts and self._output is not None and args and args[0] is self._output[1]:
             self._relu.add(self._output[0])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def enter(self, path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         value = args[0] if args else kwargs["input"]
@@ -144,6 +175,7 @@ class _Watch(TorchFunctionMode):
             self.refused.add(path)
             return
         self._called.add(path)
+        self._inputs[path] = Range.of(value).joined(self._inputs.get(path))
         value = value.detach()[:, chosen_channels(value.shape[1]).to(value.device)].float()
         x = value.flatten(2) if value.dim() > 2 else value[..., None]
         centre = self._centre.setdefault(path, x.mean((0, 2)))
@@ -152,11 +184,7 @@ class _Watch(TorchFunctionMode):
 
     def leave(self, path: str, output: Tensor) -> None:
         self._output = (path, output)
-        axes = other_axes(output)
-        low, high = output.detach().float().amin(axes).cpu(), output.detach().float().amax(axes).cpu()
-        if path in self._range:
-            low, high = torch.minimum(low, self._range[path][0]), torch.maximum(high, self._range[path][1])
-        self._range[path] = low, high
+        self._outputs[path] = Range.of(output).joined(self._outputs.get(path))
 
     def layers(self, count: int) -> dict[str, LayerFeatures]:
         found = {}
@@ -165,6 +193,6 @@ class _Watch(TorchFunctionMode):
             if path in self.refused or len(first) != count:
                 self.refused.add(path)
                 continue
-            relu = path in self._relu
-            found[path] = LayerFeatures(self._centre[path].cpu(), first, second, *self._range[path], relu)
+            ranges = self._inputs[path], self._outputs[path]
+            found[path] = LayerFeatures(self._centre[path].cpu(), first, second, *ranges, path in self._relu)
         return found

@@ -21,7 +21,7 @@ from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
 from fedbn_flwr.doctor.passes import examples_of_b
 from fedbn_flwr.doctor.texts import listed, number_of
-from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, REGROUPINGS
+from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, MIN_EXAMPLES, REGROUPINGS
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 
 __all__ = ["Measuring"]
@@ -114,7 +114,11 @@ class Measuring:
         if uncalled := sorted({*self._layers} - {*seen.layers, *seen.left_out}):
             it = "it" if len(uncalled) == 1 else "them"
             self.lacking.append(f"{listed(uncalled)}: the model does not call {it} in eval mode.")
-        self._m.constant = {path: (int(f.constant().sum()), len(f.low)) for path, f in seen.layers.items()}
+        if (count := len(seen.owner)) < MIN_EXAMPLES:
+            few = number_of(count, "example")
+            self.lacking.append(f"dead layers by their outputs: {few}, of {MIN_EXAMPLES} that it needs.")
+            return seen
+        self._m.constant = {path: (int(f.constant().sum()), len(f.outputs.low)) for path, f in seen.layers.items()}
         for path, (dead, channels) in self._m.constant.items():
             self._rows[path] |= {"constant-channels": dead, "channels": channels}
         return seen

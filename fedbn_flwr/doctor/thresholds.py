@@ -7,6 +7,7 @@ __all__ = [
     "EXPLODING_VARIANCE",
     "MAX_CHANNELS",
     "MAX_CLIENTS_B",
+    "MIN_EXAMPLES",
     "MIN_GAP",
     "MIN_NOISE",
     "MIN_PEAK",
@@ -62,6 +63,9 @@ TINY_GAMMA = 1e-4
 
 DEAD_SHARE = 0.5
 """Share of a layer's channels with constant output from which the layer is dead; some dead channels are usual."""
+
+MIN_EXAMPLES = 16
+"""Examples from which a constant output says something of a layer: one example is always the same as itself."""
 
 EXPLODING_VARIANCE = 1e8
 """A running variance above it: activations of 10,000, which float16 squares to infinity."""

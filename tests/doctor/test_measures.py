@@ -14,7 +14,7 @@ from torchvision.models import mobilenet_v2, resnet18
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.doctor import passes
 from fedbn_flwr.doctor.by_batch import batch_moments, deviation, noise, pooled, window_variance
-from fedbn_flwr.doctor.by_example import LayerFeatures, features
+from fedbn_flwr.doctor.by_example import LayerFeatures, Range, features
 from fedbn_flwr.doctor.clients import ClientData, read_clients
 from fedbn_flwr.doctor.data_rules import clients_differ
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
@@ -79,8 +79,9 @@ def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hid
 # --- examples --------------------------------------------------------------------------------------------------------
 
 
-def test_features_against_plain_torch() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)).eval()
+@pytest.mark.parametrize("relu", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(0.0, 1.0), nn.Hardtanh()])
+def test_features_against_plain_torch(relu: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), relu, nn.Flatten(), nn.Linear(32, 3)).eval()
     with torch.no_grad():
         model[1].bias.copy_(torch.tensor([0.0, -100.0]))  # the second channel is 0 after the ReLU
     inputs = torch.randn(200, 1, 6, 6, generator=_generator())
@@ -88,8 +89,16 @@ def test_features_against_plain_torch() -> None:
     seen = model[0](inputs).detach()
     torch.testing.assert_close(layer.mean, seen.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(layer.variance, seen.var((0, 2, 3), correction=0), rtol=1e-4, atol=1e-5)
-    assert layer.before_relu
-    assert layer.constant().tolist() == [False, True]
+    assert layer.before_relu == (relu(torch.tensor(-1.0)) == 0)
+    assert layer.constant().tolist() == [False, layer.before_relu]
+
+
+def test_outputs_of_plus_and_minus_infinity_are_not_the_same() -> None:
+    with torch.no_grad():
+        model = nn.Sequential(nn.BatchNorm1d(2)).eval()
+        model[0].weight.fill_(1e29)
+    inputs = 1e29 * torch.randn(40, 2, generator=_generator())
+    assert features(model, [_client(inputs)], _generator()).layers["0"].constant().tolist() == [False, False]
 
 
 def test_a_layer_whose_rows_are_no_examples_is_left_out() -> None:
@@ -156,7 +165,7 @@ def _of_layers(shift_of_one: float, count: int = 50) -> tuple[dict[str, LayerFea
         first = torch.randn(300, 2, generator=generator)
         first[owner == 0] += shift_of_one if layer == 7 else 0.0
         zero = torch.zeros(2)
-        found[f"norm{layer}"] = LayerFeatures(zero, first, first.square(), zero, zero)
+        found[f"norm{layer}"] = LayerFeatures(zero, first, first.square(), Range(zero, zero), Range(zero, zero))
     return found, owner
 
 
@@ -308,7 +317,7 @@ def test_of_a_wide_layer_some_channels_are_kept() -> None:
     layer = features(nn.Sequential(nn.BatchNorm1d(200)).eval(), [_client(inputs)], _generator()).layers["0"]
     chosen = torch.linspace(0, 199, 64).round().long()
     torch.testing.assert_close(layer.mean, inputs.mean(0)[chosen])
-    assert (layer.first.shape, len(layer.low)) == ((10, 64), 200)
+    assert (layer.first.shape, len(layer.outputs.low)) == ((10, 64), 200)
 
 
 # --- loaders ---------------------------------------------------------------------------------------------------------

@@ -195,15 +195,36 @@ def test_clients_that_hold_less_than_a_batch(first_batch: str, trained: nn.Modul
     assert "batch-size=16" not in [remedy.setting for f in small for remedy in f.remedies], "it is 32"
 
 
+@pytest.mark.parametrize("layer", [1, 4])
 @pytest.mark.parametrize("fault", ["gamma", "beta"])
-def test_a_dead_layer(fault: str, trained: nn.Module, loaders: Loaders) -> None:
+def test_a_dead_layer(fault: str, layer: int, trained: nn.Module, loaders: Loaders) -> None:
+    """The layers behind it, whose input is constant, are not accused."""
     model = copy.deepcopy(trained)
     with torch.no_grad():
-        model[4].weight.mul_(1e-9 if fault == "gamma" else 1)
-        model[4].bias.sub_(0 if fault == "gamma" else 100)
+        model[layer].weight.mul_(1e-9 if fault == "gamma" else 1)
+        model[layer].bias.sub_(0 if fault == "gamma" else 100)
     found = diagnose(model, loaders())
     assert first(found) == ("dead-layer", "learning-rate ten times lower")
-    assert found.findings[0].numbers["layers"] == ["4"]
+    assert found.findings[0].numbers["layers"] == [str(layer)]
+
+
+def test_features_that_are_constant_kill_no_layer(digits) -> None:
+    inputs = torch.cat([torch.zeros(64, 40), digits[0][:64, 20:44]], 1)
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).train()
+    for _ in range(150):
+        model(inputs)
+    found = diagnose(model.eval(), [[(inputs[k : k + 32], digits[1][k : k + 32])] for k in (0, 32)])
+    assert first(found) == ("extreme-variance", "standardise=federated")
+    assert "dead-layer" not in [f.id for f in found.findings]
+
+
+@pytest.mark.parametrize("count", [15, 16])
+def test_of_few_examples_no_layer_is_dead(count: int, digits) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).eval()
+    nn.init.constant_(model[0].bias, -100.0)
+    found = diagnose(model, [[(digits[0][:count], digits[1][:count])]])
+    assert ("dead-layer" in [f.id for f in found.findings]) == (count == 16)
+    assert ("dead layers by their outputs: 15 examples, of 16 that it needs." in found.not_measured) == (count == 15)
 
 
 def test_a_gamma_that_starts_at_0_is_no_dead_layer_before_training(digits) -> None:
