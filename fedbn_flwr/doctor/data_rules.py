@@ -10,7 +10,9 @@ from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.doctor.thresholds import (
+    LARGE_LOSS,
     MIN_GAP,
+    MIN_LOSS,
     MIN_NOISE,
     MIN_PEAK,
     MIN_SHARE,
@@ -132,19 +134,26 @@ def train_test_mismatch(m: Measured) -> Finding | None:
     gap = m.gap
     if gap is None or not gap.z >= Z_OF_A_GAP:
         return None
-    if gap.running_accuracy is not None:
-        if gap.accuracy_lost < MIN_GAP:
-            return None
-        what = f"Accuracy {gap.running_accuracy:.3f} under running statistics, {gap.batch_accuracy:.3f} under those of"
-    elif gap.running_loss < 1.25 * gap.batch_loss:
-        return None
+    lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
+    if gap.running_accuracy is None:
+        harms = lost >= MIN_LOSS * share
+        running, batch = f"Loss {gap.running_loss:.4g}", f"{gap.batch_loss:.4g}"
     else:
-        what = f"Loss {gap.running_loss:.4g} under running statistics, {gap.batch_loss:.4g} under those of"
-    evidence = [f"{what} mixed test batches: the same {gap.examples} examples, the same weights (z = {gap.z:.1f})."]
+        harms = gap.accuracy_lost >= MIN_GAP or lost >= max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
+        running = f"Accuracy {gap.running_accuracy:.3f} and loss {gap.running_loss:.4g}"
+        batch = f"{gap.batch_accuracy:.3f} and {gap.batch_loss:.4g}"
+    if not harms:
+        return None
+    evidence = [
+        f"{running} under running statistics, {batch} under those of mixed test batches: the same {gap.examples} "
+        f"examples, the same weights (z = {gap.z:.1f})."
+    ]
     if m.running:
-        worst = max(m.running, key=lambda path: m.running[path])
+        worst = max(m.running, key=lambda path: max(m.running[path].mean, m.running[path].variance))
+        _, mean, variance = m.running[worst]
+        off = f"{mean:.2f} standard deviations" if mean >= variance else f"a factor of {math.exp(variance):.3g}"
         evidence.append(
-            f"In {worst} the running mean is {m.running[worst]:.2f} standard deviations from that of all clients' "
+            f"In {worst} the running {'mean' if mean >= variance else 'variance'} is {off} from that of all clients' "
             "examples under these weights."
         )
     return Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fedbn_flwr.doctor.distances import Distance
 from fedbn_flwr.doctor.gradients import Deviation
 from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.mismatch import Mismatch
@@ -60,7 +61,8 @@ class Measured:
         deviation_by_chance: mean relative B_i of regrouped batches.
         gap: the mismatch of training and test.
         sorted_accuracy: see ``mismatch.accuracy_by_class``.
-        running: by layer, distance of running statistics from those of all clients' batches, in standard deviations.
+        running: by layer, distance of running statistics from those of all clients' batches.
+        in_data: by layer, channels whose variance over all clients' batches is near zero, and those where it explodes.
     """
 
     training: Training = field(default_factory=Training)
@@ -85,7 +87,8 @@ class Measured:
     deviation_by_chance: float | None = None
     gap: Mismatch | None = None
     sorted_accuracy: float | None = None
-    running: Mapping[str, float] = field(default_factory=dict)
+    running: Mapping[str, Distance] = field(default_factory=dict)
+    in_data: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def relative_deviation(self) -> float | None:

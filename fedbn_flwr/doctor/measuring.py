@@ -20,6 +20,7 @@ from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, regroupings, shif
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
 from fedbn_flwr.doctor.passes import examples_of_b
+from fedbn_flwr.doctor.state import extremes
 from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, MIN_EXAMPLES, REGROUPINGS
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
@@ -94,7 +95,11 @@ class Measuring:
             p: sum(values) / len(values) for p, values in known.items() if values and p not in self._m.held
         }
         running = running_distances(self._model, moments)
-        self._m.running = {path: found.mean for path, found in running.items() if path not in self._m.held}
+        self._m.running = {path: found for path, found in running.items() if path not in self._m.held}
+        together = {path: [m for client in moments for m in client.get(path, ())] for path in self._layers}
+        self._m.in_data = {
+            path: extremes(pooled(seen).variance, self._layers[path].eps) for path, seen in together.items() if seen
+        }
         for path, found in running.items():
             self._rows[path]["running"] = found._asdict()
         return {}

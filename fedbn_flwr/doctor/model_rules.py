@@ -138,15 +138,22 @@ def extreme_variance(m: Measured) -> Finding | None:
     found = {path: c for path, c in m.extremes.items() if c[1] or c[0] >= DEAD_SHARE * c[2]}
     if not found:
         return None
+
+    def seen(path: str, kind: int) -> str:
+        return f" ({m.in_data[path][kind]} in the data)" if path in m.in_data else ""
+
+    # Where the data are not extreme, it is the statistics that are wrong.
+    of_data = [path for path in found if path not in m.in_data or any(m.in_data[path])]
     return Finding(
         "extreme-variance",
         "Running variances are near zero or explode.",
         [
-            f"{path}: of {all_} channels {low} have a variance below eps (a constant input), {high} one above 1e8."
+            f"{path}: of {all_} channels {low} have a variance below eps{seen(path, 0)}, {high} one above "
+            f"1e8{seen(path, 1)}."
             for path, (low, high, all_) in _first(found)
         ],
         {"layers": {path: {"near-zero": c[0], "exploding": c[1], "channels": c[2]} for path, c in found.items()}},
-        remedies.EXTREME_VARIANCE,
+        remedies.EXTREME_VARIANCE if of_data else remedies.WRONG_VARIANCE,
     )
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "SMALL_BATCH",
     "TRAIN_MODE",
     "UNUSABLE",
+    "WRONG_VARIANCE",
     "label_skew",
 ]
 
@@ -131,8 +132,12 @@ DEAD_LAYER = [
     Remedy("gradient-clip-norm=1.0", "limits the step that throws gamma and beta so far"),
     Remedy("weight-decay=0.0", "for gamma near 0: weight decay on gamma pulls it there"),
 ]
-EXTREME_VARIANCE = [
-    Remedy("standardise=federated", "rows and signals at one scale; drop features that are constant"),
+_SMALLER_STEPS = (
     Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
     Remedy("gradient-clip-norm=1.0", "limits single steps"),
+)
+EXTREME_VARIANCE = [
+    Remedy("standardise=federated", "rows and signals at one scale; drop features that are constant"),
+    *_SMALLER_STEPS,
 ]
+WRONG_VARIANCE = [_RECALIBRATE, *_SMALLER_STEPS]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Part, Parts
-from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, TINY_GAMMA
+from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, NO_VARIANCE, TINY_GAMMA
 
 __all__ = [
     "Missed",
     "TensorState",
     "averaged_counters",
+    "extremes",
     "missed_entries",
     "tiny_gammas",
     "unusable_statistics",
@@ -56,9 +57,9 @@ def unusable_statistics(parts: Parts, state: TensorState) -> dict[str, str]:
 
 
 def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:
-    """Return, by layer, how many channels have a running variance below eps, above 1e8, and how many there are.
+    """Return, by layer, how many channels have a running variance near zero, above 1e8, and how many there are.
 
-    Below eps BatchNorm divides by sqrt(eps), which no longer depends on the data. Layers with neither are left out.
+    Layers with neither are left out.
 
     Args:
         parts: the split of the state.
@@ -69,11 +70,19 @@ def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]
     for layer in parts.layers:
         if "running_var" in layer.entries:
             values = state[layer.entries["running_var"]].double()
-            low = int(((values >= 0) & (values < eps.get(layer.path, 1e-5))).sum())
-            high = int((values > EXPLODING_VARIANCE).sum())
+            low, high = extremes(values, eps.get(layer.path, NO_VARIANCE))
             if low or high:
                 found[layer.path] = (low, high, values.numel())
     return found
+
+
+def extremes(variances: Tensor, eps: float) -> tuple[int, int]:
+    """Return how many of the variances are near zero, below eps and 1e-5, and how many are above 1e8.
+
+    Below eps BatchNorm divides by sqrt(eps), which no longer depends on the data. A large eps is a choice of the model.
+    """
+    low = (variances >= 0) & (variances < min(eps, NO_VARIANCE))
+    return int(low.sum()), int((variances > EXPLODING_VARIANCE).sum())
 
 
 def tiny_gammas(parts: Parts, state: TensorState) -> dict[str, tuple[int, int]]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 __all__ = [
     "DEAD_SHARE",
     "EXPLODING_VARIANCE",
+    "LARGE_LOSS",
     "MAX_CHANNELS",
     "MAX_CLIENTS_B",
     "MIN_EXAMPLES",
     "MIN_GAP",
+    "MIN_LOSS",
     "MIN_NOISE",
     "MIN_PEAK",
     "MIN_SHARE",
     "MIN_SHIFT",
     "MIN_SKEW",
+    "NO_VARIANCE",
     "REGROUPINGS",
     "SMALL_BATCH",
     "TINY_GAMMA",
@@ -67,11 +70,20 @@ DEAD_SHARE = 0.5
 MIN_EXAMPLES = 16
 """Examples from which a constant output says something of a layer: one example is always the same as itself."""
 
+NO_VARIANCE = 1e-5
+"""A running variance below it, and below eps, is near zero: torch's eps. A larger eps is usual (1e-3 in MobileNetV3)."""
+
 EXPLODING_VARIANCE = 1e8
 """A running variance above it: activations of 10,000, which float16 squares to infinity."""
 
 MIN_GAP = 0.05
 """Accuracy that running statistics lose against those of the test batch, from which a mismatch counts."""
+
+MIN_LOSS = 0.25
+"""The same of the loss, where it has no accuracy, as a share of the loss under those of the test batch."""
+
+LARGE_LOSS = (2.0, 1.0)
+"""The same of the loss beside an accuracy, as such a share, and in units of the loss: nats of cross-entropy."""
 
 Z_OF_A_GAP = 4.0
 """Number of standard errors, over the test examples, that the loss must lose as well."""

@@ -16,6 +16,9 @@ from torchvision.models import resnet18
 
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Finding, Training, diagnose_state
+from fedbn_flwr.doctor.data_rules import train_test_mismatch
+from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state_file import named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.training.freezing import hold_eval
@@ -259,6 +262,52 @@ def test_a_state_or_a_model_of_a_wrapper_is_read_without_it(trained: nn.Module, 
         assert [*found.findings[0].numbers["entries"]] == ["1.running_var"]
     with pytest.raises(StateError, match="the saved state does not fit the model"):
         diagnose(trained, loaders, state={"1.running_var": torch.ones(48)})
+
+
+@pytest.mark.parametrize(("factor", "ids"), [(1e-9, ["extreme-variance", "train-test-mismatch"]), (1e-4, None)])
+def test_a_running_variance_that_does_not_fit_the_data(
+    factor: float, ids: list[str] | None, trained: nn.Module, loaders: Loaders, digits
+) -> None:
+    """The inputs vary as they did, so there is no constant input; accuracy stays, and the loss explodes."""
+    model = copy.deepcopy(trained)
+    model[4].running_var.mul_(factor)
+    tests = [(digits[0], torch.where(torch.arange(800) % 10 == 0, (digits[1] + 1) % 10, digits[1]))]
+    found = diagnose(model, loaders(), test_loaders=[tests])
+    assert [f.id for f in found.findings] == (ids or ["train-test-mismatch"])
+    assert first(found)[1] == "recalibrate=true"
+    wanted = "4: of 32 channels 32 have a variance below eps (0 in the data)"
+    assert found.findings[0].evidence[0].startswith(wanted) == bool(ids)
+    assert found.findings[-1].evidence[1].startswith("In 4 the running variance is a factor of")
+
+
+def test_eps_of_1_makes_no_variance_small(trained: nn.Module, digits) -> None:
+    model = copy.deepcopy(trained)
+    for layer in (model[1], model[4]):
+        layer.eps = 1.0
+    assert "extreme-variance" not in [f.id for f in diagnose_state(model.state_dict(), model=model).findings]
+
+
+def _gap(running_accuracy: float | None, running: float, batch: float) -> Measured:
+    batch_accuracy = None if running_accuracy is None else 0.9
+    return Measured(gap=Mismatch(100, running, batch, running_accuracy, batch_accuracy, 9.0))
+
+
+@pytest.mark.parametrize(
+    ("measured", "found"),
+    [
+        (_gap(0.84, 0.3, 0.2), True),
+        (_gap(0.88, 0.3, 0.2), False),
+        (_gap(0.88, 4.0, 0.2), True),
+        (_gap(0.90, 4.0, 0.2), True),  # wrong with certainty where it is wrong
+        (_gap(0.88, 0.8, 0.2), False),
+        (_gap(None, 0.3, 0.2), True),
+        (_gap(None, 0.22, 0.2), False),
+        (_gap(None, -2.41, -2.43), False),  # a negative loss
+        (_gap(None, -1.0, -2.43), True),
+    ],
+)
+def test_how_much_a_mismatch_loses(measured: Measured, found: bool) -> None:
+    assert (train_test_mismatch(measured) is not None) == found
 
 
 def test_a_filter_on_names_for_resnet18() -> None:
