@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData, Loaders, classes_of, read_clients
 from fedbn_flwr.doctor.data_rules import remarks, unanswered
@@ -26,9 +27,10 @@ from fedbn_flwr.doctor.state import (
 )
 from fedbn_flwr.doctor.state_file import named
 from fedbn_flwr.doctor.texts import listed, number_of
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
 
 _SCRIPTED = "TorchScript's layers cannot be watched. Pass the plain module."
@@ -128,7 +130,7 @@ def diagnose_clients(
     """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own."""
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
-    m.training_layers = [p for p, layer in layers_of(plain).items() if layer.training]
+    m.training_layers = [p for p, layer in layers_of(plain, every_path=True).items() if layer.training]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = {"BatchNorm layer": m.num_layers, "client": len(clients), "example": sum(map(len, clients))}
     about = f"{', '.join(number_of(count, what) for what, count in sizes.items())}."
@@ -186,7 +188,7 @@ def diagnose_state(
         StateError: the state does not fit the model.
     """
     model = None if model is None else unwrap(model)
-    state = state if model is None else _as_of(model, state)
+    state = tensors_by_name(state) if model is None else _as_of(model, state)
     m = _of_state(model, state, training, local_keys, shared_keys)
     lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
     if model is None:
@@ -206,9 +208,18 @@ def _counts(m: Measured) -> dict[str, dict[str, int]]:
 
 
 def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-    """Return the state under the model's names, without a wrapper's prefix; None = the model's own."""
-    own = model.state_dict()
-    return own if state is None else named(state, own)
+    """Return the tensors of the state under the model's names, without a wrapper's prefix; None = the model's own.
+
+    Raises:
+        StateError: they do not fit the model, or the model's layers have no shapes yet.
+    """
+    own = tensors_by_name(model.state_dict())
+    if empty := [name for name, value in own.items() if is_lazy(value)]:
+        raise StateError(
+            f"{len(empty)} entries of the model have no shape yet ({listed(empty)}): its layers are lazy. Run one batch "
+            "through it first."
+        )
+    return own if state is None else named(tensors_by_name(state), own)
 
 
 def _of_clients(names: Sequence[str]) -> str:
@@ -223,10 +234,14 @@ def _of_state(
     shared_keys: Collection[str] | None,
 ) -> Measured:
     parts = split_state(state if model is None else model)
-    layers = layers_of(model) if model is not None else {}
+    layers = {} if model is None else layers_of(model, every_path=True)
+    # Other buffers may hold infinity for a reason, a mask of attention say; names alone do not tell them apart.
+    weights = state if model is None else {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    statistics = frozenset(parts.select([Part.STATISTICS, Part.COUNTERS]))
     m = Measured(training, num_layers=len(parts.layers))
     m.counters = averaged_counters(parts, state)
-    m.unusable = unusable_statistics(parts, state)
+    m.unusable = unusable_statistics(parts, state, [name for name in state if name in weights or name in statistics])
+    m.diverged = any(name not in statistics for name in m.unusable)
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
     m.starting = zero_at_first(parts, state)

@@ -43,6 +43,7 @@ class Measured:
         batch_sizes: examples in a batch of each client.
         counters: see ``state.averaged_counters``.
         unusable: see ``state.unusable_statistics``.
+        diverged: whether a weight is not finite.
         extremes: see ``state.variance_extremes``.
         gammas: see ``state.tiny_gammas``.
         starting: see ``state.zero_at_first``.
@@ -70,6 +71,7 @@ class Measured:
     batch_sizes: Sequence[int] = ()
     counters: Mapping[str, str] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)
+    diverged: bool = False
     extremes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     starting: Collection[str] = ()

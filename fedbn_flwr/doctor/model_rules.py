@@ -23,7 +23,7 @@ V = TypeVar("V")
 
 
 def unusable_statistics(m: Measured) -> Finding | None:
-    """A running variance that is negative, or entries that are not finite: every test is NaN or nonsense."""
+    """A running variance that is negative, or weights or statistics that are not finite: every test is nonsense."""
     if not m.unusable:
         return None
     return Finding(
@@ -31,7 +31,7 @@ def unusable_statistics(m: Measured) -> Finding | None:
         "The state holds running variances below 0, or values that are not finite.",
         [f"{name}: {what}." for name, what in _first(m.unusable)],
         {"entries": dict(m.unusable)},
-        remedies.UNUSABLE,
+        remedies.DIVERGED if m.diverged else remedies.UNUSABLE,
     )
 
 

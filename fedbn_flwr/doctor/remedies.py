@@ -8,6 +8,7 @@ __all__ = [
     "CLIENTS_DIFFER",
     "COUNTERS",
     "DEAD_LAYER",
+    "DIVERGED",
     "EXTREME_VARIANCE",
     "FEATURE_SHIFT",
     "MISMATCH",
@@ -101,15 +102,14 @@ COUNTERS = [
         "Flower's own); repair this state with `state[name] = state[name].round().long()`",
     )
 ]
-UNUSABLE = [
-    Remedy(
-        "keep running statistics out of the server's optimizer",
-        "momentum or Adam steps on a running variance make it negative; strategy=fedavgm, fedadam and fedyogi of this "
-        "package average them instead",
-    ),
-    _RECALIBRATE,
-    Remedy("lower learning-rate", "where weights are NaN the training diverged: go back to a state before that"),
-]
+_FINITE_BEFORE = Remedy("lower learning-rate", "where weights are NaN the training diverged: go back to a state before that")
+_NO_STEPS = Remedy(
+    "keep running statistics out of the server's optimizer",
+    "momentum or Adam steps on a running variance make it negative; strategy=fedavgm, fedadam and fedyogi of this "
+    "package average them instead",
+)
+UNUSABLE = [_NO_STEPS, _RECALIBRATE, _FINITE_BEFORE]
+DIVERGED = [_FINITE_BEFORE, Remedy("gradient-clip-norm=1.0", "limits single steps"), _NO_STEPS]
 NAME_FILTER = [
     Remedy(
         "fedbn_flwr.split_state(model)",

@@ -42,18 +42,18 @@ def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
     return found
 
 
-def unusable_statistics(parts: Parts, state: TensorState) -> dict[str, str]:
-    """Return the entries with NaN or infinity, and negative running variances: name to what was seen."""
-    found = {}
-    for name in parts.names:
+def unusable_statistics(parts: Parts, state: TensorState, names: Collection[str]) -> dict[str, str]:
+    """Return the entries of these names with NaN or infinity, and negative running variances: name to what was seen."""
+    found: dict[str, list[str]] = {}
+    for name in names:
         if bad := int((~torch.isfinite(state[name])).sum()):
-            found[name] = f"{bad} of {state[name].numel()} values are not finite"
+            found[name] = [f"{bad} of {state[name].numel()} values are not finite"]
     for _, variance in parts.moments():
-        if negative := int((state[variance] < 0).sum()):
-            found[variance] = (
-                f"{negative} of {state[variance].numel()} are negative, down to {float(state[variance].min()):.3g}"
-            )
-    return found
+        values = state[variance]
+        if len(negative := values[values < 0]):
+            what = f"{len(negative)} of {values.numel()} are negative, down to {float(negative.min()):.3g}"
+            found.setdefault(variance, []).append(what)
+    return {name: "; ".join(what) for name, what in found.items()}
 
 
 def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:

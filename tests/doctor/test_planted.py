@@ -340,6 +340,10 @@ def test_statistics_that_a_server_optimizer_spoiled() -> None:
     found = diagnose_state(state)
     assert [f.id for f in found.findings] == ["unusable-statistics"]
     assert set(found.findings[0].numbers["entries"]) == {"0.running_var", "1.running_mean"}
+    assert first(found)[1] == "keep running statistics out of the server's optimizer"
+    state["1.running_var"] = torch.tensor([-2.0, float("nan")])
+    wanted = "1 of 2 values are not finite; 1 of 2 are negative, down to -2"
+    assert diagnose_state(state).findings[0].numbers["entries"]["1.running_var"] == wanted
     state = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).state_dict()
     state["0.running_var"] *= 1e9
     state["1.running_var"] *= 1e-9
@@ -357,10 +361,41 @@ def test_values_that_are_not_finite(fault: str, trained: nn.Module, digits, tmp_
         (model[3].weight if fault == "weight" else inputs)[0, 0] = float("nan")
     found = diagnose(model, [[(inputs[k : k + 32], digits[1][k : k + 32])] for k in (0, 32)])
     if fault == "weight":
-        assert first(found)[0] == "unusable-statistics"
+        assert first(found) == ("unusable-statistics", "lower learning-rate")
         assert found.findings[0].numbers["entries"] == {"3.weight": "1 of 1536 values are not finite"}
     assert any("mismatch of training and test: the loss of" in line for line in found.not_measured)
     assert len(found.save(tmp_path)) == 3
+
+
+class _Extra(nn.Module):
+    """A buffer and an entry of the state that are no weights: a mask of -inf, and a mapping."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def test_a_mask_and_extra_state_are_no_fault(trained: nn.Module, loaders: Loaders) -> None:
+    model = _Extra(trained).eval()
+    found = diagnose(model, loaders(), state=model.state_dict())
+    assert (found.findings, found.not_measured) == ([], [])
+    assert diagnose_state({"extra": None, "0.running_mean": torch.zeros(1)}).findings == []
+
+
+def test_layers_without_shapes_are_an_error(loaders: Loaders) -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 10)).eval()
+    with pytest.raises(StateError, match=r"entries of the model have no shape yet \(1.weight, .*Run one batch"):
+        diagnose(model, loaders())
 
 
 def test_label_skew_and_the_number_of_local_steps(trained: nn.Module, digits) -> None:
@@ -419,6 +454,29 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, trained: nn
     assert any(f"BatchNorm layers are held in eval mode ({held.replace(' and', ',')})" in note for note in found.notes)
     assert ("shift" in found.measures) == (held == "1")
     assert found.measures["layers"]["1"]["batch-deviation"]["mean"][0] > 0, "figures stay"
+
+
+class _Tied(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.BatchNorm1d(64, eps=1e-8)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.a(x))
+
+
+def test_a_layer_under_two_names_has_one_eps_and_one_mode(digits) -> None:
+    model = _Tied().eval()
+    model.a.running_var.fill_(1e-6)
+    assert "extreme-variance" not in [f.id for f in diagnose_state(model.state_dict(), model=model).findings]
+    hold_eval(model.a)
+    pairs = [[(digits[0][k : k + 2], digits[1][k : k + 2]) for k in range(c, c + 20, 2)] for c in (0, 20)]
+    found = diagnose(model, pairs)
+    assert "small-batch" not in [f.id for f in found.findings]
+    assert any(note.startswith("2 of 2 BatchNorm layers are held in eval mode (a, b)") for note in found.notes)
 
 
 class _Auxiliary(nn.Module):
