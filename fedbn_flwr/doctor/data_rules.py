@@ -22,6 +22,7 @@ from fedbn_flwr.doctor.thresholds import (
     SMALL_BATCH,
     Z_OF_A_GAP,
 )
+from fedbn_flwr.norms.report import shown_path
 
 __all__ = [
     "clients_differ",
@@ -38,7 +39,7 @@ def small_batch(m: Measured) -> Finding | None:
     """Batches of up to four examples: the statistics of a batch are mostly noise."""
     sizes = [size for size in [*m.batch_sizes] or [m.training.batch_size] if size]  # 0 = not known
     small = [size for size in sizes if size <= SMALL_BATCH]
-    if len(small) * 2 < max(1, len(sizes)) or (m.num_layers and len(m.held) == m.num_layers):
+    if len(small) * 2 < max(1, len(sizes)) or (m.num_layers and len({*m.held, *m.corrected}) == m.num_layers):
         return None
     if m.noise and max(m.noise.values()) < MIN_NOISE and min(small) > 2:  # large images: many values per channel
         return None
@@ -48,8 +49,9 @@ def small_batch(m: Measured) -> Finding | None:
     if m.noise:
         worst = max(m.noise, key=lambda path: m.noise[path])
         evidence.append(
-            f"Within one client the mean of a batch varies by {m.noise[worst]:.2f} standard deviations in {worst} "
-            f"({sum(m.noise.values()) / len(m.noise):.2f} over all layers): examples are shifted by as much, at random."
+            f"Within one client the mean of a batch varies by {m.noise[worst]:.2f} standard deviations in "
+            f"{shown_path(worst)} ({sum(m.noise.values()) / len(m.noise):.2f} over all layers): examples are shifted by "
+            "as much, at random."
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
     evidence += _of_gradients(m)
@@ -68,7 +70,7 @@ def label_skew(m: Measured) -> Finding | None:
         f"The class mix of a client is {skew.mean:.2f} away from that of all clients (total variation, 0 to 1); chance "
         f"gives {skew.by_chance:.2f} (p = {skew.p_value:.3f}).",
         f"BatchNorm sees it: statistics of a client are {shift.layers[worst]:.2f} standard deviations from those of "
-        f"all in {worst}, chance gives {shift.by_chance[worst]:.2f} ({_p(shift)}).",
+        f"all in {shown_path(worst)}, chance gives {shift.by_chance[worst]:.2f} ({_p(shift)}).",
     ]
     if m.within is not None and m.within.share >= MIN_SHARE:
         evidence.append(
@@ -97,7 +99,7 @@ def feature_shift(m: Measured) -> Finding | None:
     worst = within.worst
     evidence = [
         f"Among examples of the same class, statistics of a client are {within.layers[worst]:.2f} standard deviations "
-        f"from those of all in {worst}; chance gives {within.by_chance[worst]:.2f} ({_p(within)}).",
+        f"from those of all in {shown_path(worst)}; chance gives {within.by_chance[worst]:.2f} ({_p(within)}).",
         f"So the classes are not the cause. {within.share:.0%} of the examples are of classes that two or more clients "
         "have.",
     ]
@@ -121,7 +123,8 @@ def clients_differ(m: Measured) -> Finding | None:
         "clients-differ",
         "BatchNorm's statistics differ between clients; feature shift and label skew cannot be told apart here.",
         [
-            f"Statistics of a client are {m.shift.layers[worst]:.2f} standard deviations from those of all in {worst}; "
+            f"Statistics of a client are {m.shift.layers[worst]:.2f} standard deviations from those of all in "
+            f"{shown_path(worst)}; "
             f"chance gives {m.shift.by_chance[worst]:.2f} ({_p(m.shift)})."
         ],
         {"shift": m.shift.layers[worst], "by-chance": m.shift.by_chance[worst], "layer": worst},
@@ -151,10 +154,11 @@ def train_test_mismatch(m: Measured) -> Finding | None:
     if m.running:
         worst = max(m.running, key=lambda path: max(m.running[path].mean, m.running[path].variance))
         _, mean, variance = m.running[worst]
-        off = f"{mean:.2f} standard deviations" if mean >= variance else f"a factor of {math.exp(variance):.3g}"
+        off = f"mean is {mean:.2f} standard deviations"
+        if variance > mean:
+            off = f"variance is a factor of {math.exp(min(variance, 700)):.3g}"
         evidence.append(
-            f"In {worst} the running {'mean' if mean >= variance else 'variance'} is {off} from that of all clients' "
-            "examples under these weights."
+            f"In {shown_path(worst)} the running {off} from that of all clients' examples under these weights."
         )
     return Finding(
         "train-test-mismatch",

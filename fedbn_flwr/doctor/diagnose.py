@@ -28,6 +28,7 @@ from fedbn_flwr.doctor.state import (
 from fedbn_flwr.doctor.state_file import named
 from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name
@@ -79,9 +80,11 @@ def diagnose(
 
     Raises:
         DataError: a loader yields no pairs of tensors, or no loss is known for the targets.
-        ConfigError: there is no client with examples.
+        ConfigError: there is no client with examples, or ``max_examples`` is below 1.
         StateError: the state does not fit the model.
     """
+    if max_examples < 1:
+        raise ConfigError(f"max_examples={max_examples}: it must be at least 1.")
     clients, tests = read_clients(client_loaders, max_examples), read_clients(test_loaders, max_examples)
     if size := training.batch_size:
         clients = [replace(c, batch_size=size if c.left_out else min(size, len(c))) for c in clients]
@@ -162,9 +165,8 @@ def diagnose_clients(
     if not tests:
         notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
     found, handled = findings(m)
-    return Diagnosis(
-        about, found, measures, [*lacking, *measuring.lacking, *unanswered(m)], [*notes, *measuring.notes, *handled, *remarks(m)]
-    )
+    lacking += [*measuring.lacking, *unanswered(m)]
+    return Diagnosis(about, found, measures, lacking, [*notes, *measuring.notes, *handled, *remarks(m)])
 
 
 def diagnose_state(
@@ -216,8 +218,8 @@ def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str,
     own = tensors_by_name(model.state_dict())
     if empty := [name for name, value in own.items() if is_lazy(value)]:
         raise StateError(
-            f"{len(empty)} entries of the model have no shape yet ({listed(empty)}): its layers are lazy. Run one batch "
-            "through it first."
+            f"{len(empty)} entries of the model have no shape yet ({listed(empty)}): its layers are lazy. Run one "
+            "batch through it first."
         )
     return own if state is None else named(tensors_by_name(state), own)
 
@@ -246,6 +248,7 @@ def _of_state(
     m.gammas = tiny_gammas(parts, state)
     m.starting = zero_at_first(parts, state)
     m.held = [path for path, layer in layers.items() if holds_eval(layer)]
+    m.corrected = [path for path, layer in layers.items() if isinstance(layer, BatchRenorm)]
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None or shared_keys is not None:
         m.missed = missed_entries(parts, _local(parts, local_keys, shared_keys))

@@ -81,9 +81,10 @@ def _training_copy(model: nn.Module) -> nn.Module:
 def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
     """Return the gradient of the batch's loss with respect to all trainable parameters, float64 (P,)."""
     inputs, targets = batch
-    outputs = outputs_of(model, inputs_for(model)(inputs))
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss(outputs, targets.to(outputs.device)), trained, allow_unused=True)
+    with torch.enable_grad():  # the caller may be in torch.no_grad()
+        outputs = outputs_of(model, inputs_for(model)(inputs))
+        found = torch.autograd.grad(loss(outputs, targets.to(outputs.device)), trained, allow_unused=True)
     flat = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
     return torch.cat([g.flatten().double().cpu() for g in flat])
 

@@ -50,6 +50,7 @@ class Measured:
         missed: see ``state.missed_entries``.
         held: BatchNorm layers that are kept in eval mode in training, too: the rules for batches and clients leave
             them out.
+        corrected: layers of batch renormalisation, which corrects the noise of a batch.
         training_layers: BatchNorm layers that are in train mode in the model as it was given.
         untracked: BatchNorm layers without running statistics.
         num_layers: BatchNorm layers.
@@ -77,6 +78,7 @@ class Measured:
     starting: Collection[str] = ()
     missed: Missed | None = None
     held: Collection[str] = ()
+    corrected: Collection[str] = ()
     training_layers: Sequence[str] = ()
     untracked: Sequence[str] = ()
     num_layers: int = 0

@@ -138,7 +138,10 @@ class Measuring:
         layers = {path: found for path, found in seen.layers.items() if path not in self._m.held}
         if not layers:
             return {}
-        self._m.shift = shift(layers, seen.owner, eps, self._generator)
+        found = shift(layers, seen.owner, eps, self._generator)
+        if not math.isfinite(found.excess):
+            raise DataError("inputs of BatchNorm are not finite. Look for NaN and infinity in weights and inputs.")
+        self._m.shift = found
         figures = {"shift": self._of_shift("shift", self._m.shift)}
         if seen.classes is not None:
             self._m.skew = class_skew(seen.classes, seen.owner, self._generator)

@@ -157,7 +157,8 @@ def _run(
     losses, right, prepared = [], [], inputs_for(model)
     with torch.no_grad():
         for positions in batches:
-            outputs = outputs_of(model, prepared(inputs_at(clients, positions))).float()
+            outputs = outputs_of(model, prepared(inputs_at(clients, positions)))
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
             wanted = targets[positions].to(outputs.device)  # the loss may hold class weights there
             losses += [loss(outputs[n : n + 1], wanted[n : n + 1]).double() for n in range(len(positions))]
             if classes is not None and outputs.dim() == 2 and outputs.shape[1] > 1:

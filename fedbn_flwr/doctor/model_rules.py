@@ -8,7 +8,9 @@ from typing import TypeVar
 from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding
 from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.texts import listed
 from fedbn_flwr.doctor.thresholds import DEAD_SHARE
+from fedbn_flwr.norms.report import shown_path
 
 __all__ = [
     "averaged_counters",
@@ -89,7 +91,7 @@ def tested_by_batch(m: Measured) -> Finding | None:
         )
     elif layers:
         evidence.append(
-            f"{len(layers)} of {m.num_layers} BatchNorm layers have no running statistics ({layers[0]}, ...)."
+            f"{len(layers)} of {m.num_layers} BatchNorm layers have no running statistics ({listed(layers)})."
         )
     else:
         evidence.append("The run's first test is global-batch-statistics: it normalises by the test batch.")
@@ -148,9 +150,9 @@ def extreme_variance(m: Measured) -> Finding | None:
         "extreme-variance",
         "Running variances are near zero or explode.",
         [
-            f"{path}: of {all_} channels {low} have a variance below eps{seen(path, 0)}, {high} one above "
+            f"{shown_path(path)}: of {all_} channels {low} have a variance below eps{seen(path, 0)}, {high} one above "
             f"1e8{seen(path, 1)}."
-            for path, (low, high, all_) in _first(found)
+            for path, (low, high, all_) in list(found.items())[:3]
         ],
         {"layers": {path: {"near-zero": c[0], "exploding": c[1], "channels": c[2]} for path, c in found.items()}},
         remedies.EXTREME_VARIANCE if of_data else remedies.WRONG_VARIANCE,
@@ -158,4 +160,4 @@ def extreme_variance(m: Measured) -> Finding | None:
 
 
 def _first(found: Mapping[str, V], count: int = 3) -> list[tuple[str, V]]:
-    return list(found.items())[:count]
+    return [(shown_path(path), value) for path, value in list(found.items())[:count]]

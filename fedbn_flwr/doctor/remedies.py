@@ -102,7 +102,9 @@ COUNTERS = [
         "Flower's own); repair this state with `state[name] = state[name].round().long()`",
     )
 ]
-_FINITE_BEFORE = Remedy("lower learning-rate", "where weights are NaN the training diverged: go back to a state before that")
+_FINITE_BEFORE = Remedy(
+    "lower learning-rate", "where weights are NaN the training diverged: go back to a state before that"
+)
 _NO_STEPS = Remedy(
     "keep running statistics out of the server's optimizer",
     "momentum or Adam steps on a running variance make it negative; strategy=fedavgm, fedadam and fedyogi of this "

@@ -35,7 +35,8 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
         content = load_file(path)
     except Exception as error:  # a damaged file may raise anything in these readers
         raise StateError(
-            f"{path} cannot be read: {error}. Save the weights alone: torch.save(model.state_dict(), path)."
+            f"{path} cannot be read: {type(error).__name__}: {error}. Save the weights alone: "
+            "torch.save(model.state_dict(), path)."
         ) from error
     if isinstance(content, (list, tuple)):
         content = {str(index): torch.as_tensor(value) for index, value in enumerate(content)}

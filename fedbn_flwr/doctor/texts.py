@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from fedbn_flwr.norms.report import shown_path
+
 __all__ = ["listed", "number_of"]
 
 
 def listed(names: Collection[str]) -> str:
-    """Return at most three of the names, and dots for the others."""
-    return ", ".join([*names][:3]) + (", ..." if len(names) > 3 else "")
+    """Return at most three of the names, and dots for the others; the path of the model itself is empty."""
+    return ", ".join(map(shown_path, [*names][:3])) + (", ..." if len(names) > 3 else "")
 
 
 def number_of(count: int, what: str) -> str:

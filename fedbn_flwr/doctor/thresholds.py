@@ -71,7 +71,7 @@ MIN_EXAMPLES = 16
 """Examples from which a constant output says something of a layer: one example is always the same as itself."""
 
 NO_VARIANCE = 1e-5
-"""A running variance below it, and below eps, is near zero: torch's eps. A larger eps is usual (1e-3 in MobileNetV3)."""
+"""A running variance below it, and below eps, is near zero: torch's eps. A larger eps is usual, 1e-3 in MobileNetV3."""
 
 EXPLODING_VARIANCE = 1e8
 """A running variance above it: activations of 10,000, which float16 squares to infinity."""

@@ -5,6 +5,7 @@ It does not change values, shapes or names: a state dict is the same in both for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -42,7 +43,8 @@ def _normalises_each_channel(module: nn.Module) -> bool:
 
 def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function that brings a batch to the model's device, dtype and memory format."""
-    like = next(model.parameters())
+    floats = (buffer for buffer in model.buffers() if buffer.is_floating_point())
+    like = next(itertools.chain(model.parameters(), floats, [torch.empty(0)]))  # BatchNorm alone may have no parameter
     images = [p for p in model.parameters() if p.dim() == 4]
     last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in images)
     memory_format = torch.channels_last if last else torch.contiguous_format
