@@ -16,7 +16,7 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
     """Return FixBN's Fig. 3 (a) and (b) of recorded lines, over all layers.
 
     Args:
-        lines: of ``statistics.jsonl``.
+        lines: of ``statistics.jsonl``; those without layers are left out.
         window: recorded lines of a variance; the paper has 200 rounds.
 
     Returns:
@@ -27,6 +27,7 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
         each layer by path. A value is None where the client has none, or not two in the window, and a sum where one of
         its layers has none. Variances are unbiased; the paper's B.6 divides by W.
     """
+    lines = [line for line in lines if "layers" in line]
     clients = list(dict.fromkeys(client for line in lines for client in line["clients"] or ()))
     found: dict[str, Any] = {"rounds": [line["round"] for line in lines], "window": window}
     found["change-l1"] = _sums([{p: layer["change"]["l1"] for p, layer in line["layers"].items()} for line in lines])

@@ -20,6 +20,7 @@ from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
 from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
 from fedbn_flwr.doctor.measured import Training
+from fedbn_flwr.doctor.remedies import DIVERGED
 from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
 from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.doctor.trends import trends
@@ -29,6 +30,8 @@ from fedbn_flwr.experiment.data.partitioned_data import count_clients, partition
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import run_config
 from fedbn_flwr.experiment.output.folder import STATISTICS_FILE
+from fedbn_flwr.experiment.report.run import run_warnings
+from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.setup import make_model, on_device
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state
@@ -71,11 +74,20 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         known = {(f.id, *f.evidence) for f in found.findings}
         found = replace(found, findings=[*(f for f in own if (f.id, *f.evidence) not in known), *found.findings])
     lines = read_metrics(run / STATISTICS_FILE)
-    found = replace(found, findings=fitting(found.findings, config))
+    files = RunFiles.read(run)
+    findings = fitting([*_divergence(files), *found.findings], config)
+    found = replace(found, findings=findings, notes=[*run_warnings(files), *found.notes])
     if lines:
         return replace(found, measures={**found.measures, "history": trends(lines)})
     missing = "changes from round to round: the run has no statistics.jsonl (watch-statistics=0)."
     return replace(found, not_measured=[*found.not_measured, missing])
+
+
+def _divergence(files: RunFiles) -> list[Finding]:
+    if not files.diverged_at:
+        return []
+    what, evidence = "The run diverged.", f"In round {files.diverged_at}: {files.divergence}."
+    return [Finding("diverged", what, [evidence], {"round": files.diverged_at}, DIVERGED)]
 
 
 def diagnose_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from fedbn_flwr.cli import app
 from fedbn_flwr.doctor import Finding, remedies
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.doctor import diagnose_model, diagnose_run, fitting, training_of
+from fedbn_flwr.experiment.report.run import run_warnings
+from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from tests.support.versioned import Versioned
@@ -65,6 +68,25 @@ def test_label_skew_with_one_local_step(skewed: Path, tmp_path: Path) -> None:
     }
     assert json.loads((tmp_path / "out/doctor.json").read_text()) == found
     assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
+
+
+def test_what_the_report_warns_of_is_noted_and_a_divergence_found(skewed: Path, tmp_path: Path) -> None:
+    """A run that diverged may keep finite weights, and damaged lines of its statistics say nothing."""
+    folder = Path(shutil.copytree(skewed, tmp_path / "run"))
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "diverged-at": 3}))
+    line = {"diverged": ["train-loss of client 2 is inf"], "kept-previous": True, "rejected": ["NaN"]}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), **line})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with (folder / "statistics.jsonl").open("a") as file:
+        file.write("{}\n")
+    found = diagnose_run(folder, 50)
+    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == ("diverged", "lower learning-rate")
+    assert found.findings[0].evidence == ["In round 3: train-loss of client 2 is inf."]
+    assert found.notes[: len(run_warnings(RunFiles.read(folder)))] == run_warnings(RunFiles.read(folder))
+    assert "Too few replies were usable in 1 rounds (the first is 3): the model stayed." in found.notes
+    assert found.measures["history"]["rounds"] == list(range(2, 21, 2))
 
 
 @pytest.mark.parametrize("name", ["feature-shifted domains", "batch size 2"])

@@ -12,7 +12,6 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config, read_overrides
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.client_figures import clients_section, domains_section
 from fedbn_flwr.experiment.report.curve_figures import curves_section
 from fedbn_flwr.experiment.report.page import Block, Code, Facts, More, Page, Section, Table, Text
@@ -104,10 +103,8 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
 def run_warnings(run: RunFiles) -> list[str]:
     """Return what a reader must know before the numbers, the worst first."""
     found = []
-    since = run.summary.get(DIVERGED_AT) or next((line[DIVERGED_AT] for line in run.lines if DIVERGED_AT in line), None)
-    if since:
-        losses: list[str] = next((line["diverged"] for line in run.lines if "diverged" in line), [])
-        found.append(f"The run diverged in round {since}: {'; '.join(losses) or 'a loss is not finite'}.")
+    if run.diverged_at:
+        found.append(f"The run diverged in round {run.diverged_at}: {run.divergence}.")
     if not run.summary:
         found.append(
             f"The run is not finished: {len(run.lines)} of {run.config.num_server_rounds} rounds{_written(run)}."

@@ -13,6 +13,7 @@ from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
 from fedbn_flwr.experiment.files import read_json, read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import run_config
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.output.recorder import headlines
 from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS
 from fedbn_flwr.experiment.report.shown import MEBIBYTE
@@ -49,6 +50,18 @@ class RunFiles:
         config = run_config(folder)
         summary = read_json(folder / "summary.json")  # before the lines: with a summary they are complete
         return cls(folder, config, read_metrics(folder / "metrics.jsonl"), summary)
+
+    @functools.cached_property
+    def diverged_at(self) -> int:
+        """The first round with a loss that is not finite; 0 = none."""
+        first = next((line[DIVERGED_AT] for line in self.lines if DIVERGED_AT in line), 0)
+        return int(self.summary.get(DIVERGED_AT) or first)
+
+    @property
+    def divergence(self) -> str:
+        """Which losses are not finite in that round."""
+        losses: list[str] = next((line["diverged"] for line in self.lines if "diverged" in line), [])
+        return "; ".join(losses) or "a loss is not finite"
 
     @functools.cached_property
     def headline(self) -> str:
