@@ -50,8 +50,8 @@ def small_batch(m: Measured) -> Finding | None:
         worst = max(m.noise, key=lambda path: m.noise[path])
         evidence.append(
             f"Within one client the mean of a batch varies by {m.noise[worst]:.2f} standard deviations in "
-            f"{shown_path(worst)} ({sum(m.noise.values()) / len(m.noise):.2f} over all layers): examples are shifted by "
-            "as much, at random."
+            f"{shown_path(worst)} ({sum(m.noise.values()) / len(m.noise):.2f} over all layers): examples are shifted "
+            "by as much, at random."
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
     evidence += _of_gradients(m)
