@@ -70,7 +70,7 @@ class ClientData:
         A class is an integer, a 0 or 1, or a row with a single 1.
         """
         if self.rows and bool((self.targets.sum(1) == 1).all()):
-            return self.targets.argmax(1)
+            return self.targets.long().argmax(1)
         if self.targets.numel() != len(self):
             return None
         return self.targets.reshape(len(self)).long() if self.binary or not self.targets.is_floating_point() else None

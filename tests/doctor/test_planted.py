@@ -112,7 +112,7 @@ def test_one_logit_with_targets_0_and_1_has_the_loss_of_a_logit(targets: str, di
     assert any("taken for a logit" in note for note in found.notes) == (targets == "0 and 1")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 @pytest.mark.parametrize("one_hot", [True, False])
 def test_rows_of_0_and_1_have_the_loss_of_their_kind(one_hot: bool, dtype: torch.dtype, digits) -> None:
     """A one-hot row is one class an example; a row of several labels is not."""
