@@ -27,6 +27,7 @@ import torch
 import typer
 from torch import nn
 
+from fedbn_flwr.batchnorm import split_state
 from fedbn_flwr.data import DATASETS, Subset, load_dataset
 from fedbn_flwr.experiment.finished_run.saved_model import Choice, load_model
 from fedbn_flwr.training.evaluation import without_running_statistics
@@ -78,12 +79,15 @@ def main(run: Path, data_dir: Annotated[Path, typer.Option(help="The folder of t
         for first in range(0, data.num_classes, per_client)
         for batch in torch.split(mixed_of(targets, range(first, first + per_client)), BATCH)
     ]
-    print("| statistics | accuracy | right client | within | equal means |\n|---|---|---|---|---|")
-    for name, batches, own in (
+    ways = [
         ("saved", mixed, False),
         ("of mixed test batches", mixed, True),
         ("of test batches with one client's classes", of_one, True),
-    ):
+    ]
+    if not split_state(saved.model).statistics:
+        ways = [("none", mixed, False)]
+    print("| statistics | accuracy | right client | within | equal means |\n|---|---|---|---|---|")
+    for name, batches, own in ways:
         with without_running_statistics(saved.model) if own else nullcontext():
             log_p = log_probabilities(saved.model, examples, batches)
         figures = between_clients(targets.numpy(), log_p, per_client).values()
