@@ -320,10 +320,19 @@ def test_an_interrupted_reference_goes_on(tmp_path: Path, monkeypatch) -> None:
     assert "resumed-after" in json.loads((tmp_path / "reference/summary.json").read_text())
 
 
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_interrupted_sweep_says_how_many_runs_are_done(tmp_path: Path, monkeypatch) -> None:
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}"
     study.write_text(f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy: fedbn}}}}\n")
+    with monkeypatch.context() as patch:  # before the folder has anything
+        patch.setattr("fedbn_flwr.experiment.studies.sweep.sweep", stopped)
+        result = call("sweep", str(study), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 130
+    assert f"interrupted. Finished in {tmp_path / 'out'}: 0 of 2 runs.\n" in result.stderr
     interrupt_in_round(1, monkeypatch)
     result = call("sweep", str(study), "--out", str(tmp_path / "out"))
     assert result.exit_code == 130
@@ -341,9 +350,6 @@ def test_an_interrupted_sweep_that_tunes_counts_the_runs_with_what_was_chosen(tm
     )
     command = ("sweep", str(study), "--out", str(tmp_path / "out"))
     assert call(*command).exit_code == 0
-
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
 
     monkeypatch.setattr("fedbn_flwr.experiment.studies.sweep.sweep", stopped)
     assert ": 3 of 3 runs.\n" in call(*command).stderr, "with the learning rate that was chosen"

@@ -64,9 +64,11 @@ def sweep(
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
 
         def saved() -> str:
-            cells = trials = [*grid.trials()]
-            what = "trials of tune, before the runs"
-            if all(is_done(cell, out) for cell in trials):  # so that the folder has the study with what they chose
+            trials = [*grid.trials()]
+            cells, what = trials, "trials of tune, before the runs"
+            if not trials:
+                cells, what = [*grid.cells()], "runs"
+            elif all(is_done(cell, out) for cell in trials):  # so the folder has the study with what they chose
                 cells, what = [*trials, *Study.read(out / STUDY_FILE).cells()], "runs"
             return (
                 f"Finished in {out}: {sum(is_done(cell, out) for cell in cells)} of {len(cells)} {what}.\nThe same "

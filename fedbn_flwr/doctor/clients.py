@@ -126,7 +126,10 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
     repeats = False
     if (epoch := _epoch(loader)) is not None:
         order = [index for batch in epoch for index in batch]
-        distinct = list(dict.fromkeys(order))
+        first: dict[Any, Any] = {}
+        for index in order:
+            first.setdefault(_hashable(index), index)
+        distinct = [*first.values()]
         repeats = len(distinct) < len(order)
         if len(distinct) > max_examples:
             distinct = [distinct[place] for place in torch.randperm(len(distinct))[:max_examples].tolist()]
@@ -169,6 +172,12 @@ def _epoch(loader: Iterable[Any]) -> list[list[Any]] | None:
     if sampler is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         return None
     return [list(batch) for batch in islice(sampler, len(data))]  # a sampler may be endless
+
+
+def _hashable(index: Any) -> Any:
+    """Return an index as a key: samplers may give tensors, or lists such as [index, size]."""
+    index = index.tolist() if isinstance(index, Tensor) else index
+    return tuple(map(_hashable, index)) if isinstance(index, (list, tuple)) else index
 
 
 def _over(loader: Any, batches: list[list[Any]]) -> DataLoader[Any]:

@@ -50,11 +50,6 @@ class Dispatcher:
         self._expected_hashes: Mapping[str, str] | None = None
         self._answered: set[str] = set()
 
-    @property
-    def awaits_replies(self) -> bool:
-        """Whether replies to the latest messages may come; ``in_order`` ends that."""
-        return bool(self._asked)
-
     def expect_hashes(self, hashes: Mapping[str, str]) -> None:
         """Send each node, until it answers, the hash of the state to restore: by label, "" for a missing label."""
         self._expected_hashes = dict(hashes)

@@ -74,14 +74,15 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def training_losses(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return those metrics of the clients' training that are losses of training: "loss", "train-loss" and the like.
+    """Return the metrics of the clients' training without losses of something else: "loss" and "train...loss" stay.
 
-    Another loss in it, as of validation data that a client does not have, may be NaN.
+    Another loss, as of validation data that a client does not have, may be NaN.
     """
-    return {
-        label: {name: value for name, value in values.items() if re.fullmatch("(train.*)?loss", name)}
-        for label, values in metrics.items()
-    }
+
+    def stays(name: str) -> bool:
+        return not name.endswith("loss") or re.fullmatch("(train.*)?loss", name) is not None
+
+    return {label: {name: value for name, value in values.items() if stays(name)} for label, values in metrics.items()}
 
 
 def divergence(report: RoundReport, advice: str) -> str:

@@ -390,6 +390,7 @@ class Server(Method[P]):
         such a loop it runs completely in this call, which then returns no messages.
         """
         refuse_own_keys(config=config)
+        self.run.configured = "configure_train", server_round
         self.run.set_model(arrays)
         check_wrapper(self, self.run.parts, warn=not self.run.begun)
         if not self.run.begun:  # neither our start nor to_legacy calls: a loop of the user's or of Flower's
@@ -462,7 +463,7 @@ class Server(Method[P]):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
-        replies = self._of_own_messages("configure_train", [*self._early_replies, *replies])
+        replies = self._of_own_messages("configure_train", server_round, [*self._early_replies, *replies])
         self._early_replies = []
         report = self.run.report
         pairs = self.dispatcher.in_order(replies, report, report.rejected)
@@ -573,6 +574,7 @@ class Server(Method[P]):
     ) -> Iterable[Message]:
         """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
         refuse_own_keys(config=config)
+        self.run.configured = "configure_evaluate", server_round
         self.run.arrays = arrays
         if not self._tests_after(server_round):
             return []
@@ -590,7 +592,7 @@ class Server(Method[P]):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics; write each client's metrics to the report."""
-        replies = self._of_own_messages("configure_evaluate", replies)
+        replies = self._of_own_messages("configure_evaluate", server_round, replies)
         report, count_key = self.run.report, self.weighted_by_key
         pairs = [pair for pair in self.dispatcher.in_order(replies, report) if not tested_nothing(pair[1], count_key)]
         good, refused = read_replies(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
@@ -703,14 +705,14 @@ class Server(Method[P]):
             )
         raise ClientPartError(f"no client could measure its statistics: {error_text(failed[0])}")
 
-    def _of_own_messages(self, configure: str, replies: Iterable[Message]) -> list[Message]:
+    def _of_own_messages(self, configure: str, server_round: int, replies: Iterable[Message]) -> list[Message]:
         """Return the replies.
 
         Raises:
-            ConfigError: the strategy has made no messages, because the method ``configure`` is the user's own.
+            ConfigError: the method ``configure`` is the user's own, and has not called the strategy's in this round.
         """
         found = list(replies)
-        if not self.reports or (found and not self.dispatcher.awaits_replies):
+        if not self.reports or (found and self.run.configured != (configure, server_round)):
             raise ConfigError(
                 f"{configure} of {type(self).__name__} did not call super().{configure}(): take the messages that it "
                 "returns, and leave out those that you do not want"

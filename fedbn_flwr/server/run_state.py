@@ -39,6 +39,7 @@ class RunState:
         arrays: the global model that training continues with; tests may complete it.
         metrics: the metrics of this round so far, under the names of Flower's ``Result``.
         before: the global state that was sent in this round.
+        configured: the strategy's configure method that was called last, and its round.
         hooks_sent: the client hooks that this round's messages name.
         extras_sent: the method's records beside the model, in this round's messages and in their replies.
         num_able: number of nodes with training data, N of the papers.
@@ -67,6 +68,7 @@ class RunState:
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
     before: State = field(default_factory=dict)
+    configured: tuple[str, int] = ("", 0)
     hooks_sent: frozenset[str] = frozenset()
     extras_sent: frozenset[str] = frozenset()
     num_able: int = 0
@@ -121,7 +123,8 @@ class RunState:
         Raises:
             ConfigError: the given split does not fit, or entries of the first model are missing.
         """
-        if lost := [name for name in self.shapes if name not in arrays]:
+        lost = [name for name in self.shapes if name not in arrays]
+        if lost and self.shapes.keys() > {*arrays}:  # with other names it is another model, of another run
             raise ConfigError(
                 f"the model of round {self.after + len(self.reports) + 1} lacks {len(lost)} entries that it had at the "
                 f"start ('{lost[0]}', ...): an aggregate_train of your own must return the whole model; override "

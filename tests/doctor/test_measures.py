@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -269,6 +269,21 @@ def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
     notes = " ".join(diagnose(model, {"a": loader}, max_examples=limit).notes)
     assert "client a: its sampler repeats examples; each was used once" in notes
     assert ("drawn at random" in notes) == (limit == 8)
+
+
+def test_a_sampler_may_give_lists_and_tensors() -> None:
+    class Sized(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: Any) -> tuple[torch.Tensor, int]:
+            number = int(index[0])
+            return torch.full((1,), float(number)), number
+
+    order: Any = [[torch.tensor(k % 3), 32] for k in range(6)]  # with the size of the image
+    (seen,) = read_clients([torch.utils.data.DataLoader(Sized(), batch_size=2, sampler=order)], 100)
+    assert seen.targets.tolist() == [0, 1, 2]
+    assert seen.repeats
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from fedbn_flwr.server import flower
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
@@ -283,6 +284,26 @@ def test_a_start_of_ones_own_is_told_how_to_complete_the_model(federate, mlp, po
 
     assert len(said()) == (make is not FedAvg)
     assert said(on_round_end=lambda server_round, arrays, metrics: None) == []
+
+
+def test_a_message_beside_those_of_super_is_left_out_with_a_warning(federate, mlp, points) -> None:
+    """Also in a round in which the strategy itself tests nothing."""
+
+    class Mine(FedAvg):
+        def configure_evaluate(self, server_round, arrays, config, grid):
+            content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": server_round})})
+            made = [*super().configure_evaluate(server_round, arrays, config, grid)]
+            return made or [Message(content, node_id, "evaluate") for node_id in grid.get_node_ids()]
+
+    assert federate(Mine(eval_every=2), mlp, [points(8), points(12, 1)], rounds=2).strategy.reports[1].evaluations
+
+
+def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:
+    run = RunState("fedavg")
+    run.set_model(to_record({"a": np.zeros(1), "b": np.zeros(2)}))
+    run.set_model(to_record({"c": np.zeros(1), "d": np.zeros(1)}))
+    with pytest.raises(ConfigError, match="lacks 1 entries that it had at the start \\('c'"):
+        run.set_model(to_record({"d": np.zeros(1)}))
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])

@@ -179,7 +179,9 @@ def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
         if finished(folder := cell.folder(out)):
-            logger.warning("%s is repeated, the study has changed: %s", cell.name, changed(cell.config, folder))
+            logger.warning(
+                "%s is repeated, its settings are not the study's: %s", cell.name, changed(cell.config, folder)
+            )
     follower.plan(cells, left)
     if not left:
         return

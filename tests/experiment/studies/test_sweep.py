@@ -223,7 +223,10 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: S
     sweep(Study.load(written(tmp_path, changed)), out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
-    assert "FedAvg/iid/seed-0 is repeated, the study has changed: learning-rate=0.2, now 0.25" in caplog.messages
+    assert (
+        "FedAvg/iid/seed-0 is repeated, its settings are not the study's: learning-rate=0.2, now 0.25"
+        in caplog.messages
+    )
     # Places and timeouts make no other run, and the reference's own tests are no change.
     assert sweep(study, out, follower=(noted := Noted())) == table
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
