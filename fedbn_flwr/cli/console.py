@@ -117,8 +117,12 @@ def bars() -> Progress:
     """Return progress bars with rounds, scores, elapsed and remaining time."""
     name, shown = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[shown]}"))
     columns: tuple[ProgressColumn, ...] = (
-        *(name, BarColumn(), MofNCompleteColumn(), shown),
-        *(TimeElapsedColumn(), TimeRemainingColumn()),
+        name,
+        BarColumn(),
+        MofNCompleteColumn(),
+        shown,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
     # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
     return Progress(*columns, console=complaints, speed_estimate_period=math.inf)

@@ -124,8 +124,7 @@ def clients_differ(m: Measured) -> Finding | None:
         "BatchNorm's statistics differ between clients; feature shift and label skew cannot be told apart here.",
         [
             f"Statistics of a client are {m.shift.layers[worst]:.2f} standard deviations from those of all in "
-            f"{shown_path(worst)}; "
-            f"chance gives {m.shift.by_chance[worst]:.2f} ({_p(m.shift)})."
+            f"{shown_path(worst)}; chance gives {m.shift.by_chance[worst]:.2f} ({_p(m.shift)})."
         ],
         {"shift": m.shift.layers[worst], "by-chance": m.shift.by_chance[worst], "layer": worst},
         remedies.CLIENTS_DIFFER,

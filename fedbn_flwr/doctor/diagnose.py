@@ -34,9 +34,9 @@ from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
 
-_SCRIPTED = "TorchScript's layers cannot be watched. Pass the plain module."
-
 __all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
+
+_SCRIPTED = "TorchScript's layers cannot be watched. Pass the plain module."
 
 
 def diagnose(

@@ -91,7 +91,7 @@ def simulate(
         **({**_actors(config), **_gpus(config)} if ray_address is None else {}),
         **(federation_config or {}),
     }
-    before = _summary(out)
+    before = read_json(out / "summary.json")
     lines: list[str] = []
     echo = LogEcho()
 
@@ -108,7 +108,7 @@ def simulate(
         try:
             flower_run(app, run_config={}, federation_config=federation, on_line=on_line)
         except EngineError as error:
-            summary = _summary(out)
+            summary = read_json(out / "summary.json")
             whole = f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
             if summary == before or DIVERGED_AT not in summary:
                 raise EngineError(whole) from error
@@ -120,7 +120,7 @@ def simulate(
                 with (out / FLOWER_LOG).open("a") as log:
                     log.write("\n".join(lines) + "\n")
     following.result()  # raises what on_round raised
-    if summary := _summary(out):
+    if summary := read_json(out / "summary.json"):
         return summary
     raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
 
@@ -134,11 +134,6 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
         (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
     pairs = (toml_pairs({key: value}) for key, value in config.to_mapping().items())
     (folder / "pyproject.toml").write_text(_PYPROJECT.format(module=module) + "\n".join(pairs) + "\n")
-
-
-def _summary(out: Path) -> dict[str, Any]:
-    """Return the summary in a run's folder; empty if there is none."""
-    return read_json(out / "summary.json")
 
 
 def _actors(config: Config) -> dict[str, Scalar]:

@@ -147,7 +147,7 @@ def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
         own = {name.replace("_", "-") for name in config.method().Params.model_fields} & {*config.keys("methods")}
         if settings := [f"{key}={value}" for key, value in config.to_mapping().items() if key in own]:
             yield "settings of the method", ", ".join(settings)
-    summary = _summary(saved.run)
+    summary = read_json(saved.run / "summary.json")
     rounds = summary.get("rounds", f"{config.num_server_rounds} (from the settings)")
     if privacy := summary.get("privacy"):
         yield "privacy", privacy["guarantee"]
@@ -188,7 +188,7 @@ def _changed(saved: SavedModel, data: PartitionedData) -> bool:
 
 
 def _metrics(run: Path) -> Iterator[str]:
-    summary, lines = _summary(run), read_metrics(run / "metrics.jsonl")
+    summary, lines = read_json(run / "summary.json"), read_metrics(run / "metrics.jsonl")
     if not summary:
         yield f"summary.json is not in {run.name}: whoever did the run has the metrics."
         return
@@ -206,10 +206,6 @@ def _metrics(run: Path) -> Iterator[str]:
         yield "By client, each on its own test data (`own-`) or on the whole test set (`global-`):"
         rows = [[client, *(_shown(metrics.get(name)) for name in names)] for client, metrics in tested.items()]
         yield _table(["client", *names], rows)
-
-
-def _summary(run: Path) -> dict[str, Any]:
-    return read_json(run / "summary.json")
 
 
 def _shown(value: Any) -> str:
