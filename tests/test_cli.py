@@ -349,7 +349,9 @@ def test_an_interrupted_sweep_that_tunes_counts_the_runs_with_what_was_chosen(tm
         "tune: {grid: {learning-rate: [0.3, 0.01]}, base: {validation-share: 0.2}}\n"
     )
     command = ("sweep", str(study), "--out", str(tmp_path / "out"))
-    assert call(*command).exit_code == 0
+    other = call(*command, "--method", "B", "--seed", "1")
+    assert (other.exit_code, other.stderr.count("study 't' has")) == (2, 2)
+    assert call(*command, "--method", "A").exit_code == 0
 
     monkeypatch.setattr("fedbn_flwr.experiment.studies.sweep.sweep", stopped)
     assert ": 3 of 3 runs.\n" in call(*command).stderr, "with the learning rate that was chosen"

@@ -39,11 +39,15 @@ def sweep(
     ray_address: Annotated[
         str | None, typer.Option(help="HOST:PORT of a running Ray cluster that does the runs.")
     ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Only runs of this method of the study; repeatable.")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="Only runs on this split of the study; repeatable.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Only runs with this seed of the study; repeatable.")] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
     from fedbn_flwr.experiment.files import STUDY_FILE
     from fedbn_flwr.experiment.studies.done import is_done
     from fedbn_flwr.experiment.studies.parallel import default_parallel, in_parallel
+    from fedbn_flwr.experiment.studies.selection import Selection
     from fedbn_flwr.experiment.studies.study import Study
     from fedbn_flwr.experiment.studies.sweep import in_series
     from fedbn_flwr.experiment.studies.sweep import sweep as launch
@@ -51,7 +55,10 @@ def sweep(
     with exit_codes():
         quiet_flower()
         grid = Study.load(study, set_ or [])
-        left = [cell for cell in (*grid.trials(), *grid.cells()) if not is_done(cell, out)]
+        selection = Selection(method or (), split or (), seed or ())
+        selection.check(grid)
+        selected = [cell for cell in (*grid.trials(), *grid.cells()) if cell in selection]
+        left = [cell for cell in selected if not is_done(cell, out)]
         if ray_address and (parallel or memory_gib):
             raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
         if engine is EngineChoice.simulation and (ray_address or (parallel or 1) > 1):
@@ -64,12 +71,13 @@ def sweep(
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
 
         def saved() -> str:
-            trials = [*grid.trials()]
+            trials = [cell for cell in selected if cell.trial]
             cells, what = trials, "trials of tune, before the runs"
             if not trials:
-                cells, what = [*grid.cells()], "runs"
+                cells, what = selected, "runs"
             elif all(is_done(cell, out) for cell in trials):  # so the folder has the study with what they chose
-                cells, what = [*trials, *Study.read(out / STUDY_FILE).cells()], "runs"
+                tuned = [cell for cell in Study.read(out / STUDY_FILE).cells() if cell in selection]
+                cells, what = [*trials, *tuned], "runs"
             return (
                 f"Finished in {out}: {sum(is_done(cell, out) for cell in cells)} of {len(cells)} {what}.\nThe same "
                 "command goes on with the others, and with an unfinished run from its last checkpoint."
@@ -78,7 +86,7 @@ def sweep(
         failed: RunFailedError | None = None
         try:
             with interrupt(saved), bars() as progress:
-                table = launch(grid, out, runner, Display(progress, grid.name))
+                table = launch(grid, out, runner, Display(progress, grid.name), selection)
         except RunFailedError as error:
             table, failed = error.result, error
         console.print(table, markup=False, highlight=False, soft_wrap=True)

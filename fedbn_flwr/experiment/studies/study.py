@@ -217,7 +217,8 @@ class Study(BaseModel):
             )
         for key in given:
             if all(key in cell.settings for cell in self.cells()):
-                where = "seeds" if key == "seed" else "methods or splits"
+                of_seed = f"seeds; --seed {given[key]} does the runs of that one"
+                where = of_seed if key == "seed" else "methods or splits"
                 yield f"--set {key} has no effect: every run has its own, in {where}"
 
     def _unusable_names(self) -> Iterator[str]:

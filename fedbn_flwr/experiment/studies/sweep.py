@@ -32,6 +32,7 @@ from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.experiment.studies.done import changed, is_done
 from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.selection import EVERYTHING, Selection
 from fedbn_flwr.experiment.studies.study import FAILED, Cell, Study, finished, summary_of
 from fedbn_flwr.experiment.studies.tables import write_tables
 from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
@@ -77,7 +78,13 @@ Runner = Callable[[Sequence[Cell], Path, Follower], Generator[Outcome]]
 """Does runs and yields each that ended, with its error or ""."""
 
 
-def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follower | None = None) -> str:
+def sweep(
+    study: Study,
+    out: Path,
+    runner: Runner | None = None,
+    follower: Follower | None = None,
+    selection: Selection = EVERYTHING,
+) -> str:
     """Do the unfinished runs of a study, write its tables and curves, and return the Markdown tables.
 
     Args:
@@ -86,27 +93,35 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
             settings of the command and the tuned ones.
         runner: does the runs; ``in_series()`` by default, ``parallel.in_parallel`` on several cores.
         follower: is told what happens; by default a ``LogFollower``.
+        selection: the runs to do now. The tables show all that the folder has.
 
     Raises:
         ConfigError: another process writes to the folder, it is that of a run or of another study, data cannot be used,
-            or finished runs are of other data; nothing was done.
+            finished runs are of other data, or what is selected is not in the study; nothing was done.
         EngineError: the study's own files cannot be written; the runs stay.
         RunFailedError: trials failed; or runs failed, trained nothing, or diverged and their ``on-divergence`` is
             "stop". All other runs are finished, and the error holds the tables. The same call tries the failed ones
             again.
     """
     runner, follower = runner or in_series(), follower or LogFollower()
-    for cell in (cell for cell in study.cells() if cell.seed == study.seeds[0]):
-        for key, why in cell.dropped.items():
-            logger.warning("%s/%s: %s of base is left out: %s", cell.method, cell.split, key, why)
+    selection.check(study)
+    dropped = {
+        (cell.method, cell.split, key): why
+        for cell in study.cells()
+        if cell in selection
+        for key, why in cell.dropped.items()
+    }
+    for about, why in dropped.items():
+        logger.warning("%s/%s: %s of base is left out: %s", *about, why)
     with lock_folder(out, "study"):
         _refuse_folder_of_another(study, out)
-        trials = list(study.trials())
-        cells = [*trials, *study.cells()]
-        left = [cell for cell in cells if not is_done(cell, out)]
+        trials = [cell for cell in study.trials() if cell in selection]
+        cells = [*study.trials(), *study.cells()]
+        done = [cell for cell in cells if is_done(cell, out)]
+        left = [cell for cell in cells if cell in selection and cell not in done]
         _check_data(left)
         if left:
-            _refuse_results_of_other_data([cell for cell in cells if cell not in left], out)
+            _refuse_results_of_other_data(done, out)
         if trials:
             if not (out / STUDY_FILE).exists():  # a former one has the settings that its tables are of
                 _write(study, out)
@@ -119,7 +134,7 @@ def sweep(study: Study, out: Path, runner: Runner | None = None, follower: Follo
         else:
             (out / "tuning.md").unlink(missing_ok=True)
         _write(study, out)
-        cells, results = list(study.cells()), StudyResults(study, out)
+        cells, results = [cell for cell in study.cells() if cell in selection], StudyResults(study, out)
         if (out / "table.md").exists():  # perhaps of other settings
             _tables_now(results)
         _do_all(cells, out, runner, follower, lambda: _tables_now(results))

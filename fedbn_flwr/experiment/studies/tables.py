@@ -33,7 +33,7 @@ def write_tables(results: StudyResults) -> str:
 
     ``results.jsonl`` and ``results.csv`` have a row for each run and metric, ``table.md`` and ``table.csv`` one for
     each method, split and metric, ``comparisons.md`` and ``comparisons.csv`` the paired differences, ``domains.md`` and
-    ``domains.csv`` the tests by domain, if any; ``curves.png`` shows the runs of the first seed.
+    ``domains.csv`` the tests by domain, if any; ``curves.png`` shows the runs of the first seed that has any.
     """
     study, out = results.study, results.out
     rows = results.rows()
@@ -58,12 +58,13 @@ def write_tables(results: StudyResults) -> str:
         write_atomically(out / "comparisons.md", pairs)
         write_atomically(out / "comparisons.csv", _csv(COMPARED, compared))
         text += "\n" + pairs
-    first = [cell for cell in study.cells() if cell.seed == study.seeds[0]]
-    curves = {f"{cell.method}, {cell.split}": results.history(cell) for cell in first}
-    score = first[0].config.learning_task().score if first else ""
-    shown = {name: lines for name, lines in curves.items() if lines}
-    main = {f"{cell.method}, {cell.split}": headlines(cell.config)[0] for cell in first}
-    write_atomically(out / "curves.png", draw_curves(shown, study.name, score, {name: main[name] for name in shown}))
+    of_seeds = ([cell for cell in study.cells() if cell.seed == seed] for seed in study.seeds)
+    begun = ([cell for cell in cells if results.history(cell)] for cells in of_seeds)
+    first = {f"{cell.method}, {cell.split}": cell for cell in next(filter(None, begun), [])}
+    score = next(study.cells()).config.learning_task().score
+    curves = {name: results.history(cell) for name, cell in first.items()}
+    main = {name: headlines(cell.config)[0] for name, cell in first.items()}
+    write_atomically(out / "curves.png", draw_curves(curves, study.name, score, main))
     return text
 
 

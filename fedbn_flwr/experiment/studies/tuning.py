@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr.experiment.early_stopping import validation_metric
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
@@ -44,8 +43,9 @@ class Tuned:
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
     """Return the scores of the trials, and by METHOD/SPLIT the settings of the best point.
 
-    A METHOD/SPLIT whose trials all failed keeps the study's own settings, with a warning; so does, with its best point,
-    one that is best at the end of a grid: a larger grid may have a better one.
+    A METHOD/SPLIT with a trial that is not done is left out. One whose trials all diverged keeps the study's own
+    settings, with a warning; a warning, too, tells of a best point at the end of a grid: a larger grid may have a
+    better one.
     """
     cells = list(study.trials())
     points = {trial_name(point): point for point in study.tune.points()} if study.tune else {}
@@ -53,11 +53,14 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
     found = []
     for name in dict.fromkeys(f"{cell.method}/{cell.split}" for cell in cells):
         own = [cell for cell in cells if f"{cell.method}/{cell.split}" == name]
+        if not all(is_done(cell, out) for cell in own):
+            continue
         trials = dict.fromkeys(cell.trial for cell in own)
         by_trial = {trial: [cell for cell in own if cell.trial == trial] for trial in trials}
         scores = {trial: _score(cells, out) for trial, cells in by_trial.items()}
         rejected = {
-            trial: sum(_summary(cell, out).get("rejected", 0) for cell in cells) for trial, cells in by_trial.items()
+            trial: sum(summary_of(cell.folder(out)).get("rejected", 0) for cell in cells)
+            for trial, cells in by_trial.items()
         }
         task = own[0].config.learning_task()
         sign = 1 if task.higher_is_better else -1
@@ -106,17 +109,12 @@ def _score(cells: Sequence[Cell], out: Path) -> float | None:
     """Return the mean over the seeds of the validation score of the last round; None if a seed has none."""
     values = []
     for cell in cells:
-        summary = _summary(cell, out)
+        summary = summary_of(cell.folder(out))
         value = None if DIVERGED_AT in summary else summary["final"].get(validation_metric(cell.config))
         if value is None or not math.isfinite(value):
             return None
         values.append(value)
     return statistics.fmean(values)
-
-
-def _summary(cell: Cell, out: Path) -> dict[str, Any]:
-    """Return the summary of a trial; without figures if it is not finished."""
-    return summary_of(cell.folder(out)) if is_done(cell, out) else {"final": {}}
 
 
 def _shown(score: float | None, metric: str, best: bool) -> str:

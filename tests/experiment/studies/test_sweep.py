@@ -17,9 +17,11 @@ from matplotlib import image
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
 from fedbn_flwr.experiment.output.folder import lock_folder
 from fedbn_flwr.experiment.studies import sweep as module
+from fedbn_flwr.experiment.studies import tables
 from fedbn_flwr.experiment.studies.done import is_done
 from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
 from fedbn_flwr.experiment.studies.results import StudyResults
+from fedbn_flwr.experiment.studies.selection import Selection
 from fedbn_flwr.experiment.studies.study import Cell, Study, Tuning, summary_of
 from fedbn_flwr.experiment.studies.sweep import LogFollower, do_cell, sweep
 from fedbn_flwr.experiment.studies.tables import table_rows
@@ -106,7 +108,7 @@ def test_an_override_that_every_run_overrides_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         Study.load(path, ["seed=7", "strategy=fedbn", "num-clients=3"])
     assert str(caught.value).split("\n") == [
-        f"study {path}: --set seed has no effect: every run has its own, in seeds",
+        f"study {path}: --set seed has no effect: every run has its own, in seeds; --seed 7 does the runs of that one",
         f"study {path}: --set strategy has no effect: every run has its own, in methods or splits",
     ]
 
@@ -184,6 +186,34 @@ def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path
     check_tables(study, out)
     again = Study.load(out / "study.yaml")
     assert [cell.config for cell in again.cells()] == [cell.config for cell in cells]
+
+
+def test_a_part_of_a_study_is_done_and_the_rest_later(study: Study, tmp_path: Path, monkeypatch) -> None:
+    out, noted, shown = tmp_path / "out", Noted(), []
+
+    def draw(curves, *_) -> bytes:
+        shown[:] = curves
+        return b""
+
+    monkeypatch.setattr(tables, "draw_curves", draw)
+    sweep(study, out, follower=noted, selection=Selection(methods=["FedAvg"], splits=["iid"], seeds=[1]))
+    assert noted.begun == ["FedAvg/iid/seed-1"]
+    assert shown == ["FedAvg, iid"]
+    sweep(study, out, follower=noted, selection=Selection(seeds=[1]))
+    assert noted.begun[1:] == ["FedAvg/two classes/seed-1", "FedBN/own/two classes/seed-1"]
+    with drawn():
+        sweep(study, out, follower=(rest := Noted()))
+    assert rest.begun == [cell.name for cell in study.cells() if cell.seed == 0]
+    check_tables(study, out)
+    with pytest.raises(ConfigError) as caught:
+        sweep(study, out, selection=Selection(["FedAvg", "FedProx"], ["all"], [7]))
+    assert str(caught.value).split("\n") == [
+        "--method FedProx: study 'small' has FedAvg, FedBN/own",
+        "--split all: study 'small' has iid, two classes",
+        "--seed 7: study 'small' has 0, 1",
+    ]
+    with pytest.raises(ConfigError, match="skip leaves out every run that is selected: FedBN/own/iid"):
+        sweep(study, out, selection=Selection(["FedBN/own"], ["iid"]))
 
 
 def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
