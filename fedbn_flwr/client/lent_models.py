@@ -7,6 +7,7 @@ all clients. What a model keeps in other Python attributes stays: let ``client_f
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,27 +74,27 @@ class LentModel:
 
 
 def lender(
-    model: nn.Module | BuildModel, memory_format: MemoryFormat = "auto"
+    model: nn.Module | BuildModel, memory_format: MemoryFormat = "auto", example: Callable[[], Tensor] | None = None
 ) -> Callable[[], AbstractContextManager[LentModel]]:
     """Return the function that lends a model: the given one, or one that this process builds with the given function.
 
     A built model that is not lent serves the next client. It is thrown away if its client raised an exception, and with
-    the function that builds it.
+    the function that builds it. ``memory_format`` and ``example`` are those of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
-        own = LentModel.of(set_memory_format(model, memory_format))
-        return lambda: nullcontext(own)
-    return lambda: _built(model, memory_format)
+        own = functools.cache(lambda: LentModel.of(set_memory_format(model, memory_format, example)))
+        return lambda: nullcontext(own())
+    return lambda: _built(model, memory_format, example)
 
 
 @contextmanager
-def _built(build: BuildModel, memory_format: MemoryFormat) -> Iterator[LentModel]:
+def _built(build: BuildModel, memory_format: MemoryFormat, example: Callable[[], Tensor] | None) -> Iterator[LentModel]:
     free = _FREE.setdefault(build, [])
     if free:
         lent = free.pop()
     else:
         with seeded(0):  # the first weights are drawn in some processes only; what the client draws is as in the others
-            lent = LentModel.of(set_memory_format(build(), memory_format))
+            lent = LentModel.of(set_memory_format(build(), memory_format, example))
     yield lent  # after an exception the model is not free again: its modes and hooks are as the exception left them
     lent.plain.zero_grad(set_to_none=True)
     for module, name, buffer in lent.buffers:

@@ -134,7 +134,9 @@ class TorchClient(NumPyClient):
             named = {**named, VALIDATION: validation_data}
         self.test_data = {name: as_batches(data) for name, data in named.items()}
         self.settings = settings
-        self._lend = lender(model, settings.memory_format)
+        self._lend = lender(
+            model, settings.memory_format, functools.partial(_two_inputs, [self.train_data, *self.test_data.values()])
+        )
         self.context = context
         if partition_id is None and context is not None:
             partition_id = partition_of(context)
@@ -509,3 +511,10 @@ def _fit(name: str, array: Array, like: torch.Tensor) -> Array:
         raise StateError(f"entry '{name}' has shape {tuple(array.shape)}, the model has {tuple(like.shape)}")
     counts_as_floats = array.dtype.kind == "f" and not like.is_floating_point() and not like.is_complex()
     return np.asarray(np.rint(array)) if counts_as_floats else array
+
+
+def _two_inputs(sets: Sequence[Batches]) -> torch.Tensor:
+    """Return the inputs of two examples of the first set that has any."""
+    data = next(data for data in sets if len(data))
+    # With a generator: without one a data set with random transforms is warned of.
+    return data.batch(torch.tensor([0, min(1, len(data) - 1)]), torch.Generator())[0]

@@ -31,6 +31,7 @@ from fedbn_flwr.training.settings import LocalTraining, share_of
 __all__ = [
     "build_options",
     "check",
+    "in_memory_format",
     "initialise",
     "local_training",
     "make_model",
@@ -81,7 +82,12 @@ def gpu_share(at_once: int, gpus: int) -> float:
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
     """Return the model on the device of a config, in its memory format."""
-    return set_memory_format(model.to(pick_device(config.device)), config.memory_format)
+    return in_memory_format(model.to(pick_device(config.device)), config)
+
+
+def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
+    """Return the model in the memory format of a config."""
+    return set_memory_format(model, config.memory_format, lambda: torch.zeros(2, *config.example_shape()))
 
 
 def training_model(config: Config) -> nn.Module:

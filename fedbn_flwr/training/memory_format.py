@@ -5,34 +5,94 @@ It does not change values, shapes or names: a state dict is the same in both for
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.wrappers import unwrap
+
 __all__ = ["MemoryFormat", "inputs_for", "set_memory_format"]
 
 MemoryFormat = Literal["auto", "contiguous", "channels-last"]
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+_KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")  # modules whose layers work in channels-last
+_TRIED: WeakKeyDictionary[type[nn.Module], dict[str, str]] = WeakKeyDictionary()  # of many clients' equal models
 
 
-def set_memory_format(model: nn.Module, memory_format: MemoryFormat = "auto") -> nn.Module:
+def set_memory_format(
+    model: nn.Module, memory_format: MemoryFormat = "auto", example: Callable[[], Tensor] | None = None
+) -> nn.Module:
     """Give the model's 4-d entries a memory format, in place, and return the model.
 
     "auto" is channels-last for models with 2-d convolutions in float32 or less and without instance norm, for which it
-    is slow in torch, and leaves other models as they are. It looks at the model only, so every engine and every node
-    decides alike.
+    is slow in torch, and leaves other models as they are. A model with layers of a user's own stays contiguous if it
+    works in that format only: ``x.view(-1, 400)`` needs each image in one piece. "auto" looks at the model only, so
+    every engine and every node decides alike.
+
+    Args:
+        model: the model, on its device.
+        memory_format: the format.
+        example: returns inputs of two examples, on which a model with layers of a user's own is tried; it is called
+            once for all equal models. None = such a model is not tried.
+
+    Raises:
+        ConfigError: the format is "channels-last", and the model works in the contiguous one only.
     """
     if memory_format == "auto":
         convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
         wide = any(m.weight.dtype == torch.float64 for m in convolutions)
         if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
             return model
-    chosen = torch.contiguous_format if memory_format == "contiguous" else torch.channels_last
-    return model.to(memory_format=chosen)  # type: ignore[call-overload,no-any-return,unused-ignore]
+    last = memory_format != "contiguous"
+    if last and example is not None and (error := _error_in_channels_last(unwrap(model), example)):
+        if memory_format == "channels-last":
+            raise ConfigError(
+                f"memory-format=channels-last: {type(unwrap(model)).__name__} works in the contiguous format only "
+                f"({error}). Use memory-format=contiguous, or .reshape(...) in place of .view(...) in the model."
+            )
+        last = False
+    return model.to(memory_format=torch.channels_last if last else torch.contiguous_format)  # type: ignore[call-overload,no-any-return,unused-ignore]
+
+
+def _error_in_channels_last(model: nn.Module, example: Callable[[], Tensor]) -> str:
+    """Return the error of a model that works in the contiguous format and not in channels-last; "" for any other."""
+    if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
+        return ""
+    tried, kind = _TRIED.setdefault(type(model), {}), repr(model)
+    if kind not in tried:
+        try:
+            with seeded(0):
+                inputs = example()
+                error = _error_of(model, torch.channels_last, inputs)
+                if error and _error_of(model, torch.contiguous_format, inputs):
+                    return ""  # the training will say what is wrong
+        except Exception:  # users' data may raise anything, and the training will raise it again
+            return ""
+        tried[kind] = error
+    return tried[kind]
+
+
+def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Tensor) -> str:
+    """Return the error that a copy of the model raises in this format, in a step or in a test; "" for none."""
+    own: nn.Module = copy.deepcopy(model).to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
+    try:
+        with torch.enable_grad():
+            outputs = own.train()(inputs_for(own)(inputs))
+            if isinstance(outputs, Tensor) and outputs.requires_grad:
+                outputs.square().sum().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            own.eval()(inputs_for(own)(inputs))
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _normalises_each_channel(module: nn.Module) -> bool:

@@ -56,6 +56,36 @@ def arrays(model: nn.Module) -> list[np.ndarray]:
     return [array.copy() for array in to_state(model.state_dict()).values()]
 
 
+class Viewed(nn.Sequential):
+    """A network whose view needs one image after the other in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4 * 6 * 6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[2](self[1](self[0](x)).view(-1, 4 * 6 * 6))
+
+
+class Noised(Dataset):
+    """Images with a random transform."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3, 8, 8), index % 3
+
+
+@pytest.mark.parametrize("given", ["a model", "a function"])
+def test_a_model_that_views_its_memory_trains_by_default(given: str, caplog) -> None:
+    own = Viewed if given == "a function" else Viewed()
+    tested = TensorDataset(torch.rand(3, 3, 8, 8), torch.arange(3))
+    client = TorchClient(own, Noised(), tested, SETTINGS, context=context())
+    assert client.fit(arrays(Viewed()), {})[2]["steps"] == 2
+    assert client.evaluate(arrays(Viewed()), {})[1] == 3
+    assert not caplog.records
+
+
 def test_the_seed_is_the_strategys_unless_the_client_has_one(points, mlp, same_bits) -> None:
     def trained(of_client: int | None, of_strategy: int) -> dict[int, np.ndarray]:
         torch.manual_seed(0)

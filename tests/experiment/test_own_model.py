@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.models import build_model
@@ -26,6 +27,15 @@ def small_net(num_classes, channels):
 class Rows(nn.Sequential):
     def __init__(self, num_classes, features, width=8, **more):
         super().__init__(nn.Linear(features, width), nn.BatchNorm1d(width), nn.Linear(width, num_classes))
+
+class Viewed(nn.Module):
+    def __init__(self, num_classes, channels, size):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4)
+        self.last = nn.Linear(4 * (size - 2) ** 2, num_classes)
+
+    def forward(self, x):
+        return self.last(self.norm(self.conv(x)).view(len(x), -1))
 
 def two_outputs(size):
     return nn.Sequential(nn.Flatten(), nn.Linear(size * size, 2))
@@ -58,6 +68,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_run_with_an_own_model_in_worker_processes_too(quick_config: Any, tmp_path: Path, same_run: Any) -> None:
     config = quick_config(model="my_nets:small_net", strategy="fedbn")
     same_run(*(run(config, tmp_path / f"out-{workers}", workers=workers) for workers in (0, 2)))
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
+def test_a_model_that_views_its_memory_is_trained_and_tested(quick_config: Any, tmp_path: Path, strategy: str) -> None:
+    run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
+    assert evaluate_run(tmp_path / "out", {})
 
 
 def test_it_is_seeded_and_takes_rows_and_norms() -> None:

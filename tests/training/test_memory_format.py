@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torchvision.models import mobilenet_v2, resnet18
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
 
@@ -32,10 +34,107 @@ def test_auto_follows_the_model_and_not_the_clock() -> None:
     assert set_memory_format(linear) is linear
 
 
+class Net(nn.Module):
+    """PyTorch's tutorial network, in small; its view needs one image after the other in memory."""
+
+    def __init__(self, viewed: str = "always") -> None:
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(3, 4, 5), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 5)
+        self.fc, self.viewed = nn.Linear(6 * 4 * 4, 2), viewed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv2(torch.relu(self.norm(self.conv1(x)))))
+        torch.rand(())
+        if self.viewed == "pooled":
+            return self.fc(x.mean((2, 3), keepdim=True).view(-1, 6).repeat(1, 16))
+        here = self.viewed == "always" or self.viewed == ("in training" if self.training else "in tests")
+        return self.fc(x.view(-1, 96) if here else x.flatten(1))
+
+    def extra_repr(self) -> str:
+        return self.viewed
+
+
+class Weighed(nn.Conv2d):
+    """A layer that views its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.weight.view(self.out_channels, -1).norm(dim=1)
+        return super().forward(x) / scale.view(1, -1, 1, 1)
+
+
+class Returned(torch.autograd.Function):
+    """A function that views the gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.view(-1).view(gradient.shape)
+
+
+class Reversing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Returned.apply(x)
+
+
+VIEWS = {
+    **{viewed: functools.partial(Net, viewed) for viewed in ("always", "in training", "in tests")},
+    "the weights": lambda: Weighed(3, 4, 3),
+    "the gradients": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Reversing()),
+}
+
+
+def images() -> torch.Tensor:
+    return torch.rand(2, 3, 12, 12)
+
+
+@pytest.mark.parametrize("what", VIEWS)
+def test_a_model_that_views_its_memory_stays_contiguous(what: str) -> None:
+    model = set_memory_format(VIEWS[what](), "auto", images)
+    assert all(p.is_contiguous() for p in model.parameters())
+    with pytest.raises(ConfigError, match=r"is not compatible .*memory-format=contiguous"):
+        set_memory_format(VIEWS[what](), "channels-last", images)
+
+
+def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
+    asked: list[int] = []
+
+    def example() -> torch.Tensor:
+        asked.append(1)
+        return images()
+
+    torch.manual_seed(3)
+    drawn = [Net("pooled").fc.weight, torch.rand(3)]
+    torch.manual_seed(3)
+    model = set_memory_format(Net("pooled"), "auto", example)
+    assert is_last(model)
+    assert torch.equal(model.fc.weight, drawn[0])
+    assert torch.equal(torch.rand(3), drawn[1])
+    assert not model.norm.num_batches_tracked
+    assert is_last(set_memory_format(Net("pooled"), "auto", example)), "an equal model of another client"
+    assert is_last(set_memory_format(resnet18(num_classes=2), "auto", example)), "known"
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("broken", ["the data", "the model"])
+def test_a_model_that_cannot_be_tried_is_judged_by_its_layers(broken: str) -> None:
+    def example() -> torch.Tensor:
+        if broken == "the data":
+            raise OSError("no such file")
+        return images()[:, :2]
+
+    class Own(Net):
+        pass
+
+    assert is_last(set_memory_format(Own(), "auto", example))
+    assert not is_last(set_memory_format(Own(), "auto", images)), "asked again"
+
+
 def test_inputs_get_the_models_format() -> None:
-    images = torch.rand(2, 3, 8, 8)
-    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(images).is_contiguous(**LAST)
-    assert inputs_for(resnet18(num_classes=2))(images).is_contiguous()
+    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(images()).is_contiguous(**LAST)
+    assert inputs_for(resnet18(num_classes=2))(images()).is_contiguous()
     assert inputs_for(set_memory_format(resnet18(num_classes=2)))(torch.rand(4, 3)).shape == (4, 3)
 
 

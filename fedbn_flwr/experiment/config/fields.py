@@ -288,7 +288,7 @@ class Fields(MethodSettings):
         "local training",
         "auto",
         "of images and 4-d weights; auto = channels-last for models with 2-d convolutions and without instance norm "
-        "(changes the last bits)",
+        "that work so (changes the last bits)",
     )
     compile: bool = _key("local training", False, "torch.compile the model of each client process (some 20 s, once)")
     torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)

@@ -15,7 +15,7 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.output.model_description import ModelDescription
-from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.experiment.setup import in_memory_format
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]
 
@@ -101,7 +101,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
             f"{run}: the entries of {what} do not fit model={config.model}, norm={config.norm} of config.yaml. Take "
             f"both files from the same run. {error}"
         ) from error
-    model = set_memory_format(model.eval(), config.memory_format)
+    model = in_memory_format(model.eval(), config)
     return SavedModel(run, config, model, description, about, what)
 
 
