@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.loop import Batches, kept_modes, with_positions
-from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
 
 __all__ = ["EvalResult", "evaluate", "without_running_statistics"]
@@ -70,7 +70,7 @@ def evaluate(
     """
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
-    device, prepared = next(model.parameters()).device, inputs_for(model)
+    device, prepared = device_of(model), inputs_for(model)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted
     matrix: Tensor | None = None
     gathered: list[tuple[Tensor, Tensor]] = []

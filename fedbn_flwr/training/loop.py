@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
@@ -240,7 +240,7 @@ def train(
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
-    device, prepared = next(model.parameters()).device, inputs_for(model)
+    device, prepared = device_of(model), inputs_for(model)
     model.train()
     bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
     with _begun(hooks, bare):

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["MemoryFormat", "inputs_for", "set_memory_format"]
+__all__ = ["MemoryFormat", "device_of", "inputs_for", "set_memory_format"]
 
 MemoryFormat = Literal["auto", "contiguous", "channels-last"]
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -101,16 +101,22 @@ def _normalises_each_channel(module: nn.Module) -> bool:
     return by_group or isinstance(module, _InstanceNorm)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter, else buffer; BatchNorm alone may have no parameter."""
+    return next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
+
+
 def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function that brings a batch to the model's device, dtype and memory format."""
-    floats = (buffer for buffer in model.buffers() if buffer.is_floating_point())
-    like = next(itertools.chain(model.parameters(), floats, [torch.empty(0)]))  # BatchNorm alone may have no parameter
+    device = device_of(model)
+    entries = itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])
+    dtype = next(entry.dtype for entry in entries if entry.is_floating_point())  # a table may be of integers
     images = [p for p in model.parameters() if p.dim() == 4]
     last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in images)
     memory_format = torch.channels_last if last else torch.contiguous_format
 
     def prepared(inputs: Tensor) -> Tensor:
-        inputs = inputs.to(like.device, like.dtype if inputs.is_floating_point() else None, non_blocking=True)
+        inputs = inputs.to(device, dtype if inputs.is_floating_point() else None, non_blocking=True)
         return inputs.contiguous(memory_format=memory_format) if inputs.dim() == 4 else inputs
 
     return prepared

@@ -7,6 +7,7 @@ import inspect
 import torch
 from torch import nn
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.sgd import PlainSGD, sgd, sgd_step
 
@@ -29,7 +30,12 @@ def make_optimizer(model: nn.Module, settings: LocalTraining) -> torch.optim.Opt
     """Return a new optimizer over the trainable parameters.
 
     SGD and Adam add the weight decay to the gradient; AdamW shrinks the weights by learning rate times weight decay.
+
+    Raises:
+        ConfigError: there are none.
     """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
     if settings.optimizer == "sgd":
         return sgd(model, settings)
     kind = _Adam if settings.optimizer == "adam" else _AdamW

@@ -85,3 +85,9 @@ def test_statistics_of_each_test_batch(points, mlp) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     assert model[1].running_mean is not None
     assert model.training
+
+
+def test_a_model_without_parameters_is_tested(points) -> None:
+    data = points(5, shape=(3,))
+    result = evaluate(nn.Sequential(nn.BatchNorm1d(3, affine=False).double()), data)
+    assert result.loss == pytest.approx(F.cross_entropy(data.inputs / math.sqrt(1 + 1e-5), data.targets).item())

@@ -76,6 +76,12 @@ def test_epochs_equal_a_hand_written_sgd(points, mlp, momentum: float, decay: fl
     assert result.accuracy == sum(right for _, right, _ in notes) / 54
 
 
+@pytest.mark.parametrize("model", [nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3).requires_grad_(False)])
+def test_a_model_without_parameters_to_train_is_refused(points, model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="has no parameter that requires a gradient"):
+        run(model, points(5, shape=(3,)))
+
+
 def test_an_epoch_uses_every_example_once_in_a_fresh_order(points, mlp) -> None:
     data = points(10)
     run(mlp(), data, batch_size=4, local_epochs=2)

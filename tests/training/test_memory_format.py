@@ -138,6 +138,21 @@ def test_inputs_get_the_models_format() -> None:
     assert inputs_for(set_memory_format(resnet18(num_classes=2)))(torch.rand(4, 3)).shape == (4, 3)
 
 
+@pytest.mark.parametrize("table", [torch.arange(4), torch.ones(4, dtype=torch.complex64)])
+def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(table, requires_grad=False)
+            self.last = nn.Linear(4, 3).half()
+
+    model = Looked()
+    assert inputs_for(model)(torch.rand(2, 4)).dtype == torch.float16
+    assert inputs_for(model)(torch.arange(2)).dtype == torch.int64
+    del model.last
+    assert inputs_for(model)(torch.rand(2, 4)).dtype == torch.float32
+
+
 @pytest.mark.parametrize("make", [resnet18, mobilenet_v2])
 def test_the_format_changes_rounding_only(points, make) -> None:
     """In float64 to 1e-12 after two steps."""
