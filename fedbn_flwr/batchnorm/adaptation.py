@@ -61,6 +61,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.evaluation import EvalResult, evaluate, without_running_statistics
 from fedbn_flwr.training.loop import Batches, kept_modes
 from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["TEST_BN_MODES", "TestBN", "TestBNMode", "adapted", "evaluate_adapted", "try_batches"]
@@ -124,11 +125,13 @@ def adapted(model: nn.Module, data: Batches, by: TestBN | None) -> Iterator[None
 
     Raises:
         NormLayerError: a layer gets one value per channel from a batch of ``batch``, from the first one of
-            ``momentum`` (with tau = 0 from any), both in the block, or from the first one of the pass of ``full``.
+            ``momentum`` (with tau = 0 from any), both in the block, or from the first one of the pass of ``full``; or
+            TorchScript holds a layer.
     """
     if by is None:
         yield
         return
+    refuse_scripted(model, "test-time BatchNorm")
     layers = {
         module: (module.running_mean, module.running_var, path)
         for path, module in model.named_modules()

@@ -14,11 +14,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.freezing import holds_eval
+from fedbn_flwr.training.scripted import is_scripted_batchnorm
 
 __all__ = ["BatchNormLayer", "Part", "Parts", "entry_name", "fixed_entries", "learning_parts", "split_state"]
 
@@ -148,13 +148,6 @@ def learning_parts(model: nn.Module) -> Parts:
     return Parts(parts.names, tuple(BatchNormLayer(path, entries) for path, entries in kept if entries))
 
 
-def _is_batchnorm(module: nn.Module) -> bool:
-    """Return whether a layer is BatchNorm, also in TorchScript, which keeps the name of the class only."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return getattr(module, "original_name", "") in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
-    return isinstance(module, _BatchNorm)
-
-
 def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
 
@@ -168,7 +161,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
         # remove_duplicate=False: a layer registered at two paths is twice in the state dict.
         modules = model_or_state_dict.named_modules(remove_duplicate=False)
-        paths = [path for path, module in modules if _is_batchnorm(module)]
+        paths = [path for path, module in modules if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module)]
     else:
         names = tuple(model_or_state_dict)
         leaf = "running_mean"

@@ -20,6 +20,7 @@ from fedbn_flwr.training.channels import other_axes
 from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example, with_positions
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.scripted import refuse_scripted
 
 __all__ = [
     "GatheredMoments",
@@ -185,7 +186,11 @@ def reestimate_statistics(
         The moments by layer path. A layer called several times counts all its inputs; a layer registered at several
         paths has an entry for each. Layers that were not called are left out. The result is empty if there is no data,
         or one example only, from which BatchNorm cannot compute statistics.
+
+    Raises:
+        NormLayerError: TorchScript holds a layer.
     """
+    refuse_scripted(model, "re-estimated statistics")
     found = GatheredMoments()
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
 from fedbn_flwr.training.loop import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
+from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = [
@@ -40,7 +41,11 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers that track running statistics once the model is in train mode, by path.
 
     Layers that the model keeps in eval mode are left out. A layer registered at several paths has its first one.
+
+    Raises:
+        NormLayerError: TorchScript holds a layer.
     """
+    refuse_scripted(model, "statistics in training")
     with kept_modes(model):
         model.train()
         layers = set(tracking_layers(model))
@@ -51,7 +56,8 @@ def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the layers of ``layers_in_training``, whose forward pass a method can replace.
 
     Raises:
-        NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
+        NormLayerError: the class of a layer has a forward pass of its own, which would be left out, or TorchScript
+            holds it.
     """
     layers = layers_in_training(model)
     for path, layer in layers.items():

@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.training.scripted import refuse_scripted
 
 __all__ = ["LayerMaker", "Place", "batchnorm_places", "describe", "refuse_uninitialised", "swap_batchnorm"]
 
@@ -56,8 +57,10 @@ def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple
         The model (the new layer, if the model itself was a BatchNorm) and one row per place.
 
     Raises:
-        NormLayerError: a subclass of BatchNorm contains layers (a fused activation), which would be lost.
+        NormLayerError: a subclass of BatchNorm contains layers (a fused activation), which would be lost, or
+            TorchScript holds a layer.
     """
+    refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
     _refuse_fused(places)
     made: dict[int, nn.Module] = {}

@@ -71,6 +71,7 @@ from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_ste
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, StepRule, Stream
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.scripted import is_scripted_batchnorm
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import LossFn, Task
 from fedbn_flwr.training.wrappers import unwrap
@@ -337,7 +338,7 @@ def mixes_examples(model: nn.Module) -> list[str]:
     found = []
     for path, layer in model.named_modules():
         kind, statistics = type(layer).__name__, getattr(layer, "running_mean", None)
-        if isinstance(layer, _BatchNorm) and (layer.training or statistics is None):
+        if (isinstance(layer, _BatchNorm) or is_scripted_batchnorm(layer)) and (layer.training or statistics is None):
             found.append(f"{path} ({kind}) normalises an example with the others of its batch")
         if isinstance(layer, _InstanceNorm) and layer.training and statistics is not None:
             found.append(f"{path} ({kind}) has running statistics, which keep what no noise protects")

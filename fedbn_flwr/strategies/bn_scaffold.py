@@ -171,7 +171,7 @@ class BNControlVariates(ControlVariates):
         """Take over the forward pass of the BatchNorm layers that track statistics.
 
         Raises:
-            NormLayerError: the class of a layer has a forward pass of its own.
+            NormLayerError: the class of a layer has a forward pass of its own, or TorchScript holds it.
         """
         self._undo = take_forward(model, self._forward)
         corrections = {layer: self._correction_of(path, layer) for path, layer in layers_in_training(model).items()}

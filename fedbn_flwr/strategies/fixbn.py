@@ -77,6 +77,7 @@ from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
@@ -150,7 +151,12 @@ class FreezeBN(ClientHook):
         self._learning: list[nn.Parameter] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Put the BN layers in eval mode; with ``affine`` also freeze their parameters."""
+        """Put the BN layers in eval mode; with ``affine`` also freeze their parameters.
+
+        Raises:
+            NormLayerError: TorchScript holds a layer.
+        """
+        refuse_scripted(model, "frozen BatchNorm")
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self._undo = [hold_eval(layer) for layer in layers if self.statistics]
         if self.affine:
@@ -174,7 +180,12 @@ class ReportDrift(ClientHook):
         self._received: list[Tensor] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Store the statistics as received."""
+        """Store the statistics as received.
+
+        Raises:
+            NormLayerError: TorchScript holds a layer.
+        """
+        refuse_scripted(model, "the change of the statistics")
         self._received = [s.clone() for s in _statistics(model)]
 
     def end(self, model: nn.Module) -> dict[str, float]:

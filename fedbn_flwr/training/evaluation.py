@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.loop import Batches, kept_modes, with_positions
 from fedbn_flwr.training.memory_format import device_of, inputs_for
+from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
 
 __all__ = ["EvalResult", "evaluate", "without_running_statistics"]
@@ -107,7 +108,12 @@ def evaluate(
 
 @contextmanager
 def without_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Remove the running statistics in the block: a BatchNorm without them uses its batch's own, also in eval mode."""
+    """Remove the running statistics in the block: a BatchNorm without them uses its batch's own, also in eval mode.
+
+    Raises:
+        NormLayerError: TorchScript holds a layer.
+    """
+    refuse_scripted(model, "statistics of test batches")
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
     try:

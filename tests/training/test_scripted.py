@@ -1,0 +1,79 @@
+"""BatchNorm in TorchScript is refused by name where a method would act on the layer, and works where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adapted
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms import NORMS, replace_norm
+from fedbn_flwr.privacy.record_level import mixes_examples
+from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
+from fedbn_flwr.strategies.fbn import GlobalStatistics
+from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift
+from fedbn_flwr.strategies.hbn import HybridStatistics
+from fedbn_flwr.strategies.staticbn import Untracked
+from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def scripted(mlp: Any) -> nn.Module:
+    model: nn.Module = torch.jit.script(mlp())
+    return model
+
+
+def without(model: nn.Module, data: Any) -> None:
+    with without_running_statistics(model):
+        evaluate(model, data)
+
+
+ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
+    **{
+        f"test-bn={mode}": lambda model, data, mode=mode: evaluate_adapted(model, data, TestBN(mode))
+        for mode in TEST_BN_MODES
+    },
+    **{
+        kind: lambda model, data, kind=kind: replace_norm(model, kind)
+        for kind in NORMS
+        if kind not in ("batch", "fixup")
+    },
+    "the batch's statistics": without,
+    "re-estimation": lambda model, data: reestimate_statistics(model, data, batch_size=4),
+    **{
+        name: lambda model, data, hook=hook: hook().begin(model.train())
+        for name, hook in {
+            "StaticBN": Untracked,
+            "FBN": lambda: GlobalStatistics(warm_up=False),
+            "FixBN": lambda: FreezeBN(affine=True),
+            "an automatic T*": ReportDrift,
+            "BN-SCAFFOLD": BNControlVariates,
+            "HBN": lambda: HybridStatistics(warm_up=True, share=False),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_acts_on_the_layer_refuses_it(scripted: nn.Module, points: Any, act: str) -> None:
+    with pytest.raises(NormLayerError, match=r"layer '1' is a RecursiveScriptModule.*Use the plain module"):
+        ACTS[act](scripted, points(8))
+
+
+def test_what_does_not_act_on_it_works(scripted: nn.Module, mlp: Any, points: Any) -> None:
+    data = points(8)
+    assert evaluate_adapted(scripted, data, None) == evaluate(mlp(), data)
+    assert not replace_norm(scripted, "batch")[1]
+    FreezeBN(affine=False).begin(torch.jit.script(mlp(norm=False)))
+
+
+def test_it_mixes_examples_as_the_plain_layer_does(scripted: nn.Module) -> None:
+    assert "1 (RecursiveScriptModule) normalises an example" in mixes_examples(scripted.train())[0]
+    assert mixes_examples(scripted.eval()) == []
