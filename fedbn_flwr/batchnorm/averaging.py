@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ReplyError
 
-__all__ = ["Array", "State", "Variance", "average", "check_finite", "check_state", "to_shares", "weighted_sum"]
+__all__ = [
+    "Array",
+    "State",
+    "Variance",
+    "average",
+    "check_finite",
+    "check_state",
+    "to_shares",
+    "weighted_sum",
+    "wide_type",
+]
 
 Array = NDArray[Any]
 State = Mapping[str, Array]
@@ -38,12 +48,13 @@ def to_shares(weights: Sequence[float]) -> list[float]:
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
     """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in the order given."""
-    total: Array = np.empty(arrays[0].shape, _wide(arrays[0]))
+    total: Array = np.empty(arrays[0].shape, wide_type(arrays[0]))
     _add_up([[array] for array in arrays], p, [total])
     return total
 
 
-def _wide(array: Array) -> type[np.complex128 | np.float64]:
+def wide_type(array: Array) -> type[np.complex128 | np.float64]:
+    """Return the type in which the array's values are added."""
     return np.complex128 if array.dtype.kind == "c" else np.float64
 
 
@@ -56,7 +67,7 @@ def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[
     sizes = [array.size for array in sums]
     flat = [[array.reshape(-1) for array in row] for row in rows]
     flat_sums = [array.reshape(-1) for array in sums]
-    buffers = np.empty((2, min(_BLOCK, sum(sizes))), _wide(sums[0]) if sums else np.float64)
+    buffers = np.empty((2, min(_BLOCK, sum(sizes))), wide_type(sums[0]) if sums else np.float64)
     for block in _blocks(sizes):
         total, term = buffers[:, : sum(part.stop - part.start for _, part in block)]
         total[:] = 0
@@ -112,7 +123,7 @@ def average(
     result: dict[str, Array] = {}
     for name, array in first.items():
         if array.dtype.kind in "fc":
-            result[name] = np.empty(array.shape, _wide(array) if name in exact else array.dtype)
+            result[name] = np.empty(array.shape, wide_type(array) if name in exact else array.dtype)
         else:
             result[name] = np.asarray(np.maximum.reduce([state[name] for state in states]))
     for kind in "fc":

@@ -76,7 +76,13 @@ class ProximalTerm(ClientHook):
         """Return mu/2 ||w - w_received||^2; None for mu = 0, which keeps FedAvg's bits."""
         if self.mu == 0:
             return None
-        return self.mu / 2 * torch.stack([(p - start).square().sum() for p, start in self._received]).sum()
+        squares = [_real(p - start).square().sum() for p, start in self._received]
+        return self.mu / 2 * torch.stack(squares).sum()
+
+
+def _real(change: Tensor) -> Tensor:
+    """Return the values; of a complex tensor its real and imaginary parts."""
+    return torch.view_as_real(change) if change.is_complex() else change
 
 
 class FedProx(FedAvg[P]):

@@ -66,7 +66,7 @@ from pydantic import field_validator
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import State, weighted_sum
+from fedbn_flwr.batchnorm.averaging import State, weighted_sum, wide_type
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import HookFactory, Method, Role, RunSettings, setting
@@ -260,8 +260,8 @@ class Scaffold(FedAvg[P]):
         shares = [1 / len(replies)] * len(replies)
         changes = [reply.extras[VARIATES] for reply in replies]
         for name in dict.fromkeys(name for change in changes for name in change):
-            x = before[name].astype(np.float64)
-            moved = weighted_sum([reply.state[name].astype(np.float64) - x for reply in replies], shares)
+            x = before[name].astype(wide_type(before[name]))
+            moved = weighted_sum([reply.state[name].astype(x.dtype) - x for reply in replies], shares)
             state[name] = (x + self.params.server_learning_rate * moved).astype(before[name].dtype)
             zero = np.zeros_like(before[name])  # dc_i where the client does not train this entry
             step = len(replies) / self.num_clients * weighted_sum([c.get(name, zero) for c in changes], shares)

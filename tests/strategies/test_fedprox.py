@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
@@ -61,6 +62,17 @@ def test_the_penalty_is_half_mu_times_the_squared_distance(mlp) -> None:
             parameter += 2
         model[1].running_mean += 100
     assert hook.penalty(model).item() == pytest.approx(0.25 * 4 * sum(p.numel() for p in model.parameters()), rel=1e-12)
+
+
+def test_the_distance_of_complex_parameters_counts_both_parts() -> None:
+    model, hook = nn.ParameterList([torch.zeros(2, 3, dtype=torch.cfloat)]), ProximalTerm(0.5)
+    hook.begin(model)
+    with torch.no_grad():
+        model[0] += 3 + 4j
+    penalty = hook.penalty(model)
+    penalty.backward()
+    assert penalty.item() == 0.25 * 25 * 6
+    assert torch.equal(model[0].grad, 0.5 * model[0].detach())
 
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf")])

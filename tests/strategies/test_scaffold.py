@@ -46,6 +46,26 @@ class TiedNet(nn.Sequential):
         self[3].weight = self[0].weight
 
 
+class ComplexLinear(nn.Module):
+    """A layer with complex weights, as in a Fourier layer; its output is real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.cdouble))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs.to(torch.cdouble) @ self.weight).abs()
+
+
+@pytest.fixture
+def complex_net() -> functools.partial:
+    """A model with complex weights before BN, the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = ComplexLinear(), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        return functools.partial(copy.deepcopy, nn.Sequential(*layers).double())
+
+
 @pytest.fixture
 def tied() -> functools.partial:
     """A model with tied weights, float64, the same every time."""
@@ -54,12 +74,13 @@ def tied() -> functools.partial:
         return functools.partial(copy.deepcopy, TiedNet().double())
 
 
-@pytest.fixture(params=["mlp", "tied", "torchvision_net"])
+@pytest.fixture(params=["mlp", "tied", "complex_net", "torchvision_net"])
 def subject(request, points) -> tuple:
-    """Two own models, and one of torchvision's; data of four clients of uneven sizes; a rate that keeps it in hand."""
+    """Three own models, one of torchvision's; data of four clients of uneven sizes; a rate that keeps it in hand."""
     shape, sizes, rate = {
         "mlp": ((5,), (6, 14, 10, 8), 0.1),
         "tied": ((5,), (6, 14, 10, 8), 0.1),
+        "complex_net": ((5,), (6, 14, 10, 8), 0.1),
         "torchvision_net": ((3, 40, 40), (8, 16, 12, 8), 1e-3),
     }[request.param]
     return request.getfixturevalue(request.param), [points(n, i, shape) for i, n in enumerate(sizes)], rate
@@ -106,7 +127,7 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
 
     got = tensors(run.state)
     for name, want in reference.state_dict().items():
-        if want.is_floating_point():
+        if want.is_floating_point() or want.is_complex():
             torch.testing.assert_close(got[name], want, rtol=1e-10, atol=1e-12, msg=name)
     for name in names:
         np.testing.assert_allclose(strategy.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12)
