@@ -40,6 +40,12 @@ _LEAF = {
     "num_batches_tracked": Part.COUNTERS,
 }
 
+_PARAMETRIZED = "parametrizations."  # of torch.nn.utils.parametrize: before the leaf whose entries follow
+
+
+def _part_of_leaf(leaf: str) -> Part:
+    return _LEAF[leaf.removeprefix(_PARAMETRIZED).partition(".")[0]]
+
 
 def entry_name(path: str, leaf: str) -> str:
     """Return the name of a layer's entry; the path is "" if the model itself is the layer."""
@@ -68,7 +74,7 @@ class Parts:
     @cached_property
     def part_of(self) -> Mapping[str, Part]:
         """The part of each entry."""
-        found = {name: _LEAF[leaf] for layer in self.layers for leaf, name in layer.entries.items()}
+        found = {name: _part_of_leaf(leaf) for layer in self.layers for leaf, name in layer.entries.items()}
         return {name: found.get(name, Part.REST) for name in self.names}
 
     def select(self, parts: Iterable[Part]) -> tuple[str, ...]:
@@ -124,7 +130,7 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
     fixed = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for layer in split_state(model).layers:
         if holds_eval(modules[layer.path]):
-            fixed.update(name for leaf, name in layer.entries.items() if _LEAF[leaf] != Part.AFFINE)
+            fixed.update(name for leaf, name in layer.entries.items() if _part_of_leaf(leaf) != Part.AFFINE)
     return frozenset(fixed)
 
 
@@ -155,6 +161,9 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     state dict (any mapping of names), a layer counts as BatchNorm if it has ``<prefix>.running_mean``. Names alone
     cannot tell an InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without running statistics
     from any other affine layer. If that matters, pass the model.
+
+    The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``) are AFFINE. What a subclass has
+    beside BatchNorm's own entries is REST.
     """
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
@@ -167,8 +176,19 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
         leaf = "running_mean"
         paths = [n.removesuffix(leaf).removesuffix(".") for n in names if n == leaf or n.endswith("." + leaf)]
     known = frozenset(names)
+    parametrized = _parametrized(names)
     layers = []
     for path in paths:
-        entries = {leaf: entry_name(path, leaf) for leaf in _LEAF}
+        entries = {leaf: entry_name(path, leaf) for leaf in (*_LEAF, *parametrized.get(path, ()))}
         layers.append(BatchNormLayer(path, {leaf: name for leaf, name in entries.items() if name in known}))
     return Parts(names, tuple(layers), by_names)
+
+
+def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the leaves of parametrized entries by the path of their module, if BatchNorm has such an entry."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        path, mark, leaf = f".{name}".partition(f".{_PARAMETRIZED}")
+        if mark and leaf.partition(".")[0] in _LEAF:
+            found.setdefault(path.removeprefix("."), []).append(_PARAMETRIZED + leaf)
+    return found

@@ -147,7 +147,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
 def partly_without_effect(parts: Parts, method: type[FedAvg[Any]]) -> list[str]:
     """Return which BatchNorm layers lack entries that the method is about, one line each."""
     lines = []
-    no_affine = [layer.path for layer in parts.layers if "weight" not in layer.entries]
+    affine = frozenset(parts.affine)
+    no_affine = [layer.path for layer in parts.layers if affine.isdisjoint(layer.entries.values())]
     if no_affine and Part.AFFINE in method.local:
         lines.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
     no_statistics = [layer.path for layer in parts.layers if "running_mean" not in layer.entries]

@@ -69,7 +69,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, to_shares
-from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
@@ -160,7 +160,9 @@ class FreezeBN(ClientHook):
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self._undo = [hold_eval(layer) for layer in layers if self.statistics]
         if self.affine:
-            self._learning = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
+            affine = frozenset(split_state(model).affine)
+            named = model.named_parameters(remove_duplicate=False)  # gamma may be tied to a parameter named before it
+            self._learning = [p for name, p in named if name in affine and p.requires_grad]
             for parameter in self._learning:
                 parameter.requires_grad_(False)
 

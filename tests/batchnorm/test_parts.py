@@ -9,6 +9,8 @@ import torch
 import torchvision.models as tv
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import register_parametrization
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 
@@ -80,6 +82,18 @@ def test_subclass_keeps_its_own_entries_in_rest() -> None:
     parts = split_state(nn.Sequential(OwnNorm(3)))
     assert sizes(parts) == (2, 2, 1, 1)
     assert parts.rest == ("0.warm_up",)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
+def test_a_parametrized_gamma_is_affine(norm: nn.Module) -> None:
+    layer = norm if isinstance(norm, _BatchNorm) else norm[1]
+    parametrizations.weight_norm(layer, dim=None)
+    register_parametrization(layer, "bias", nn.Softplus(), unsafe=True)
+    rest = [name for name in norm.state_dict() if layer is not norm and name.startswith("0.")]
+    for parts in (split_state(norm), split_state(norm.state_dict())):
+        assert sizes(parts) == (3, 2, 1, len(rest))
+        assert [name.rpartition("weight.")[2] for name in parts.affine[:2]] == ["original0", "original1"]
+        assert parts.affine[2].endswith("parametrizations.bias.original")
 
 
 @pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.LazyBatchNorm2d(), nn.BatchNorm3d(3), nn.BatchNorm1d(3)])

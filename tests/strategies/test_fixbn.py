@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
@@ -326,6 +327,25 @@ def test_the_hook_restores_the_model() -> None:
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, False, False]
     hook.end(model)
     assert [p.requires_grad for p in model.parameters()] == wanted
+
+
+def test_what_is_frozen_is_what_the_split_calls_affine() -> None:
+    """A parametrized gamma, and one that the model also has under another name; not what a subclass adds."""
+
+    class Gated(nn.BatchNorm1d):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.gate = nn.Parameter(torch.zeros(2))
+
+    model = nn.Sequential(weight_norm(nn.BatchNorm1d(2), dim=None), nn.BatchNorm1d(2), Gated())
+    model.register_parameter("gain", model[1].weight)
+    hook = FreezeBN(affine=True)
+    hook.begin(model)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    assert frozen == {*split_state(model).affine, "gain"}
+    assert {"0.parametrizations.weight.original1", "2.weight"} < frozen
+    hook.end(model)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_subclasses_and_3d_layers_are_frozen_and_group_norm_is_not() -> None:
