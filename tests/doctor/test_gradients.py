@@ -126,7 +126,7 @@ def test_clients_that_do_not_call_the_same_layers_end_with_an_error(batches: lis
 
     model = Branches().double()
     model(batches[0][0])
-    with pytest.raises(NormLayerError, match="the clients' exchanges differ: end, mean/1"):
+    with pytest.raises(NormLayerError, match="the clients' exchanges differ: end, mean/1/second"):
         deviations(model, batches, default_loss)
 
 

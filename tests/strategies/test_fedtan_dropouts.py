@@ -97,7 +97,7 @@ def without(run_step, model, data):
 FAULTS = {
     "raises in the forward pass": (cut, None, "lights out"),
     "raises in the backward pass": (cut_backward, None, "lights out"),
-    "sends NaN": (not_a_number, None, "not finite in exchange 'mean/1'"),
+    "sends NaN": (not_a_number, None, "not finite in exchange 'mean/1/6'"),
     "sends a wrong shape": (wrong_shape, None, "sent ('mean/1', (7,), torch.float64) where the others sent"),
     "dies before the first exchange": (None, lambda *_: cut(torch.ones(1)), "lights out"),
     "does not synchronise": (None, lambda self, p, c: (list(p), 5, {}), ""),
@@ -130,6 +130,28 @@ def test_a_round_equals_one_without_the_lost_client(
         same_bits(done.history[server_round], without.history[server_round])
     assert second.rejected == {}, "the next round begins with all"
     assert second.participants == [0, 1, 2, 3]
+
+
+class LayerByDomain(nn.Module):
+    """One of two layers of the same width, by the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(5), nn.BatchNorm1d(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[int(x.mean() > 50)](x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_that_calls_another_layer_of_the_same_width_is_dropped_by_name(run_step, data, transport: str) -> None:
+    model = nn.Sequential(LayerByDomain(), nn.Linear(5, 3)).double()
+    data[BAD].inputs[:] += 100
+    done = run_step(synchronised(FedTAN, transport), model, data, transport=transport)
+    said = "sent ('mean/0/0.norms.1', (5,), torch.float64) where the others sent ('mean/0/0.norms.0', (5,)"
+    assert said in done.reason(BAD)
+    assert np.array_equal(done.state["0.norms.1.running_mean"], np.zeros(5)), "no reply has a batch of this layer"
+    assert done.strategy.reports[0].participants == [0, 2, 3]
 
 
 def answers_with_a_model(self: TorchClient, parameters: Any, config: Any) -> Any:
@@ -166,8 +188,8 @@ def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
         release.set()
     assert 1 <= done.seconds < 8
     late = {
-        ("barrier", True): "did not send exchange 'mean/1' within 1 s",
-        ("channel", True): "did not send exchange 'mean/1' within 1 s",
+        ("barrier", True): "did not send exchange 'mean/1/6' within 1 s",
+        ("channel", True): "did not send exchange 'mean/1/6' within 1 s",
         ("messages", True): "did not answer an exchange within 1 s of the first",
         ("messages", False): "did not answer an exchange within 1 s of the first",
     }.get((transport, begins), "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'")

@@ -49,7 +49,7 @@ class BatchNormCall:
 
     Args:
         exchange: ``exchange(tag, local)`` returns the server's answer to a tensor of this client.
-        index: k, the number of the call in the forward pass.
+        call: k/path, the number of the call in the forward pass and the path of its layer.
         layer: the layer, for errors.
         fused: mean and variance travel in one exchange.
         keeps_gradients: the gradients are not exchanged.
@@ -63,10 +63,10 @@ class BatchNormCall:
     var: Tensor
 
     def __init__(
-        self, exchange: Callable[[str, Tensor], Tensor], index: int, layer: str, fused: bool, keeps_gradients: bool
+        self, exchange: Callable[[str, Tensor], Tensor], call: str, layer: str, fused: bool, keeps_gradients: bool
     ) -> None:
         self._exchange = exchange
-        self._index = index
+        self._call = call
         self._layer = layer
         self._fused = fused
         self._keeps_gradients = keeps_gradients
@@ -79,14 +79,14 @@ class BatchNormCall:
         """
         centred, centre, local = local_moments(y)
         if self._fused:
-            self.mean, rest, self.var = self._exchange(f"moments/{self._index}", local)
+            self.mean, rest, self.var = self._exchange(f"moments/{self._call}", local)
             # The order matters: centre - mean is small and exact, and rest is far smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
-            self.mean = self._exchange(f"mean/{self._index}", local[0])
+            self.mean = self._exchange(f"mean/{self._call}", local[0])
             rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
-            self.var = self._exchange(f"variance/{self._index}", mean_square(centred))
+            self.var = self._exchange(f"variance/{self._call}", mean_square(centred))
         return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class BatchNormCall:
                 "exchanged already. Add the losses and call backward once."
             )
         self._answered = True
-        return self._exchange(f"gradients/{self._index}", local)
+        return self._exchange(f"gradients/{self._call}", local)
 
 
 class Normalise(torch.autograd.Function):

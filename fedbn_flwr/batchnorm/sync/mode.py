@@ -52,7 +52,7 @@ class SynchronisedStep(TorchFunctionMode):
         self._sizes = batch_size, union_batch_size
         self.fused = exchanges == "2L+1"
         self.keeps_gradients = backward == "own"
-        self._layer: str | None = None  # the BatchNorm module being called
+        self._path: str | None = None  # of the BatchNorm module being called
         self._seen = 0  # batch_norm calls of any kind
         self._closed = False
         self._batch_norm = not_compiled(self._synchronise)  # so a recompilation repeats no exchange
@@ -78,7 +78,7 @@ class SynchronisedStep(TorchFunctionMode):
         before: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._layer = f"BatchNorm layer {path!r}"
+            self._path = path
             before.append(self._seen)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -88,7 +88,7 @@ class SynchronisedStep(TorchFunctionMode):
                     "call functional.batch_norm: it has its own arithmetic, or it is called again in the backward pass "
                     "(activation checkpointing). Use plain BatchNorm without checkpointing."
                 )
-            self._layer = None
+            self._path = None
 
         return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
 
@@ -104,7 +104,8 @@ class SynchronisedStep(TorchFunctionMode):
         return self._batch_norm(arguments) if arguments.training else func(*args, **(kwargs or {}))
 
     def _synchronise(self, arguments: _Arguments) -> Tensor:
-        layer = self._layer or f"the functional batch_norm of call {self.num_layers}"
+        path, number = self._path, str(self.num_layers)
+        layer = f"the functional batch_norm of call {number}" if path is None else f"BatchNorm layer {path!r}"
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
         union = elements_per_channel(arguments.y) * union_batch_size / batch_size
@@ -113,7 +114,9 @@ class SynchronisedStep(TorchFunctionMode):
                 f"{layer} has {union:g} values per channel in the union of all clients' batches "
                 f"(input {tuple(arguments.y.shape)} here); more than 1 is needed. Use larger batches."
             )
-        call = BatchNormCall(self.exchange, self.num_layers, layer, self.fused, self.keeps_gradients)
+        call = BatchNormCall(
+            self.exchange, f"{number}/{path}" if path else number, layer, self.fused, self.keeps_gradients
+        )
         self.num_layers += 1
         x: Tensor = Normalise.apply(arguments.y, arguments.weight, arguments.bias, arguments.eps, call)
         with torch.no_grad():

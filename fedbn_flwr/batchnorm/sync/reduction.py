@@ -1,6 +1,8 @@
 """The tensors of one exchange of a synchronised step, and the server's answer to them.
 
-An exchange has a tag ``kind/k``; k numbers the BatchNorm calls of the forward pass from 0. C = the layer's channels.
+An exchange has a tag ``kind/k/path``; k numbers the BatchNorm calls of the forward pass from 0, and path is that of the
+layer, which a functional call does not have. Clients in different layers thus send different tags. C = the layer's
+channels.
 
 | kind | sent by client i | shape | answer |
 |---|---|---|---|
@@ -55,7 +57,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     """Return the server's answer to one exchange.
 
     Args:
-        tag: The exchange, ``kind/k``; see the table above.
+        tag: The exchange, ``kind/k/path``; see the table above.
         tensors: One tensor per client, all of one shape and dtype, in an order that does not depend on arrival.
         weights: p_i or the sizes |D_i|, positive, in the same order; this function divides them by their sum.
 

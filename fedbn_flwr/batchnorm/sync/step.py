@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
 from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce, check_names
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = ["synchronised"]
 
@@ -49,12 +50,13 @@ def synchronised(
     counters, some parameters a new ``.grad``. Restore the state dict, the gradients and the random state before you
     repeat the step.
 
-    Every client must run the same model from the same state, so that the k-th BatchNorm call is the same layer on all.
+    Every client must run the same model from the same state, so that the k-th BatchNorm call is the same layer on all:
+    the tag has the layer's path, by which the server sees a client whose k-th call is another one.
     Calls without gradient (``torch.no_grad``) are synchronised too: a centralised step would see the union there. A
     loss scale must be the same on all clients, because gradients are averaged as they are.
 
     Args:
-        model: The model; its BatchNorm layers are named in errors. The block changes nothing else in it.
+        model: The model; its BatchNorm layers are named in tags and errors. The block changes nothing else in it.
         reduce: Sends a tensor to the server and returns the answer over all clients of the round.
         batch_size: b_i, the examples of this client's batch.
         union_batch_size: B, the examples of all clients' batches; layers see n_i * B / b_i elements per channel.
@@ -84,7 +86,7 @@ def synchronised(
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:
         stack.callback(step.close)
-        for path, module in model.named_modules():
+        for path, module in unwrap(model).named_modules():  # the paths of all clients, wrapped or not
             if isinstance(module, _BatchNorm):
                 if vars(module).get(_IN_A_STEP):
                     raise NormLayerError(

@@ -41,10 +41,10 @@ def step(model: nn.Module, reduce=alone, n: int = 4, union: int = 8, **options: 
 @pytest.mark.parametrize(
     ("exchanges", "backward", "tags"),
     [
-        ("3L+1", "global", "mean/0 variance/0 mean/1 variance/1 gradients/1 gradients/0"),
-        ("2L+1", "global", "moments/0 moments/1 gradients/1 gradients/0"),
-        ("3L+1", "own", "mean/0 variance/0 mean/1 variance/1"),
-        ("2L+1", "own", "moments/0 moments/1"),
+        ("3L+1", "global", "mean/0/1 variance/0/1 mean/1/4 variance/1/4 gradients/1/4 gradients/0/1"),
+        ("2L+1", "global", "moments/0/1 moments/1/4 gradients/1/4 gradients/0/1"),
+        ("3L+1", "own", "mean/0/1 variance/0/1 mean/1/4 variance/1/4"),
+        ("2L+1", "own", "moments/0/1 moments/1/4"),
     ],
 )
 def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
@@ -55,8 +55,9 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
         assert not tensor.requires_grad
         assert tensor.dtype == torch.float32
         seen.append(tag)
-        channels = {"0": 5, "1": 3}[tag[-1]]
-        rows = {"moments": (3,), "gradients": (2,)}.get(tag[:-2], ())
+        kind, _, path = tag.split("/")
+        channels = {"1": 5, "4": 3}[path]
+        rows = {"moments": (3,), "gradients": (2,)}.get(kind, ())
         assert tensor.shape == (*rows, channels)
         return tensor
 
@@ -94,7 +95,7 @@ class Pending(BaseException):
 
 
 @pytest.mark.parametrize("error", [ReplyError, Pending])
-@pytest.mark.parametrize("stop", ["mean/0", "variance/1", "gradients/1", "gradients/0"])
+@pytest.mark.parametrize("stop", ["mean/0/1", "variance/1/4", "gradients/1/4", "gradients/0/1"])
 def test_errors_of_reduce_pass_through_and_all_hooks_are_removed(stop, error):
     model, raised = small(), error("dropped")
 
@@ -163,7 +164,7 @@ def test_every_exchange_is_made_in_the_thread_of_the_step():
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
         threads.add((threading.get_ident(), device_threads()))
-        if tag.startswith("gradients/0"):
+        if tag.startswith("gradients/0/1"):
             raise ConfigError("stop")
         return tensor
 
@@ -194,7 +195,7 @@ def test_eval_mode_is_not_synchronised_but_no_grad_is():
         assert tags == []
         with torch.no_grad():
             model.train()(inputs())
-    assert tags == ["mean/0", "variance/0", "mean/1", "variance/1"]
+    assert tags == ["mean/0/1", "variance/0/1", "mean/1/4", "variance/1/4"]
 
 
 def test_one_value_per_client_is_enough_if_the_union_has_more():
@@ -293,18 +294,18 @@ def test_backward_outside_the_block_is_refused():
     model = small()
     with synchronised(model, alone, batch_size=4, union_batch_size=8):
         loss = model(inputs()).square().sum()
-    with pytest.raises(NormLayerError, match=r"'gradients/1' comes after the synchronised block"):
+    with pytest.raises(NormLayerError, match=r"'gradients/1/4' comes after the synchronised block"):
         loss.backward()
 
 
 def test_an_answer_of_another_shape_is_refused():
-    with pytest.raises(ReplyError, match=r"'mean/0' was answered with shape \(2, 5\); \(5,\) was sent"):
+    with pytest.raises(ReplyError, match=r"'mean/0/1' was answered with shape \(2, 5\); \(5,\) was sent"):
         step(small(), lambda tag, t: t.expand(2, -1))
 
 
 def test_an_answer_of_another_type_is_converted():
     with synchronised(small(), lambda tag, t: t.double().requires_grad_(), batch_size=4, union_batch_size=8) as watched:
-        answer = watched.exchange("mean/0", torch.ones(5))
+        answer = watched.exchange("mean/0/1", torch.ones(5))
     assert answer.dtype == torch.float32
     assert not answer.requires_grad
 
@@ -331,20 +332,20 @@ def test_a_compiled_model_is_synchronised(method):
         step(model, lambda tag, t: tags.append(tag) or alone(tag, t))
     else:
         step(torch.compile(model, backend="eager"), lambda tag, t: tags.append(tag) or alone(tag, t))
-    assert tags == ["mean/0", "variance/0", "mean/1", "variance/1", "gradients/1", "gradients/0"]
+    assert tags == ["mean/0/1", "variance/0/1", "mean/1/4", "variance/1/4", "gradients/1/4", "gradients/0/1"]
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_combine_weighs_in_the_given_order_and_keeps_the_type():
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, -2.0])]
-    assert torch.equal(combine("mean/0", tensors, (3, 1)), torch.tensor([1.75, 1.0]))
+    assert torch.equal(combine("mean/0/1", tensors, (3, 1)), torch.tensor([1.75, 1.0]))
     assert torch.equal(combine("gradients/2", tensors, (0.75, 0.25)), torch.tensor([1.75, 1.0]))
     moments = [torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[4.0], [0.0], [6.0]])]
     assert torch.equal(
-        combine("moments/0", moments, (3, 1)), torch.tensor([[1.75], [0.0], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]])
+        combine("moments/0/1", moments, (3, 1)), torch.tensor([[1.75], [0.0], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]])
     )
-    assert combine("mean/0", [t.half() for t in tensors], (1, 1)).dtype == torch.float16
+    assert combine("mean/0/1", [t.half() for t in tensors], (1, 1)).dtype == torch.float16
     assert torch.equal(tensors[0], torch.tensor([1.0, 2.0]))
 
 
@@ -352,13 +353,13 @@ def test_combine_weighs_in_the_given_order_and_keeps_the_type():
     ("tag", "shapes", "weights", "error"),
     [
         ("median/0", [2], [1], ConfigError),
-        ("mean/0", [], [], ReplyError),
-        ("mean/0", [2, 3], [1, 1], ReplyError),
-        ("moments/0", [(2, 5)], [1], ReplyError),
-        ("moments/0", [3], [1], ReplyError),
-        ("mean/0", [2, 2], [1], ReplyError),
-        ("mean/0", [2, 2], [1, 0], ReplyError),
-        ("mean/0", [2, 2], [1, float("nan")], ReplyError),
+        ("mean/0/1", [], [], ReplyError),
+        ("mean/0/1", [2, 3], [1, 1], ReplyError),
+        ("moments/0/1", [(2, 5)], [1], ReplyError),
+        ("moments/0/1", [3], [1], ReplyError),
+        ("mean/0/1", [2, 2], [1], ReplyError),
+        ("mean/0/1", [2, 2], [1, 0], ReplyError),
+        ("mean/0/1", [2, 2], [1, float("nan")], ReplyError),
     ],
 )
 def test_combine_refuses_wrong_tensors_and_weights(tag, shapes, weights, error):
