@@ -475,6 +475,8 @@ class Server(Method[P]):
         usable = [reply for _, _, reply in good]
         report.replied = len(pairs)
         self._note_usable(usable)
+        if not self.undoes_lost_rounds:
+            self._note_shared(usable)
         warn_of_other_counts(usable, self.weighted_by_key, self.run.other_counts)
         lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
         if lacking and not usable:  # every further round would fail in the same way
@@ -495,6 +497,7 @@ class Server(Method[P]):
         if self.undoes_lost_rounds:
             for node, message, _ in good:
                 self.run.note_kept(node, message)
+            self._note_shared(usable)
         if self.on_replies is not None:
             self.on_replies(server_round, released, before, state)
         if not self.protection.publishes_metrics:
@@ -505,11 +508,10 @@ class Server(Method[P]):
         return to_record(state), metrics
 
     def _note_usable(self, usable: Sequence[Reply]) -> None:
-        """Note who trained, with which metrics and bytes, and the BN parts that the clients share for tests."""
+        """Note who trained, with which metrics and bytes."""
         report = self.run.report
         for reply in usable:
             self.nodes.initialised.add(reply.node.node_id)
-            self.run.latest_bn.take(reply.node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
             for size in reply.sizes:
                 report.train.count_up(size)
         if not self.protection.secret_sampling:
@@ -517,6 +519,11 @@ class Server(Method[P]):
         if self.protection.publishes_metrics:
             report.clients = {reply.node.label: dict(reply.metrics) for reply in usable}
         self.run.trained.update(reply.node.label for reply in usable)
+
+    def _note_shared(self, usable: Sequence[Reply]) -> None:
+        """Note the BN parts that the clients share for tests: copies of what they keep."""
+        for reply in usable:
+            self.run.latest_bn.take(reply.node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
 
     def _forget_undone(self, unused: Sequence[Reply]) -> None:
         """Send the whole state again to clients whose first round is undone: they have nothing left of their own."""

@@ -12,7 +12,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
+from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, Scaffold, SiloBN, Standalone, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 
@@ -94,6 +94,24 @@ def test_a_client_that_does_not_share_is_only_left_out_of_the_average(federate, 
     assert [report.participants for report in run.strategy.reports] == [[0, 1, 2, 3]] * 2
     kept = {i: run.local_state(i) for i in (0, 2, 3)}
     expected = sum(SIZES[i] / 20 * kept[i]["1.running_mean"] for i in (0, 2, 3))
+    np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("method", [FedBN, combined(Scaffold, FedBN)])
+def test_after_a_round_with_too_few_replies_the_average_is_of_what_the_clients_keep(
+    federate, datasets, mlp, method
+) -> None:
+    """Under SCAFFOLD the clients go back to the round before."""
+
+    class Failing(TorchClient):
+        def fit(self, parameters, config):
+            if self.partition_id == 1 and config["server-round"] == 2:
+                raise RuntimeError("down")
+            return super().fit(parameters, config)
+
+    run = federate(method(min_replies=4, eval_on=AVERAGED), mlp, datasets, rounds=2, client=Failing)
+    assert run.strategy.reports[1].kept_previous
+    expected = sum(size / sum(SIZES) * run.local_state(i)["1.running_mean"] for i, size in enumerate(SIZES))
     np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
 
 
