@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
@@ -123,15 +125,29 @@ class Parts:
 def fixed_entries(model: nn.Module) -> frozenset[str]:
     """Return the entries that local training does not change (see ``train_only``).
 
-    These are parameters without ``requires_grad``, and the statistics and counters of layers that are kept in eval
-    mode.
+    These are parameters without ``requires_grad``, the statistics and counters of layers that are kept in eval mode,
+    and floating buffers: a constant window, a mask. The buffers of layers with running statistics and of spectral norm
+    are none of them. A buffer that the model changes in a way of its own is: leave it out.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     fixed = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for layer in split_state(model).layers:
+    parts = split_state(model)
+    for path, module in modules.items():
+        own = dict(module.named_buffers(recurse=False))
+        if not _moves_buffers(module, own):
+            constant = (leaf for leaf, b in own.items() if b.is_floating_point() or b.is_complex())
+            fixed.update({entry_name(path, leaf) for leaf in constant} & parts.part_of.keys())
+    for layer in parts.layers:
         if holds_eval(modules[layer.path]):
             fixed.update(name for leaf, name in layer.entries.items() if _part_of_leaf(leaf) != Part.AFFINE)
     return frozenset(fixed)
+
+
+def _moves_buffers(module: nn.Module, own: Mapping[str, Any]) -> bool:
+    """Return whether a module's buffers move in training: running statistics, or the vectors of spectral norm."""
+    hooks = module._forward_pre_hooks.values()
+    spectral = isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+    return spectral or any(leaf.startswith("running_") for leaf in own)
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:

@@ -180,8 +180,8 @@ class ClientLevelDP(Protection):
         settings: clipping, noise and accounting; ``dp`` says who clips.
         noise: the source of noise; another one than ``SystemNoise`` is for tests, and no epsilon is stated then.
         file: a file for the releases, see ``PrivacyAccountant``.
-        fixed: names of the entries that no client trains (a frozen backbone): they get no noise, and a reply that
-            changed them is refused.
+        fixed: names of the entries that no client trains (a frozen backbone, a constant buffer): they get no noise, and
+            a reply that changed them is refused. ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds them.
         tied: names of the entries that are the same tensor as another one, and its name.
 
     Attributes:
@@ -257,7 +257,10 @@ class ClientLevelDP(Protection):
         """Refuse an update that its client should have clipped, or that has changed a fixed entry."""
         for name in self._fixed & reply.state.keys():
             if not np.array_equal(reply.state[name], before[name]):
-                raise ReplyError(f"entry '{name}' changed, and no client trains it (train-only)")
+                raise ReplyError(
+                    f"entry '{name}' changed, and no client trains it: it is frozen (train-only), or a buffer that is "
+                    "taken for a constant. If the model changes it in training, leave it out of fixed="
+                )
         if self.settings.dp == "client":
             coordinates = self._coordinates(run, before)
             length = norm(coordinates.update(reply.state))

@@ -34,7 +34,7 @@ class DPWrapper(Strategy):
         where: who clips: "server", or "client" by the mod ``clipped_update``.
         noise: for tests: another source of noise than the operating system. No epsilon is stated then.
         file: a file for the releases, which a run that is killed and resumed needs: it repeats rounds.
-        fixed: names of the entries that no client trains; they get no noise.
+        fixed: names of the entries that no client trains (``fixed_entries(model)``); they get no noise.
         tied: names of the entries that share a tensor with another one, and that one's (``tied_entries(model)``): they
             get one noise.
         **settings: further fields of ``DPSettings`` without ``dp_``: ``clipping="adaptive"``, ``delta``, ...

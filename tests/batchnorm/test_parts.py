@@ -9,10 +9,13 @@ import torch
 import torchvision.models as tv
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts, fixed_entries, learning_parts, split_state
+from fedbn_flwr.training.freezing import hold_eval
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class OwnNorm(nn.BatchNorm2d):
@@ -164,3 +167,24 @@ def test_torchscript_keeps_the_types_of_its_layers() -> None:
     model = nn.Sequential(nn.Linear(2, 2), bn, nn.Sequential(nn.BatchNorm1d(2), other))
     assert split_state(torch.jit.script(model)) == split_state(model)
     assert split_state(nn.Sequential(torch.jit.script(bn))).affine == ("0.weight", "0.bias")
+
+
+class Windowed(nn.Module):
+    """A layer with two constants, of which one is not in the state, beside what training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.ones(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.norms = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True), OwnNorm(3))
+        self.spectral = nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3)), spectral_norm(nn.Linear(3, 3)))
+
+
+def test_buffers_that_no_layer_moves_are_fixed() -> None:
+    model = Windowed()
+    assert fixed_entries(model) == {"window"}
+    assert learning_parts(model) == split_state(model)
+    model.norms[0].weight.requires_grad_(False)
+    hold_eval(model.norms[0])
+    assert fixed_entries(model) == {"window", "norms.0.weight", *(f"norms.0.{leaf}" for leaf in STATISTICS)}
