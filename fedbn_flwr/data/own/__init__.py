@@ -118,11 +118,8 @@ def own_rows(request: OwnData) -> OwnRows:
     if not isinstance(found.inputs, Tensor):
         column, names = "file", [path.relative_to(request.path).as_posix() for path in found.inputs]
     elif request.kind == "csv" and Path(request.path).is_dir() and found.clients is not None:
-        starts = np.searchsorted(found.clients, found.clients)  # the tables follow one another
-        names = [
-            f"{found.client_names[c]}:{at - start}"
-            for at, (c, start) in enumerate(zip(found.clients, starts, strict=True))
-        ]
+        starts = np.unique(found.clients, return_index=True)[1]  # the tables follow one another, in any order
+        names = [f"{found.client_names[c]}:{at - starts[c]}" for at, c in enumerate(found.clients)]
     return OwnRows(column, names, *_split(request, found), found.tests is not None)
 
 

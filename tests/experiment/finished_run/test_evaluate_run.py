@@ -274,10 +274,10 @@ def test_a_table_of_a_new_place_is_evaluated_whole_and_in_its_order(quick_run, t
 
 def test_rows_of_files_and_of_several_tables_have_names(table, tmp_path: Path) -> None:
     (tmp_path / "sites").mkdir()
-    for name in ("b", "a"):
+    for name in ("b", "a", "a-2"):  # a-2.csv comes before a.csv, the client a-2 after a
         table(f"sites/{name}.csv", 5)
     found = own_rows(Config.make({"dataset": f"csv:{tmp_path / 'sites'}", "label-column": "y"}).own_data())
-    assert list(found.names) == [f"{name}:{k}" for name in "ab" for k in range(5)]
+    assert list(found.names) == [f"{name}:{k}" for name in ("a-2", "a", "b") for k in range(5)]
     for name in ("x/0.png", "x/1.png", "y/0.png", "y/2.png"):
         (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "images" / name)
