@@ -42,6 +42,11 @@ LAYOUTS = {
 }
 
 
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    write_images(tmp_path, {"bus": 3, "train": 3})
+    assert own_info(own("folder", tmp_path)).class_names == ("bus", "train")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
     folders, clients, tests = LAYOUTS[layout]
@@ -432,6 +437,14 @@ BAD = {
     "a validation folder": (
         lambda p: _folder(p, {"train/a": 1, "val/a": 1, "train/b": 1}),
         r"val/a lies in a validation folder.*validation-share",
+    ),
+    "parts below the classes": (
+        lambda p: _folder(p, {"cat/train": 1, "cat/test": 1, "dog/train": 1, "dog/test": 1}),
+        r"folders of classes are called test, train.*train/class/file",
+    ),
+    "parts without classes": (
+        lambda p: _folder(p, {"Train": 1, "val": 1, "other": 1}),
+        r"folders of classes are called Train, val.*train/class/file",
     ),
     "too deep": (lambda p: _folder(p, {"x/y/a": 1, "x/y/b": 1}), r"x/y/a is 3 folders deep"),
     "damaged files": (

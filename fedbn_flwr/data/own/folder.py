@@ -99,6 +99,7 @@ def _files(request: OwnData) -> tuple[_Files, bool, list[str]]:
         )
     places = {folder: _place(request, root, folder) for folder in folders}
     _same_depth(request, root, places)
+    _refuse_parts_as_classes(request, {label for _, _, label in places.values()})
     by_pixel = any(label in _PIXELS for _, _, label in places.values())
     found = _Files([], [], [])
     for folder in sorted(folders):
@@ -223,6 +224,16 @@ def _same_depth(request: OwnData, root: Path, places: dict[Path, Place]) -> None
                 f"dataset={request.name!r}: {having[0].relative_to(root)} has a {what}, "
                 f"{without.relative_to(root)} has none. Give all images the same layout."
             )
+
+
+def _refuse_parts_as_classes(request: OwnData, labels: set[str]) -> None:
+    """Raise DataError if classes are called train and test; one of these alone may be a class, of vehicles say."""
+    parts = sorted(label for label in labels if label.lower() in {*PARTS, *_VALIDATION})
+    if len(parts) > 1:
+        raise DataError(
+            f"dataset={request.name!r}: folders of classes are called {shown(parts)}. The class lies below train and "
+            "test, as in train/class/file or client/train/class/file."
+        )
 
 
 def _mask(request: OwnData, folder: Path, name: str) -> Path:
