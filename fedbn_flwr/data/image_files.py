@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["MODES", "FileSamples", "FileSet", "ImageCache", "hold", "unreadable"]
+__all__ = ["MODES", "FileSamples", "FileSet", "ImageCache", "hold", "look_at_files"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,6 +44,7 @@ _READ_AHEAD = 3  # batches for each worker process that are asked for before the
 _MOST_AHEAD = 512 * 2**20  # bytes of decoded images that are asked for and not used yet
 _HEADER = 64  # bytes; images are aligned to as many
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+_NOT_BYTES = "its pixels are not bytes (mode {}); save it with 8 bits for each channel"
 
 
 def hold(
@@ -66,11 +68,11 @@ def hold(
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
-        checked: the files' headers and ends have been read already, see ``unreadable``.
+        checked: the files have been looked at already, see ``look_at_files``.
 
     Raises:
-        DataError: files are damaged; the message names them. Of a set that stays on the disk only the headers and ends
-            are read.
+        DataError: files are damaged; the message names them. In a set that stays on the disk damage inside a JPEG or
+            PNG file is not seen, see ``look_at_files``.
     """
     files = FileSet(paths, shape, centre=centre, masks=masks, mask_table=mask_table)
     ends = np.cumsum([0, *parts])
@@ -178,12 +180,12 @@ class FileSet:
         return inputs, targets
 
     def check(self) -> None:
-        """Read the header and the end of every file.
+        """Look at every file, see ``look_at_files``.
 
         Raises:
             DataError: files are damaged; the message names all of them.
         """
-        _refuse_damaged(unreadable([Path(self._paths[number]) for number in range(len(self))]))
+        _refuse_damaged(look_at_files([Path(self._paths[number]) for number in range(len(self))]).problems)
 
     def ahead(
         self, requests: Iterable[tuple[Sequence[int], Sequence[str], Sequence[int]]]
@@ -447,45 +449,86 @@ class _Names:
         return os.fsdecode(self._bytes[self._ends[number] : self._ends[number + 1]].tobytes())
 
 
-def unreadable(paths: Sequence[Path], *, whole: bool = False) -> dict[int, str]:
-    """Return the numbers of the image files that cannot be read, and why.
+@dataclass(frozen=True)
+class LookedAt:
+    """What a look at image files shows, by their numbers.
+
+    Attributes:
+        problems: why a file cannot be read.
+        pages: files with several pages, of which the first is used.
+        alpha: files with an alpha channel, which is not used.
+    """
+
+    problems: dict[int, str]
+    pages: list[int]
+    alpha: list[int]
+
+
+def look_at_files(paths: Sequence[Path], *, whole: bool = False) -> LookedAt:
+    """Return what is wrong with image files, and what of them is not used.
 
     Args:
         paths: the files.
-        whole: decode each file; else headers and ends are looked at.
+        whole: decode each file. Else headers and ends of JPEG and PNG files are looked at, other files are decoded; but
+            once a file cannot be read all are decoded, so that all damaged ones are found together.
     """
-    found: dict[int, str] = {}
+    problems, pages, alpha = dict[int, str](), list[int](), list[int]()
 
     def look(number: int) -> None:
-        if problem := _problem(paths[number], whole):
-            found[number] = f"image {paths[number]} cannot be read: {problem}"
+        problem, has_pages, has_alpha = _look(paths[number], whole)
+        if problem:
+            problems[number] = f"image {paths[number]} cannot be read: {problem}"
+        if has_pages:
+            pages.append(number)
+        if has_alpha:
+            alpha.append(number)
 
     _for_all(len(paths), look)
-    return dict(sorted(found.items()))
+    if problems and not whole:
+        return look_at_files(paths, whole=True)
+    return LookedAt(dict(sorted(problems.items())), sorted(pages), sorted(alpha))
 
 
-def _problem(path: Path, whole: bool) -> str:
-    """Return why an image file cannot be read; "" if it looks sound."""
+def _look(path: Path, whole: bool) -> tuple[str, bool, bool]:
+    """Return why an image file cannot be read, "" if it looks sound; whether it has several pages, and alpha."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             if image.mode not in MODES:
-                return f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel"
+                return (
+                    f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel",
+                    False,
+                    False,
+                )
+            if (bits := _bits(path, image)) > 8:
+                return f"it has {bits} bits for each channel; save it with 8", False, False
+            pages = getattr(image, "is_animated", False) and image.format != "MPO"  # of a phone: a small copy
+            alpha = image.has_transparency_data
             if whole or not _has_end(path, image.format):
                 image.load()
+            return "", pages, alpha
     except Image.DecompressionBombError as error:
-        return f"{error} Make it smaller"
+        return f"{error} Make it smaller", False, False
     except (OSError, ValueError, SyntaxError) as error:
-        return "it is empty" if path.is_file() and not path.stat().st_size else str(error)
-    return ""
+        return "it is empty" if path.is_file() and not path.stat().st_size else str(error), False, False
+
+
+def _bits(path: Path, image: Any) -> int:
+    """Return the bits of a channel of a PNG or TIFF file, of which Pillow keeps 8 for colours; 8 for other kinds."""
+    if image.format == "TIFF":
+        return int(max(image.tag_v2.get(258, (8,))))
+    if image.format != "PNG":
+        return 8
+    with path.open("rb") as file:
+        return file.read(25)[24]
 
 
 def _has_end(path: Path, kind: str | None) -> bool:
-    """Return whether the end of a JPEG or PNG file is where it usually is; True for other kinds."""
-    ends = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+    """Return whether the end of a JPEG or PNG file is where it usually is; False for other kinds."""
+    ends = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
     if kind not in ends:
-        return True
+        return False
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return ends[kind] in file.read()
@@ -498,7 +541,7 @@ def _pixels(path: str, mode: str = "RGB") -> Tensor:
     try:
         with Image.open(path) as image:
             if image.mode not in MODES:
-                raise ValueError(f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel")
+                raise ValueError(_NOT_BYTES.format(image.mode))
             pixels = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for damaged files
         raise DataError(f"image {path} cannot be read: {error}") from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import struct
 import time
 import weakref
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from torchvision.transforms import v2
 
 from fedbn_flwr.data import Augment, Subset
 from fedbn_flwr.data.folders import hold_files
-from fedbn_flwr.data.image_files import FileSamples, FileSet, ImageCache, unreadable
+from fedbn_flwr.data.image_files import FileSamples, FileSet, ImageCache, look_at_files
 from fedbn_flwr.data.samples import Examples
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
@@ -121,7 +123,46 @@ def test_all_damaged_files_are_named(files, tmp_path: Path) -> None:
         DataError, match=r"3 image files.*\n.*cut.jpg.* truncated.*\n.*it is empty\n.*text.png.*identify"
     ):
         read([*files, *bad])
-    assert list(unreadable([path for path, _ in [*files, *bad]])) == [COUNT, COUNT + 1, COUNT + 2]
+    assert list(look_at_files([path for path, _ in [*files, *bad]]).problems) == [COUNT, COUNT + 1, COUNT + 2]
+
+
+def _picture(depth: int, colour: int) -> bytes:
+    """A PNG file of one pixel."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    pixel = bytes(1 + depth // 8 * {0: 1, 2: 3}[colour])
+    header = struct.pack(">IIBBBBB", 1, 1, depth, colour, 0, 0, 0)
+    found = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(pixel)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(found)
+
+
+def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
+    """Pillow cuts colours of 16 bits down to 8 without a word."""
+    sound = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 20, 3)).astype(np.uint8))
+    paths = [
+        tmp_path / name for name in ("cut.bmp", "cut.tif", "cut.webp", "inside.png", "16.png", "grey.png", "8.png")
+    ]
+    for path in paths[:4]:
+        sound.save(path)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] + (whole[-len(whole) // 3 :] if path.suffix == ".png" else b""))
+    for path, form in zip(paths[4:], ((16, 2), (16, 0), (8, 2)), strict=True):
+        path.write_bytes(_picture(*form))
+    found = look_at_files(paths)
+    assert list(found.problems) == [0, 1, 2, 3, 4, 5], "one that headers and ends show, so all are decoded"
+    assert "16 bits for each channel; save it with 8" in found.problems[4]
+    assert not look_at_files([paths[3]]).problems, "its end is there"
+
+
+def test_pages_and_alpha_that_are_not_used_are_told(tmp_path: Path) -> None:
+    image = Image.fromarray(np.zeros((4, 4, 3), np.uint8))
+    image.save(tmp_path / "pages.tif", save_all=True, append_images=[image])
+    image.convert("RGBA").save(tmp_path / "alpha.png")
+    image.save(tmp_path / "plain.png")
+    found = look_at_files([tmp_path / name for name in ("plain.png", "pages.tif", "alpha.png")])
+    assert (found.problems, found.pages, found.alpha) == ({}, [1], [2])
 
 
 def test_a_worker_that_was_killed_ends_the_reading_with_an_error(files) -> None:

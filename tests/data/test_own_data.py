@@ -554,6 +554,12 @@ def test_unreadable_files_can_be_left_out(tmp_path: Path) -> None:
     assert "a/0.png" in note
 
 
+def test_what_is_not_used_of_image_files_is_a_note(tmp_path: Path) -> None:
+    write_images(tmp_path, {"a": 2, "b": 2})
+    Image.new("RGBA", (4, 6)).save(tmp_path / "b/1.png")
+    assert own_info(own("folder", tmp_path)).notes == ("alpha channels of 1 of 4 image files are not used (b/1.png)",)
+
+
 def test_cache_gib_and_data_workers_change_no_bit(tmp_path: Path) -> None:
     write_images(tmp_path / "data", {"a/cat": 6, "a/dog": 5, "b/cat": 4, "b/dog": 6}, size=(40, 40))
     keys = {"dataset": f"folder:{tmp_path / 'data'}", "model": "lenet", "local-steps": 3, "batch-size": 4}

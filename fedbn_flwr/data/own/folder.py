@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.data.folders import SUFFIXES
-from fedbn_flwr.data.image_files import unreadable
+from fedbn_flwr.data.image_files import look_at_files
 from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, left_out, numbered, numbered_classes, shown
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
@@ -56,9 +56,14 @@ def read_folder(request: OwnData) -> Found:
     from PIL import Image
 
     files, by_pixel, others = _files(request)
-    problems = unreadable(files.paths, whole=request.skip_unreadable)
+    seen = look_at_files(files.paths, whole=request.skip_unreadable)
+    problems = dict(seen.problems)
     largest, only_ignored = _look_at_masks(files.masks, problems) if by_pixel else (0, False)
-    notes = (*_notes_of_unreadable(request, len(files.paths), problems), *left_out(request, others))
+    notes = (
+        *_notes_of_unreadable(request, len(files.paths), problems),
+        *_notes_of_unused(request, files.paths, {"pages after the first": seen.pages, "alpha channels": seen.alpha}),
+        *left_out(request, others),
+    )
     files = files.without(problems)
     if not files.paths:
         raise DataError(f"dataset={request.name!r}: none of the image files can be read.")
@@ -124,6 +129,16 @@ def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int
             "Repair or remove them, or leave them out with skip-unreadable=true."
         )
     return (f"{len(problems)} of {num_files} image files are left out, they cannot be read:\n{listed}",)
+
+
+def _notes_of_unused(request: OwnData, paths: Sequence[Path], unused: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """Return the note of what some files have and no model sees."""
+    return tuple(
+        f"{what} of {len(numbers)} of {len(paths)} image files are not used "
+        f"({shown([paths[number].relative_to(request.path).as_posix() for number in numbers], 5)})"
+        for what, numbers in unused.items()
+        if numbers
+    )
 
 
 def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:
