@@ -38,6 +38,7 @@ class DatasetInfo:
         input_shape: shape of an example that is no image, such as (features,); () for images.
         class_names: names of the classes, () = numbers.
         feature_names: names of the features of rows, or ().
+        client_names: names of the clients that own data name, or ().
         by_file: the images are files, which may stay on the disk.
         notes: what a user must know of own data, one text each.
         shared: another process has read the data, see ``data.shared``; no file is needed here.
@@ -61,6 +62,7 @@ class DatasetInfo:
     input_shape: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
+    client_names: tuple[str, ...] = ()
     by_file: bool = False
     notes: tuple[str, ...] = ()
     shared: bool = False

@@ -82,6 +82,7 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         input_shape=() if images else tuple(found.inputs.shape[1:]) if isinstance(found.inputs, Tensor) else (),
         class_names=found.class_names,
         feature_names=found.feature_names,
+        client_names=found.client_names,
         by_file=not isinstance(found.inputs, Tensor),
         notes=found.notes,
     )

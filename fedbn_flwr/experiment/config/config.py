@@ -77,6 +77,7 @@ class Config(Values):
                     break
                 remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
         if not lines:
+            config = _with_nobody_held_out(config)
             unused = without_effect(config)
             preset = [key for key in _OF_THE_COMPOSE_FILE if complete and key in unused]
             names = {field.alias or name: name for name, field in cls.model_fields.items()}
@@ -106,7 +107,7 @@ class Config(Values):
         dropped: dict[str, str] = {}
         while True:  # without one key another may have no effect
             try:
-                found = without_effect(cls.model_validate(values))
+                found = without_effect(_with_nobody_held_out(cls.model_validate(values)))
             except ValidationError:
                 found = {}  # ``make`` reports all problems
             more = {key: use for key, (_, use) in found.items() if key not in mine}
@@ -173,6 +174,14 @@ def _warn_of_old_names(values: Mapping[str, Any]) -> None:
 
 def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
+def _with_nobody_held_out(config: Config) -> Config:
+    """Read ``held-out-clients=0`` as none, unless a client is called 0."""
+    if config.held_out_clients.strip() != "0":
+        return config
+    named = config.split_name() == "natural" and "0" in config.data_info().client_names
+    return config if named else config.model_copy(update={"held_out_clients": ""})
 
 
 def _named_twice(values: Mapping[str, Any]) -> list[str]:

@@ -169,7 +169,8 @@ class Fields(MethodSettings):
     held_out_clients: str = _key(
         "own data and models",
         "",
-        "clients that never train and are tested in each tested round: a number (the last) or a comma list of names",
+        "clients that never train and are tested in each tested round: a comma list of names, or a number (the last; a "
+        "client that is called so takes precedence)",
     )
     init: str = _key(
         "own data and models",
@@ -349,8 +350,3 @@ class Fields(MethodSettings):
     @classmethod
     def _text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-    @field_validator("held_out_clients")
-    @classmethod
-    def _none(cls, value: str) -> str:
-        return "" if value.strip() == "0" else value

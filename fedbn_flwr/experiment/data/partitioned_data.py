@@ -243,7 +243,7 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
         count = int(text)
         if partition == "natural" and count >= len(groups):
             raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")
-        last = groups[-count:] if partition == "natural" else [f"held-out-{at}" for at in range(count)]
+        last = groups[len(groups) - count :] if partition == "natural" else [f"held-out-{at}" for at in range(count)]
         return {name: at - count for at, name in enumerate(last)}
     if partition != "natural":
         raise ConfigError(

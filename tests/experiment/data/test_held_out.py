@@ -185,6 +185,17 @@ def test_a_number_of_clients_of_a_split_that_has_no_names(tmp_path: Path) -> Non
         assert len(whole) == sum(map(len, parts[:3]))
 
 
+def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) -> None:
+    table = Table()
+    for names, wanted in (("0123", {0: ("0",), 1: ("1",), "2,0": ("2", "0")}), ("1234", {0: (), 1: ("1",)})):
+        table.client = np.repeat(list(names), 40)
+        data = table.save(tmp_path / f"{names}.npz")
+        for held_out, found in wanted.items():
+            config = Config.make({**SETTINGS, "dataset": data, "held-out-clients": held_out})
+            assert count_clients(config) == 4 - len(found)
+            assert partitioned_data(config, count_clients(config)).held_out_names == found
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
