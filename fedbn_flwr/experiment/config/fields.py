@@ -346,7 +346,10 @@ class Fields(MethodSettings):
         """Read YAML's ``off``, which is false, and the name of an older version."""
         return "off" if value is False or value == "none" else value
 
-    @field_validator("lr_decay_factor", "lr_decay_at", "held_out_clients", "mlp_hidden", mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _text(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    def _text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read a number as text where text is wanted: YAML and the command line know no difference."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return str(value) if is_number and wanted is str else value

@@ -208,6 +208,13 @@ def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -
     assert read_overrides(["held-out-clients=01", "a=-3", "b=0"]) == {"held-out-clients": "01", "a": -3, "b": 0}
 
 
+def test_a_number_where_text_is_wanted_is_text(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("2020,1,y\n" + "3,4,1\n5,6,0\n" * 4)
+    columns = ["label-column=y", "feature-columns=2020", "client-column=1", "positive-values=1"]
+    config = Config.load(None, [f"dataset=csv:{tmp_path / 't.csv'}", *columns])
+    assert (config.feature_columns, config.client_column, config.positive_values) == ("2020", "1", "1")
+
+
 def test_the_page_of_keys_has_every_key() -> None:
     page = (ROOT / "docs/config.md").read_text()
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
