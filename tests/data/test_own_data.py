@@ -554,6 +554,22 @@ def test_unreadable_files_can_be_left_out(tmp_path: Path) -> None:
     assert "a/0.png" in note
 
 
+def test_the_positive_class_of_two_texts_is_told_and_class_names_swap_it(tmp_path: Path) -> None:
+    """F1, AUPRC and probabilities are those of class 1."""
+    text = np.array(["diseased", "healthy"] * 5)
+    np.savez(tmp_path / "t.npz", x=np.arange(10.0)[:, None], y=text)
+    write_images(tmp_path / "i", {"diseased": 2, "healthy": 2})
+    for kind, path in (("npz", tmp_path / "t.npz"), ("folder", tmp_path / "i")):
+        info = own_info(own(kind, path, task="binary"))
+        assert info.notes == ("positive (1) is 'healthy'; class-names=healthy,diseased makes it 'diseased'",)
+        assert own_info(own(kind, path)).notes == ()
+        swapped = own(kind, path, task="binary", class_names="healthy,diseased")
+        assert (own_info(swapped).notes, own_info(swapped).class_names) == ((), ("healthy", "diseased"))
+    data = load_dataset(own_info(own("npz", tmp_path / "t.npz", task="binary", class_names="healthy,diseased")))
+    rows = torch.cat([data.train.inputs, data.test.inputs]).flatten().int().tolist()
+    assert torch.cat([data.train.targets, data.test.targets]).tolist() == [int(text[at] == "diseased") for at in rows]
+
+
 def test_what_is_not_used_of_image_files_is_a_note(tmp_path: Path) -> None:
     write_images(tmp_path, {"a": 2, "b": 2})
     Image.new("RGBA", (4, 6)).save(tmp_path / "b/1.png")

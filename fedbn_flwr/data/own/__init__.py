@@ -84,8 +84,16 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         feature_names=found.feature_names,
         client_names=found.client_names,
         by_file=not isinstance(found.inputs, Tensor),
-        notes=found.notes,
+        notes=(*found.notes, *_note_of_positive(request, found)),
     )
+
+
+def _note_of_positive(request: OwnData, found: Found) -> tuple[str, ...]:
+    """Return which of two named classes is the positive one, where the order of their names alone says so."""
+    if found.task.name != "binary" or len(found.class_names) < 2 or request.class_names or request.positive_values:
+        return ()
+    zero, one = found.class_names
+    return (f"positive (1) is {one!r}; class-names={one},{zero} makes it {zero!r}",)
 
 
 @dataclass(frozen=True, eq=False)
