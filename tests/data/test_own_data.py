@@ -410,6 +410,18 @@ BAD = {
         lambda p: {**_masks(p, [0, 4, 1]), "num-classes": 3},
         r"num-classes=3, and the masks .* have class 4: 5 or more",
     ),
+    "classes with gaps": (
+        lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([0, 200, 0, 200])),
+        r"y have 2 classes, and the largest is 200: .* 201 outputs\. Set num-classes=201, or class-names in the order",
+    ),
+    "masks with gaps": (
+        lambda p: _masks(p, [0, 128, 255]),
+        r"masks have 2 classes, and the largest is 128: .* 129 outputs\. Set num-classes=129, or save .* 0 to 1",
+    ),
+    "pixels with gaps": (
+        lambda p: _npz(p, x=np.zeros((4, 2, 2), np.uint8), y=np.full((4, 2, 2), 128)),
+        r"y have 1 class, and the largest is 128: .* 129 outputs",
+    ),
     "masks and rand-augment": (
         lambda p: {**_masks(p, [0, 1, 1]), "augment": "rand-augment"},
         r"augment: rand-augment would move the image and not the classes",
@@ -508,6 +520,14 @@ def test_ambiguous_targets_are_what_the_task_says(tmp_path: Path) -> None:
 def test_text_that_is_plain_numbers_is_classes_and_categories(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=np.zeros((4, 2)), y=np.array(["0", "1", "1", "0"]))
     assert own_info(own("npz", tmp_path / "t.npz")).class_names == ("0", "1")
+
+
+def test_classes_with_gaps_are_those_of_num_classes_or_class_names(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", x=np.zeros((4, 2)), y=np.array([0, 200, 0, 200]))
+    for keys, outputs in (({"num_classes": 201}, 201), ({"class_names": "0,200"}, 2)):
+        assert own_info(own("npz", tmp_path / "t.npz", **keys)).num_classes == outputs
+    np.savez(tmp_path / "few.npz", x=np.zeros((4, 2)), y=np.array([0, 4, 9, 9]))
+    assert own_info(own("npz", tmp_path / "few.npz")).num_classes == 10
 
 
 def test_one_hot_classes_have_the_names_of_the_config(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, shown
+from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, refuse_gaps, shown
 from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.errors import DataError
@@ -154,4 +154,6 @@ def _pixels(request: OwnData, inputs: Tensor, y: Any) -> tuple[Any, int]:
             f"dataset={request.name!r}: y has class {largest}; num-classes={request.num_classes} allows 0 to "
             f"{request.num_classes - 1}."
         )
+    found = len(np.unique(y[y != 255]))
+    refuse_gaps(request, "y", found, largest, f"save the classes as 0 to {max(found - 1, 1)}")
     return task, request.num_classes or largest + 1

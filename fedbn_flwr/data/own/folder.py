@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.data.folders import SUFFIXES
 from fedbn_flwr.data.image_files import look_at_files
-from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, left_out, numbered, numbered_classes, shown
+from fedbn_flwr.data.own.request import (
+    Found,
+    OwnData,
+    chosen_task,
+    left_out,
+    numbered,
+    numbered_classes,
+    refuse_gaps,
+    shown,
+)
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
 
@@ -58,7 +67,7 @@ def read_folder(request: OwnData) -> Found:
     files, by_pixel, others = _files(request)
     seen = look_at_files(files.paths, whole=request.skip_unreadable)
     problems = dict(seen.problems)
-    largest, only_ignored = _look_at_masks(files.masks, problems) if by_pixel else (0, False)
+    values = _look_at_masks(files.masks, problems)
     notes = (
         *_notes_of_unreadable(request, len(files.paths), problems),
         *_notes_of_unused(request, files.paths, {"pages after the first": seen.pages, "alpha channels": seen.alpha}),
@@ -73,7 +82,7 @@ def read_folder(request: OwnData) -> Found:
         width, height = first.size
     targets: torch.Tensor | Sequence[Path]
     if by_pixel:
-        task, outputs, names = _segmentation(request, largest, only_ignored)
+        task, outputs, names = _segmentation(request, values)
         targets = files.masks
     else:
         targets, task, outputs, names = _classes(request, [label for _, _, label in files.places])
@@ -155,19 +164,22 @@ def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:
     return tests
 
 
-def _segmentation(request: OwnData, largest: int, only_ignored: bool) -> tuple[Task, int, tuple[str, ...]]:
-    """Return task, number of outputs and names of the classes of masks whose largest class is ``largest``."""
+def _segmentation(request: OwnData, values: set[int]) -> tuple[Task, int, tuple[str, ...]]:
+    """Return task, number of outputs and names of the classes of masks that have these values."""
+    classes = values - {255}
+    largest = max(classes, default=0)
     task = chosen_task(request, "segmentation", ("segmentation",))
     if request.num_classes and request.num_classes <= largest:
         raise ConfigError(
             f"num-classes={request.num_classes}, and the masks of dataset={request.name!r} have class {largest}: "
             f"{largest + 1} or more needed. 255 is for pixels that do not count."
         )
-    if only_ignored:
+    if values == {0, 255}:
         raise DataError(
             f"dataset={request.name!r}: the masks have the values 0 and 255, and 255 is for pixels that do not "
             "count. Save the classes as 0 and 1."
         )
+    refuse_gaps(request, "the masks", len(classes), largest, f"save the classes as 0 to {max(len(classes) - 1, 1)}")
     return task, request.num_classes or max(largest + 1, 2), ()
 
 
@@ -263,8 +275,8 @@ def _mask(request: OwnData, folder: Path, name: str) -> Path:
     )
 
 
-def _look_at_masks(masks: Sequence[Path], problems: dict[int, str]) -> tuple[int, bool]:
-    """Return the largest class in the masks, and whether they have the values 0 and 255 only.
+def _look_at_masks(masks: Sequence[Path], problems: dict[int, str]) -> set[int]:
+    """Return the values in the masks.
 
     Masks that cannot be read, or have several channels, are added to ``problems``.
     """
@@ -281,4 +293,4 @@ def _look_at_masks(masks: Sequence[Path], problems: dict[int, str]) -> tuple[int
             problems[number] = f"mask {path} cannot be read: {error}"
             continue
         values |= set(np.unique(pixels.astype(np.uint8)).tolist())
-    return max(values - {255}, default=0), values == {0, 255}
+    return values

@@ -18,6 +18,7 @@ __all__ = ["KINDS", "Found", "OwnData", "Targets", "is_number", "is_own", "left_
 
 Targets = Tensor | Sequence[Path]
 
+_MANY = 20  # a number of classes from which gaps are no accident
 _NUMBER = re.compile(r"[-+]?(\d{1,3}([., '\xa0]\d{3})+|\d+)([.,]\d+)?\s*%?")
 
 KINDS = {
@@ -165,6 +166,15 @@ def numbered_classes(
     if unknown := sorted({str(value) for value in values} - number.keys()):
         raise DataError(f"dataset={request.name!r}: {what} have {shown(unknown)}; class-names has {shown(names, 20)}.")
     return np.array([number[str(value)] for value in values], np.int64), names
+
+
+def refuse_gaps(request: OwnData, what: str, found: int, largest: int, remedy: str) -> None:
+    """Raise DataError if most of the numbers 0 to ``largest`` are no class, unless the config has ``num-classes``."""
+    if not request.num_classes and largest >= _MANY and 2 * found <= largest:
+        raise DataError(
+            f"dataset={request.name!r}: {what} have {found} class{'es' if found > 1 else ''}, and the largest is "
+            f"{largest}: a model would have {largest + 1} outputs. Set num-classes={largest + 1}, or {remedy}."
+        )
 
 
 def is_number(text: object) -> bool:

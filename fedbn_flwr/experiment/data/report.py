@@ -43,7 +43,8 @@ class DataReport:
         """Return the report, several lines; the warnings are not in it."""
         found = self.figures
         parts = ", ".join(f"{number:,} {part}" for part, number in found["examples"].items() if number)
-        lines = [f"{found['dataset']}: {found['task']}, {parts} examples of shape {tuple(found['shape'])}"]
+        task = found["task"] + (f" with {found['outputs']} classes" if found["task"] == "segmentation" else "")
+        lines = [f"{found['dataset']}: {task}, {parts} examples of shape {tuple(found['shape'])}"]
         low, high = found["values"]["lowest"], found["values"]["highest"]
         lines[0] += f", values {low:g} to {high:g}" + (" (of a sample)" if found["values"]["sampled"] else "")
         if counts := found.get("training examples by class"):
@@ -72,6 +73,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         "dataset": config.dataset,
         "task": config.learning_task().name,
         "shape": list(data.train.shape),
+        "outputs": data.num_classes,
         "classes": list(data.label_names) if data.train.by_class else list(data.class_names),
         "examples": {
             "training": sum(map(len, split.train)),
@@ -169,9 +171,13 @@ def _features(samples: Samples, split: PartitionedData, names: tuple[str, ...]) 
 
 
 def _of_clients(figures: dict[str, Any]) -> Iterator[str]:
+    rows = len(figures["shape"]) == 1
     for name, count in figures["training examples by client"].items():
-        if count < 2:
-            yield f"client {name} has {count} training example: BatchNorm cannot compute statistics from it alone"
+        if not count:
+            yield f"client {name} has no training examples"
+        elif count == 1:
+            alone = " cannot compute statistics from it alone" if rows else "'s statistics are those of one example"
+            yield f"client {name} has 1 training example: BatchNorm{alone}"
     without = [name for name, count in figures["test examples by client"].items() if not count]
     if without:
         yield f"no test examples: client {_listed(without)}; their own tests are left out of every mean"

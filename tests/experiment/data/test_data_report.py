@@ -51,7 +51,16 @@ WRONG = {
     "one example": (
         {"client": np.array([0] * 19 + [1]), "split": np.arange(20) % 5 == 1},
         {},
-        "client 1 has 1 training example",
+        "client 1 has 1 training example: BatchNorm cannot compute statistics from it alone",
+    ),
+    "one image": (
+        {
+            "client": np.array([0] * 19 + [1]),
+            "split": np.arange(20) % 5 == 1,
+            "x": np.random.default_rng(0).integers(0, 256, (20, 8, 8)).astype(np.uint8),
+        },
+        {},
+        "client 1 has 1 training example: BatchNorm's statistics are those of one example",
     ),
     "no tests": (
         {"client": np.array([0] * 15 + [1] * 5), "split": np.arange(20) < 5},
@@ -73,6 +82,13 @@ def test_what_looks_wrong(tmp_path: Path, case: str) -> None:
     found = report(tmp_path, {**settings, "num-clients": 2, "model": "mlp"}, **{**sound, **arrays})
     with pytest.raises(AssertionError, match=message):
         raise AssertionError("\n".join(found.warnings))
+
+
+def test_the_number_of_classes_of_pixels_is_told(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (6, 4, 4, 3)).astype(np.uint8), np.arange(96).reshape(6, 4, 4) % 5
+    model = "torchvision-seg:lraspp_mobilenet_v3_large"
+    assert "segmentation with 5 classes, " in report(tmp_path, {"num-clients": 1, "model": model}, x=x, y=y).text()
 
 
 def test_a_run_writes_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
