@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -296,6 +297,24 @@ def _masks(tmp_path: Path, values: list[int], mode: str = "L") -> dict[str, obje
     return {"dataset": f"folder:{tmp_path / 'bad'}", "model": "torchvision-seg:lraspp_mobilenet_v3_large"}
 
 
+def _twins(settings: dict[str, object]) -> dict[str, object]:
+    path = Path(str(settings["dataset"]).removeprefix("folder:")) / "images/1.jpg"
+    Image.new("RGB", (6, 4)).save(path)
+    return settings
+
+
+def _resized(settings: dict[str, object]) -> dict[str, object]:
+    Image.new("L", (3, 3)).save(Path(str(settings["dataset"]).removeprefix("folder:")) / "masks/2.png")
+    return settings
+
+
+def _parquet(tmp_path: Path, **columns: object) -> dict[str, object]:
+    import pandas as pd
+
+    pd.DataFrame(columns).to_parquet(tmp_path / "t.parquet")
+    return {"dataset": f"csv:{tmp_path / 't.parquet'}", "label-column": "target"}
+
+
 def _mixed(tmp_path: Path) -> dict[str, object]:
     return _tables(tmp_path, one="x,target\n1,0\n2,1\n", two="z,target\n1,0\n2,1\n")
 
@@ -439,6 +458,42 @@ BAD = {
     ),
     "infinite numbers": (lambda p: _npz(p, x=np.full((3, 2), np.inf), y=np.arange(3)), r"6 numbers of x are infinite"),
     "no npz file": (lambda p: {"dataset": f"npz:{write_csv(p / 'a.npz', 'text')}"}, r"cannot be read as an npz file"),
+    "one array": (
+        lambda p: (np.save(p / "x.npy", np.zeros(3)), {"dataset": f"npz:{p / 'x.npy'}"})[1],
+        r"x.npy' cannot be read as an npz file: it is none",
+    ),
+    "complex targets": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(3, complex)),
+        r"y is complex128; numbers or text needed",
+    ),
+    "times as numbers": (
+        lambda p: _npz(p, x=np.stack([1.7e9 + np.arange(60), np.arange(60)], 1), y=np.arange(60) % 2),
+        r"column 0 of x: its 60 different values are 1 in float32",
+    ),
+    "a column without values": (
+        lambda p: {**_npz(p, x=np.array([[1, np.nan], [2, np.nan]]), y=np.arange(2)), "missing": "mean"},
+        r"column 1 of x has no values at all",
+    ),
+    "a class name twice": (
+        lambda p: {**_npz(p, x=np.zeros((3, 2)), y=np.arange(3)), "class-names": "0,1,2,2"},
+        r"class-names has 2 twice",
+    ),
+    "lists in a column": (
+        lambda p: _parquet(p, x=[[1, 2], [3, 4]], target=[0, 1]),
+        r"column 'x' of dataset=.* holds lists.*one number or text",
+    ),
+    "dates in a column": (
+        lambda p: _parquet(p, x=np.array(["2024-01-01", "2024-01-02"], "datetime64[ns]"), target=[0, 1]),
+        r"column 'x' of dataset=.* holds dates or times: subtract a date, or leave it out",
+    ),
+    "one mask of two images": (
+        lambda p: _twins(_masks(p, [0, 1, 1])),
+        r"1\.jpg and 1\.png have one mask.*Rename",
+    ),
+    "a mask of another size": (
+        lambda p: _resized(_masks(p, [0, 1, 1])),
+        r"mask .*2\.png cannot be read: it is of 3 x 3 pixels, its image of 6 x 4; save both in one size",
+    ),
     "unknown split": (
         lambda p: _npz(p, x=np.zeros((3, 2)), y=np.arange(3) % 2, split=np.array(["train", "test", "later"])),
         r"split has later; train and test",
@@ -528,6 +583,29 @@ def test_classes_with_gaps_are_those_of_num_classes_or_class_names(tmp_path: Pat
         assert own_info(own("npz", tmp_path / "t.npz", **keys)).num_classes == outputs
     np.savez(tmp_path / "few.npz", x=np.zeros((4, 2)), y=np.array([0, 4, 9, 9]))
     assert own_info(own("npz", tmp_path / "few.npz")).num_classes == 10
+
+
+def test_text_of_arrays_is_that_of_tables(tmp_path: Path) -> None:
+    """Without spaces around it, and bytes are text."""
+    for y in (np.array(["cat", " cat", "dog"]), np.array([b"cat", b"cat ", b"dog"])):
+        np.savez(tmp_path / "t.npz", x=np.zeros((3, 2)), y=y, client=y)
+        info = own_info(own("npz", tmp_path / "t.npz"))
+        assert (info.class_names, info.client_names) == (("cat", "dog"), ("cat", "dog"))
+
+
+def test_decimal_numbers_of_parquet_are_numbers(tmp_path: Path) -> None:
+    import pandas as pd
+
+    columns = {"x": [Decimal("1.5"), None, Decimal("3")], "y": [Decimal("0.5"), Decimal("1"), Decimal("2.5")]}
+    pd.DataFrame(columns).to_parquet(tmp_path / "t.parquet")
+    info = own_info(own("csv", tmp_path / "t.parquet", label_column="y", missing="mean"))
+    assert (info.feature_names, info.task.name) == (("x",), "regression")
+
+
+def test_positive_values_that_are_not_there_are_a_note(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", x=np.zeros((3, 2)), y=np.array(["benign", "malignant", "unknown"]))
+    (note,) = own_info(own("npz", tmp_path / "t.npz", positive_values="malingent,malignant")).notes
+    assert note == "positive-values: malingent not found in y (found: benign, malignant, unknown)"
 
 
 def test_one_hot_classes_have_the_names_of_the_config(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def own_info(request: OwnData) -> DatasetInfo:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
+    if twice := sorted({name for name in request.classes if request.classes.count(name) > 1}):
+        raise ConfigError(f"class-names has {', '.join(twice)} twice.")
     return _info(request, _stamp(request)) if request.path else _elsewhere(request)
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.data.own.features import note_of_filled, problems_of_numbers
 from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, refuse_gaps, shown
-from fedbn_flwr.data.own.targets import read_targets
+from fedbn_flwr.data.own.targets import ReadTargets, read_targets
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.errors import DataError
 
@@ -30,8 +31,11 @@ def read_arrays(request: OwnData) -> Found:
     """
     path = request.existing()
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files if name in _KNOWN}
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("one array")
+        with archive:
+            arrays = {name: _stripped(archive[name]) for name in archive.files if name in _KNOWN}
             names = list(archive.files)
     except ValueError as error:  # NumPy's text is about pickles, which are never read
         raise DataError(
@@ -49,6 +53,8 @@ def read_arrays(request: OwnData) -> Found:
     for name, array in arrays.items():
         if array.ndim == 0 or len(array) != count:
             raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}, x has {count} examples.")
+        if name != "x" and array.dtype.kind not in "biufU":
+            raise DataError(f"dataset={request.name!r}: {name} is {array.dtype}; numbers or text needed.")
     if not count:
         raise DataError(f"dataset={request.name!r}: x has no examples.")
     for name in ("client", "group", "split"):
@@ -56,27 +62,41 @@ def read_arrays(request: OwnData) -> Found:
         if array is not None and (array.ndim != 1 or (array.dtype.kind == "f" and np.isnan(array).any())):
             raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}; ({count},) without NaN needed.")
     inputs = as_inputs(request, arrays["x"], "x")
+    if inputs.ndim == 2:
+        _check_features(request, arrays["x"])
     y = arrays["y"]
-    notes = tuple(f"array {name!r} is not used" for name in names if name not in _KNOWN)
-    names_of_classes: tuple[str, ...] = ()
-    if y.ndim == 3:
-        task, outputs, targets = *_pixels(request, inputs, y), torch.from_numpy(y.astype(np.uint8))
-    else:
-        targets, task, outputs, names_of_classes = read_targets(request, y, "y")
+    read = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
     clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
     return Found(
         inputs=inputs,
-        targets=targets,
-        task=task,
-        num_classes=outputs,
-        class_names=names_of_classes,
+        targets=read.targets,
+        task=read.task,
+        num_classes=read.num_classes,
+        class_names=read.class_names,
         clients=clients,
         client_names=client_names,
         units=numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
         tests=as_tests(request, arrays["split"], "split") if "split" in arrays else None,
         size=tuple(inputs.shape[2:]) if inputs.dtype == torch.uint8 else (),
-        notes=notes,
+        notes=(
+            *(f"array {name!r} is not used" for name in names if name not in _KNOWN),
+            *read.notes,
+            *note_of_filled(inputs),
+        ),
     )
+
+
+def _stripped(array: Any) -> Any:
+    """Return text without spaces around it, bytes as text, other arrays as they are."""
+    text = np.char.decode(array, "utf-8", "replace") if array.dtype.kind == "S" else array
+    return np.char.strip(text) if text.dtype.kind == "U" else text
+
+
+def _check_features(request: OwnData, x: Any) -> None:
+    """Raise DataError if a column of numbers (N, F) has no values, or float32 does not tell its values apart."""
+    problems = [problem for at in range(x.shape[1]) for problem in problems_of_numbers(f"column {at} of x", x[:, at])]
+    if problems:
+        raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems))
 
 
 def as_inputs(request: OwnData, x: Any, what: str) -> Tensor:
@@ -137,7 +157,7 @@ def as_tests(request: OwnData, values: Any, what: str) -> Any:
     return tests
 
 
-def _pixels(request: OwnData, inputs: Tensor, y: Any) -> tuple[Any, int]:
+def _pixels(request: OwnData, inputs: Tensor, y: Any) -> ReadTargets:
     task = chosen_task(request, "segmentation", ("segmentation",))
     if inputs.dtype != torch.uint8 or tuple(inputs.shape[2:]) != y.shape[1:]:
         raise DataError(
@@ -156,4 +176,4 @@ def _pixels(request: OwnData, inputs: Tensor, y: Any) -> tuple[Any, int]:
         )
     found = len(np.unique(y[y != 255]))
     refuse_gaps(request, "y", found, largest, f"save the classes as 0 to {max(found - 1, 1)}")
-    return task, request.num_classes or largest + 1
+    return ReadTargets(torch.from_numpy(y.astype(np.uint8)), task, request.num_classes or largest + 1)

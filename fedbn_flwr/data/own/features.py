@@ -12,7 +12,19 @@ import torch
 from fedbn_flwr.data.own.request import OwnData, is_number, oddly_written, shown
 from fedbn_flwr.errors import DataError
 
-__all__ = ["FILE", "MISSING", "as_text", "features_of", "listed", "row_of", "stated_features"]
+__all__ = [
+    "FILE",
+    "MISSING",
+    "as_text",
+    "features_of",
+    "listed",
+    "note_of_filled",
+    "problems_of_numbers",
+    "refuse_lists_and_dates",
+    "row_of",
+    "stated_features",
+    "with_numbers",
+]
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "None")
 """Texts in a CSV file that mean a missing value."""
@@ -21,6 +33,8 @@ FILE = "(file)"
 """The column with the name of each row's file, where a table is made from several."""
 
 _MOST_CATEGORIES = 50
+_SEEN = 100_000  # values of a column that are compared
+_TIMES = {"date", "datetime", "datetime64", "period", "time", "timedelta", "timedelta64"}
 
 
 def stated_features(text: str, columns: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
@@ -55,6 +69,7 @@ def features_of(
     """
     import pandas as pd
 
+    refuse_lists_and_dates(request, table, [name for name, categories in wanted if not categories])
     found = _Features()
     in_training = np.ones(len(table), bool) if tests is None else ~tests
     for name, categories in wanted:
@@ -75,25 +90,67 @@ def features_of(
         raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems) + way)
     if not found.columns:
         raise DataError(f"dataset={request.name!r} has no columns for features; set feature-columns.")
-    if filled := int(np.isnan(np.stack(found.columns)).sum()):
-        found.notes.append(f"{filled} missing values are replaced by the mean of the training rows (missing=mean)")
     features = torch.from_numpy(np.stack(found.columns, 1).astype(np.float32))
-    return features, tuple(found.names), tuple(found.notes)
+    return features, tuple(found.names), (*found.notes, *note_of_filled(features))
+
+
+def note_of_filled(inputs: torch.Tensor) -> tuple[str, ...]:
+    """Return the note of missing values among inputs; () if there are none."""
+    filled = int(inputs.isnan().sum())
+    note = f"{filled} missing values are replaced by the mean of the training rows (missing=mean)"
+    return (note,) if filled else ()
+
+
+def problems_of_numbers(what: str, values: Any) -> list[str]:
+    """Return why a column of numbers cannot be used: no values, infinite ones, or float32 does not tell them apart."""
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32)
+    if (present := ~np.isnan(rounded)).sum() == 0:
+        return [f"{what} has no values at all: leave it out"]
+    if np.isinf(rounded).any():
+        return [f"{what} has infinite values, or values above 3e38"]
+    rounded, values = (part[present][:: len(values) // _SEEN + 1] for part in (rounded, values))
+    if np.array_equal(rounded, values):
+        return []
+    kept, known = (len(np.unique(part)) for part in (rounded, values))
+    if 10 * kept >= 9 * known:
+        return []
+    return [
+        f"{what}: its {known} different values are {kept} in float32 (such as {values[0]:.17g}); subtract a "
+        "constant from it, a date or time say"
+    ]
+
+
+def with_numbers(table: Any) -> Any:
+    """Return a table whose columns of Python's decimal numbers, parquet's DECIMAL, are columns of numbers."""
+    import pandas as pd
+
+    odd = [name for name in table.columns if table[name].dtype == object]
+    decimal = [name for name in odd if pd.api.types.infer_dtype(table[name], skipna=True) == "decimal"]
+    return table.assign(**{name: table[name].astype(np.float64) for name in decimal}) if decimal else table
+
+
+def refuse_lists_and_dates(request: OwnData, table: Any, names: Sequence[str]) -> None:
+    """Raise DataError if a column of these names holds lists, or dates or durations."""
+    import pandas as pd
+
+    problems = []
+    for name in names:
+        kind = pd.api.types.infer_dtype(table[name], skipna=True)
+        if kind in _TIMES:
+            problems.append(f"column {name!r} of dataset={request.name!r} holds dates or times: subtract a date, or ")
+        elif kind == "mixed" and table[name].map(lambda v: isinstance(v, (list, dict, np.ndarray))).any():
+            problems.append(
+                f"column {name!r} of dataset={request.name!r} holds lists: save one number or text a row, or "
+            )
+    if problems:
+        raise DataError("\n".join(f"{problem}leave it out." for problem in problems))
 
 
 def _add_numbers(found: _Features, name: str, column: Any) -> None:
     """Add a column of numbers, if float32 tells its values apart."""
     values = column.to_numpy(dtype=np.float64, na_value=np.nan)
-    with np.errstate(over="ignore"):
-        rounded = values.astype(np.float32)
-    if np.isinf(rounded).any():
-        found.problems.append(f"column {name!r} has infinite values, or values above 3e38")
-    kept, known = (len(np.unique(part[~np.isnan(part)])) for part in (rounded, values))
-    if 10 * kept < 9 * known:
-        found.problems.append(
-            f"column {name!r}: its {known} different values are {kept} in float32 (such as {values[0]:.17g}); "
-            "subtract a constant from it, a date or time say"
-        )
+    found.problems += problems_of_numbers(f"column {name!r}", values)
     found.columns.append(values)
     found.names.append(name)
 

@@ -67,7 +67,7 @@ def read_folder(request: OwnData) -> Found:
     files, by_pixel, others = _files(request)
     seen = look_at_files(files.paths, whole=request.skip_unreadable)
     problems = dict(seen.problems)
-    values = _look_at_masks(files.masks, problems)
+    values = _look_at_masks(files.paths, files.masks, problems)
     notes = (
         *_notes_of_unreadable(request, len(files.paths), problems),
         *_notes_of_unused(request, files.paths, {"pages after the first": seen.pages, "alpha channels": seen.alpha}),
@@ -120,6 +120,8 @@ def _files(request: OwnData) -> tuple[_Files, bool, list[str]]:
         if by_pixel and folder.name == "masks":
             continue
         names = folders[folder]
+        if by_pixel:
+            _refuse_twins(request, folder, names)
         found.paths += [folder / name for name in names]
         found.places += [places[folder]] * len(names)
         found.masks += [_mask(request, folder, name) for name in names] if by_pixel else []
@@ -263,6 +265,18 @@ def _refuse_parts_as_classes(request: OwnData, labels: set[str]) -> None:
         )
 
 
+def _refuse_twins(request: OwnData, folder: Path, names: Sequence[str]) -> None:
+    """Raise DataError if two images differ in their suffix alone: they would have one mask."""
+    by_stem: dict[str, list[str]] = {}
+    for name in names:
+        by_stem.setdefault(Path(name).stem, []).append(name)
+    if twins := [two for two in by_stem.values() if len(two) > 1]:
+        raise DataError(
+            f"dataset={request.name!r}: in {folder} {' and '.join(twins[0])} have one mask, {Path(twins[0][0]).stem}. "
+            "Rename one of them, and give each its own."
+        )
+
+
 def _mask(request: OwnData, folder: Path, name: str) -> Path:
     """Return the file with the classes of an image's pixels."""
     for suffix in (".png", ".tif", ".tiff", ".bmp"):
@@ -275,10 +289,10 @@ def _mask(request: OwnData, folder: Path, name: str) -> Path:
     )
 
 
-def _look_at_masks(masks: Sequence[Path], problems: dict[int, str]) -> set[int]:
+def _look_at_masks(paths: Sequence[Path], masks: Sequence[Path], problems: dict[int, str]) -> set[int]:
     """Return the values in the masks.
 
-    Masks that cannot be read, or have several channels, are added to ``problems``.
+    Masks that cannot be read, have several channels, or not the size of their image are added to ``problems``.
     """
     from PIL import Image
 
@@ -289,6 +303,15 @@ def _look_at_masks(masks: Sequence[Path], problems: dict[int, str]) -> set[int]:
                 pixels = np.array(image)
             if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
                 raise ValueError(f"{pixels.dtype} of shape {pixels.shape}; one byte a pixel, its class, needed")
+            if number not in problems:
+                with Image.open(paths[number]) as image:
+                    size = image.size
+                # A TIFF may be turned when it is read: reading refuses one whose mask is not.
+                if sorted(size) != sorted(pixels.shape):
+                    raise ValueError(
+                        f"it is of {pixels.shape[1]} x {pixels.shape[0]} pixels, its image of {size[0]} x {size[1]}; "
+                        "save both in one size"
+                    )
         except (OSError, ValueError, SyntaxError) as error:
             problems[number] = f"mask {path} cannot be read: {error}"
             continue

@@ -9,7 +9,7 @@ import torch
 
 from fedbn_flwr.data.image_files import MODES
 from fedbn_flwr.data.own.arrays import as_inputs
-from fedbn_flwr.data.own.features import features_of, stated_features
+from fedbn_flwr.data.own.features import features_of, stated_features, with_numbers
 from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
 from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.errors import ConfigError, DataError
@@ -55,7 +55,9 @@ def read_hub(request: OwnData) -> Found:
         )
     if names and not request.positive_values:  # the numbers of some classes are not those of their names
         values = np.array(names, object)[values]
-    targets, task, outputs, class_names = read_targets(request, values, f"column {label!r}", names=names or ())
+    targets, task, outputs, class_names, notes_of_targets = read_targets(
+        request, values, f"column {label!r}", names=names or ()
+    )
     image = next((n for n in columns if type(parts[0].features[n]).__name__ == "Image"), "")
     notes: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
@@ -64,7 +66,7 @@ def read_hub(request: OwnData) -> Found:
     else:
         import pandas as pd
 
-        table = pd.concat([part.to_pandas() for part in parts], ignore_index=True)
+        table = with_numbers(pd.concat([part.to_pandas() for part in parts], ignore_index=True))
         taken = {label, request.client_column, request.group_column}
         wanted = stated_features(request.feature_columns) or [(name, ()) for name in columns if name not in taken]
         inputs, features, notes = features_of(request, table, wanted, tests)
@@ -85,7 +87,7 @@ def read_hub(request: OwnData) -> Found:
         tests=tests,
         feature_names=features,
         size=tuple(inputs.shape[2:]) if image else (),
-        notes=notes,
+        notes=(*notes_of_targets, *notes),
     )
 
 

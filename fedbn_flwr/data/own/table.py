@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.data.own.arrays import as_tests
-from fedbn_flwr.data.own.features import FILE, MISSING, as_text, features_of, listed, row_of, stated_features
+from fedbn_flwr.data.own.features import (
+    FILE,
+    MISSING,
+    as_text,
+    features_of,
+    listed,
+    refuse_lists_and_dates,
+    row_of,
+    stated_features,
+    with_numbers,
+)
 from fedbn_flwr.data.own.request import Found, OwnData, left_out, numbered, shown
 from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.errors import ConfigError, DataError
@@ -58,8 +68,9 @@ def read_table(request: OwnData) -> Found:
         raise ConfigError("\n".join(problems))
     if not len(table):
         raise DataError(f"dataset={request.name!r} has no rows.")
+    refuse_lists_and_dates(request, table, label_columns)
     values = table[label_columns[0]] if len(label_columns) == 1 else table[label_columns]
-    targets, task, outputs, class_names = read_targets(
+    targets, task, outputs, class_names, notes_of_targets = read_targets(
         request, _values(values), f"column {request.label_column!r}", functools.partial(row_of, table)
     )
     if len(label_columns) > 1:
@@ -78,6 +89,7 @@ def read_table(request: OwnData) -> Found:
     notes = (
         *_notes_of_others(request),
         *(f"column {name!r} has no name in the file and is left out" for name in nameless),
+        *notes_of_targets,
         *notes,
     )
     client = FILE if from_files else request.client_column
@@ -163,7 +175,7 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
         if not path.stat().st_size:
             raise DataError(f"dataset={request.name!r}: {path} is empty.")
         if path.suffix.lower() == ".parquet":
-            return pd.read_parquet(path)
+            return with_numbers(pd.read_parquet(path))
         read: dict[str, Any] = {"engine": "python", "skipinitialspace": True, "encoding": "utf-8-sig"}
         read["sep"] = "\t" if path.suffix.lower() == ".tsv" else None
         header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,20 @@ _MOST_CLASSES = 1000
 _FEW = 20  # values that may be classes
 
 
+class ReadTargets(NamedTuple):
+    """What ``read_targets`` returns; the fields are those of ``Found``."""
+
+    targets: Tensor
+    task: Task
+    num_classes: int
+    class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 def read_targets(
     request: OwnData, values: Any, what: str, row: Callable[[int], str] = "row {}".format, names: Sequence[str] = ()
-) -> tuple[Tensor, Task, int, tuple[str, ...]]:
-    """Return targets, task, number of outputs, and names of the classes.
+) -> ReadTargets:
+    """Return targets, task, number of outputs, names of the classes, and notes.
 
     Args:
         request: the task and the positive values.
@@ -46,10 +56,10 @@ def read_targets(
     if values.ndim == 2 and values.shape[1] == 1 and request.task != "multi-label":
         values = values[:, 0]
     if request.positive_values:
-        positive = _positive(request, values, what)
+        positive, notes = _positive(request, values, what)
         task = chosen_task(request, "binary", ("binary", "classification"))
         outputs = 1 if task.name == "binary" else 2
-        return torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive")
+        return ReadTargets(torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive"), notes)
     if values.ndim == 2:
         return _several(request, values, what, row)
     if values.ndim != 1:
@@ -76,9 +86,7 @@ def read_targets(
     return _numbers(request, values)
 
 
-def _classes(
-    request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]
-) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+def _classes(request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]) -> ReadTargets:
     counts = len(np.unique(values))
     if text and (odd := oddly_written(values.tolist())) and not (request.classes or known):
         raise DataError(f"dataset={request.name!r}: {what} are {odd}, or state them as class-names.")
@@ -114,12 +122,10 @@ def _classes(
             f"dataset={request.name!r}: {what} have one class only ({shown([str(v) for v in values[:1]])})."
         )
     outputs = 1 if task.name == "binary" else max(found, request.num_classes)
-    return torch.from_numpy(labels), task, outputs, names
+    return ReadTargets(torch.from_numpy(labels), task, outputs, names)
 
 
-def _several(
-    request: OwnData, values: Any, what: str, row: Callable[[int], str]
-) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+def _several(request: OwnData, values: Any, what: str, row: Callable[[int], str]) -> ReadTargets:
     if values.dtype.kind not in "biuf":
         raise DataError(f"dataset={request.name!r}: {what} hold text; several targets must be numbers.")
     labels = bool(np.isin(values, (0, 1)).all())
@@ -140,10 +146,10 @@ def _several(
     task = chosen_task(
         request, "multi-label" if labels else "regression", (*(("multi-label",) if labels else ()), "regression")
     )
-    return torch.from_numpy(values.astype(np.float32)), task, values.shape[1], ()
+    return ReadTargets(torch.from_numpy(values.astype(np.float32)), task, values.shape[1])
 
 
-def _of_columns(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task, int, tuple[str, ...]]:
+def _of_columns(request: OwnData, values: Any, what: str) -> ReadTargets:
     """Return classes from one-hot rows: a class for each column."""
     columns = values.shape[1]
     if request.classes and len(request.classes) != columns:
@@ -151,15 +157,17 @@ def _of_columns(request: OwnData, values: Any, what: str) -> tuple[Tensor, Task,
     if request.num_classes and request.num_classes < columns:
         raise ConfigError(f"num-classes={request.num_classes} is fewer than the {columns} columns of {what}.")
     task = chosen_task(request, "classification", ("classification",))
-    return torch.from_numpy(values.argmax(1)), task, max(columns, request.num_classes), request.classes
+    return ReadTargets(torch.from_numpy(values.argmax(1)), task, max(columns, request.num_classes), request.classes)
 
 
-def _numbers(request: OwnData, values: Any) -> tuple[Tensor, Task, int, tuple[str, ...]]:
-    return torch.from_numpy(values.astype(np.float32)), chosen_task(request, "regression", ("regression",)), 1, ()
+def _numbers(request: OwnData, values: Any) -> ReadTargets:
+    task = chosen_task(request, "regression", ("regression",))
+    return ReadTargets(torch.from_numpy(values.astype(np.float32)), task, 1)
 
 
-def _positive(request: OwnData, values: Any, what: str) -> Any:
-    """Return which targets count as positive."""
+def _positive(request: OwnData, values: Any, what: str) -> tuple[Any, tuple[str, ...]]:
+    """Return which targets count as positive, and a note of positive values that are not there."""
+    absent: list[str] = []
     text = request.positive_values.strip()
     if values.ndim != 1:
         raise ConfigError(f"positive-values={text!r} is for one target; {what} have {values.shape[1]}.")
@@ -175,12 +183,14 @@ def _positive(request: OwnData, values: Any, what: str) -> Any:
     else:
         wanted = [entry.strip() for entry in text.split(",") if entry.strip()]
         as_text = np.array([_plain(v) for v in values.tolist()])
-        if not any(entry in as_text for entry in wanted) and len(found) > 1:  # a hospital may have one value only
+        absent = [entry for entry in wanted if entry not in as_text]
+        if len(absent) == len(wanted) and len(found) > 1:  # a hospital may have one value only
             raise ConfigError(f"positive-values={text!r}: {shown(wanted)} not found in {what} (found: {shown(found)}).")
         positive = np.isin(as_text, wanted)
     if not positive.any() and len(found) > 1:
         raise ConfigError(f"positive-values={text!r}: none of the values of {what} is positive ({shown(found)}).")
-    return positive
+    notes = (f"positive-values: {shown(absent)} not found in {what} (found: {shown(found)})",) if absent else ()
+    return positive, notes
 
 
 def _plain(value: Any) -> str:

@@ -99,8 +99,9 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
         if own and config.split_name() == "natural":
             warnings += _without_class(names, counts, data.label_names)
-    if info.feature_names and isinstance(inputs, Samples):
-        figures["features"] = _features(inputs, split, info.feature_names)
+    if own and len(data.train.shape) == 1 and isinstance(inputs, Samples):
+        columns = info.feature_names or tuple(f"column {at}" for at in range(data.train.shape[0]))
+        figures["features"] = _features(inputs, split, columns)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
     if config.record_dp and data.train.units is not None:
         warnings += _of_units(data.train.units)
@@ -193,7 +194,7 @@ def _without_class(names: list[str], counts: Indices, classes: tuple[str, ...]) 
 def _of_features(features: dict[str, dict[str, float]], count: int) -> Iterator[str]:
     constant = [name for name, values in features.items() if values["lowest"] == values["highest"]]
     if constant:
-        yield f"the same value in all training examples: {_listed(constant)}; leave it out of feature-columns"
+        yield f"the same value in all training examples: {_listed(constant)}; leave it out"
     if mostly := [name for name, values in features.items() if 2 * values["missing"] > count]:
         yield f"missing in more than half of the training examples: {_listed(mostly)}"
 

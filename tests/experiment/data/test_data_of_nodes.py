@@ -196,7 +196,7 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
         assert "  bmi: " in own
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [text for text in warned if "the same value" in text] == [
-        f"data-path={tables[1]}: the same value in all training examples: sex=F, sex=M; leave it out of feature-columns"
+        f"data-path={tables[1]}: the same value in all training examples: sex=F, sex=M; leave it out"
     ]
     (heard,) = [text for text in texts if "(partition 1) reports its data" in text]
     assert "24 training" in heard

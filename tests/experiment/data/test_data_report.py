@@ -69,6 +69,16 @@ WRONG = {
     ),
     "bytes of 0 and 1": ({"x": np.random.default_rng(0).integers(0, 2, (20, 4, 4)).astype(np.uint8)}, {}, "multiply"),
     "large numbers": ({"x": 1e6 + np.arange(40.0).reshape(20, 2)}, {"standardise": "none"}, "reach 1.0+4e"),
+    "a constant column": (
+        {"x": np.stack([np.arange(20.0), np.ones(20), np.arange(20.0)], 1)},
+        {},
+        "the same value in all training examples: column 1; leave it out",
+    ),
+    "a column that is mostly missing": (
+        {"x": np.stack([np.arange(20.0), np.where(np.arange(20) % 4, np.nan, np.arange(20))], 1)},
+        {"missing": "mean"},
+        "missing in more than half of the training examples: column 1",
+    ),
     "all the same": ({"x": np.zeros((20, 2))}, {}, "all inputs are 0"),
 }
 
@@ -96,6 +106,7 @@ def test_a_run_writes_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     settings = {"dataset": f"npz:{tmp_path / 'a.npz'}", "num-server-rounds": 1, "num-clients": 2}
     run(Config.make(settings), tmp_path / "out", workers=0)
     content = json.loads((tmp_path / "out/data.json").read_text())
-    assert content["warnings"] == ["all inputs are 1"]
+    constant = "the same value in all training examples: column 0, column 1; leave it out"
+    assert content["warnings"] == [constant, "all inputs are 1"]
     assert content["examples"]["training"] == 16
     assert "all inputs are 1" in caplog.text
