@@ -8,12 +8,13 @@ The function takes any of ``num_classes`` (the number of outputs), ``channels`` 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,16 +24,17 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.models.info import ModelInfo
 
-__all__ = ["OWN", "is_own", "own_info", "own_module"]
+__all__ = ["OWN", "code_changed", "code_sha256", "is_own", "own_info", "own_module"]
 
 OWN = "<module>:<function>"
 PUBLISHERS = ("torchvision", "torchvision-seg", "timm", "smp")
 
 
 def is_own(name: str) -> bool:
-    """Return whether a model's name has the form ``module:function``; the prefixes of ``MODELS`` come first."""
+    """Return whether a model's name has the form ``module:function``; the publishers have names of their own."""
     module, separator, function = name.partition(":")
-    return bool(separator) and all(part.isidentifier() for part in (*module.split("."), function))
+    named = bool(separator) and all(part.isidentifier() for part in (*module.split("."), function))
+    return named and module not in PUBLISHERS
 
 
 def own_info(name: str) -> ModelInfo:
@@ -55,6 +57,35 @@ def own_module(name: str) -> ModuleType:
         ConfigError: it cannot be imported.
     """
     return _module(name, name.partition(":")[0])
+
+
+def code_sha256(name: str) -> str:
+    """Return the SHA-256 of the file of a user's model; "" for other models, and for a module without a file.
+
+    Files that it imports do not count.
+
+    Raises:
+        ConfigError: the module cannot be imported.
+    """
+    return _sha256(own_module(name)) if is_own(name) else ""
+
+
+@lru_cache(maxsize=8)  # a file that changes during a run does not change the module that runs
+def _sha256(module: ModuleType) -> str:
+    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest() if module.__file__ else ""
+
+
+def code_changed(name: str, sha256: str) -> str:
+    """Return a sentence if the file of a user's model is not that of a run, whose ``code_sha256`` is given; else "".
+
+    It is "" for "", too: runs of older versions have none.
+    """
+    if not sha256 or code_sha256(name) == sha256:
+        return ""
+    return (
+        f"the file of model {name!r} ({own_module(name).__file__}) has changed since the run, so it may be another "
+        "model with the same names and shapes. Restore the file of the run."
+    )
 
 
 def _any_shape(channels: int, size: int) -> tuple[int, int]:

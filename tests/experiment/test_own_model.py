@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
+from fedbn_flwr.experiment.finished_run.export import export, load_exported
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.models import build_model
@@ -109,3 +112,37 @@ def test_what_is_wrong_is_said_before_round_1(model: str, problem: str, quick_co
 def test_other_names_are_unknown_models(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown model '{name}'"):
         build_model(name, num_classes=2, input_shape=(5,))
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
+def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
+    strategy: str, quick_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names and shapes are the same, so the state fits."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two files of one second and size would be one
+    _, out = quick_run(model="my_nets:small_net", strategy=strategy)
+    longer = Config.load(out / "config.yaml", ["resume=true", "num-server-rounds=3"])
+    file = export(out, tmp_path / "home/model.safetensors", "torch").file
+    metrics = (out / "metrics.jsonl").read_bytes()
+
+    def edit(code: str, imported: bool = False) -> None:
+        (tmp_path / "my_nets.py").write_text(code)
+        if not imported:
+            sys.modules.pop("my_nets")
+
+    edit("", imported=True)
+    export(out, tmp_path / "imported/model.safetensors", "torch")
+    edit(CODE.replace("AdaptiveAvgPool2d", "AdaptiveMaxPool2d"))
+    with caplog.at_level(logging.WARNING, "flwr"):
+        evaluate_run(out, {"dataset": "digits"}, out=tmp_path / "evaluated")
+        load_exported(file)
+    changed = f"the file of model 'my_nets:small_net' ({tmp_path / 'my_nets.py'}) has changed since the run"
+    assert caplog.text.count(changed) == 2
+    assert changed in (tmp_path / "evaluated/metrics.json").read_text()
+    for again in (lambda: export(out, tmp_path / "again/model.safetensors", "torch"), lambda: run(longer, out)):
+        with pytest.raises(ConfigError, match=r"has changed since the run.* Restore the file"):
+            again()
+    assert not (tmp_path / "again").exists()
+    assert (out / "metrics.jsonl").read_bytes() == metrics
+    edit(CODE)
+    assert run(longer, out)["rounds"] == 3

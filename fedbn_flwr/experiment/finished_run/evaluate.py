@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ from fedbn_flwr.training.evaluation import EvalResult
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
 __all__ = ["ADAPT", "DataPart", "Row", "evaluate_run"]
+
+logger = logging.getLogger("flwr")
 
 DataPart = Literal["train", "test", "all"]
 ADAPT = "adapt"
@@ -77,7 +80,8 @@ def evaluate_run(
 ) -> tuple[str, list[Row]]:
     """Evaluate the model of a run on any data.
 
-    The run gives the model, the normalisation of the inputs and the size of the images; ``data`` gives the rest.
+    The run gives the model, the normalisation of the inputs and the size of the images; ``data`` gives the rest. What
+    makes the results doubtful is logged as warnings.
 
     Args:
         run: the run's folder.
@@ -116,6 +120,9 @@ def evaluate_run(
             "and the settings, or put the examples that the run has not seen into a file of their own."
         )
     what = "; ".join([saved.what, *notes, f"on {_PARTS[part]}"])
+    warnings = [*filter(None, [saved.description.code_changed()])]
+    for warning in warnings:
+        logger.warning("%s", warning)
     chosen, groups = _views(found, part)
     model, task = on_device(saved.model, config), config.learning_task()
     by = config.test_bn_settings()
@@ -141,7 +148,8 @@ def evaluate_run(
             if outputs.wanted
             else ""
         )
-        _write(out, text, {"model": what, "dataset": config.dataset, "part": part}, rows)
+        about = {"model": what, "dataset": config.dataset, "part": part, "warnings": warnings}
+        _write(out, text, about, rows)
     return what, rows
 
 
@@ -376,7 +384,7 @@ def _shown(value: float) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)  # float32, to be read again
 
 
-def _write(out: Path, predictions: str, about: Mapping[str, str], rows: Sequence[Row]) -> None:
+def _write(out: Path, predictions: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     found = [{"data": r.data, "statistics": r.statistics, **dict(_numbers(r.result))} for r in rows]
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["BOUND", "FORMATS", "Check", "Exported", "Format", "export", "load_exported"]
+
+logger = logging.getLogger("flwr")
 
 Format = Literal["torch", "torch-export", "onnx"]
 SUFFIXES: Mapping[str, str] = {"torch": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
@@ -114,13 +117,15 @@ def export(
         normalise: the model takes what the data hold (pixels 0..255); without, inputs that are normalised already.
 
     Raises:
-        ConfigError: a file exists, or the choice or the format does not fit.
+        ConfigError: a file exists, the choice or the format does not fit, or the file of a user's model has changed.
         StateError: the run lacks the model, or a part of it.
         EngineError: the outputs differ by more than ``BOUND``, or a file cannot be written; no file is left.
     """
     card = out.parent / CARD
     _check_places(out, card, format)
     saved = load_model(run, choice or Choice())
+    if changed := saved.description.code_changed():
+        raise ConfigError(changed)
     examples, raw, what, data = _inputs(saved)
     model, folding = copy.deepcopy(saved.model).to(memory_format=torch.contiguous_format), None
     if fold_bn:
@@ -157,6 +162,8 @@ def load_exported(path: str | Path) -> nn.Module:
     if _NORMALISED not in about:
         raise ConfigError(f"{path} was not written by `fedbn-flwr export --format torch`.")
     taken = ModelDescription.read(about)
+    if changed := taken.code_changed():
+        logger.warning("%s: %s", path, changed)
     model = taken.model()
     if about[_FOLDED] == "true":
         model, _ = fold(model, torch.zeros(2, *taken.shape))

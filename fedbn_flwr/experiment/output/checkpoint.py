@@ -28,6 +28,7 @@ from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings, versions
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.models import code_changed, code_sha256
 from fedbn_flwr.strategies import FedAvg
 
 __all__ = ["Checkpoint", "CheckpointManager", "Checkpoints", "after_interrupt"]
@@ -100,7 +101,12 @@ class Checkpoints:
         Raises:
             EngineError: the folder cannot be written; earlier checkpoints stay.
         """
-        about = {**self._owner, "config": self._config.to_mapping(), "versions": versions()}
+        about = {
+            **self._owner,
+            "code": code_sha256(self._config.model),
+            "config": self._config.to_mapping(),
+            "versions": versions(),
+        }
         try:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
@@ -193,6 +199,8 @@ class Checkpoints:
             )
         if content["fingerprint"] != self._owner["fingerprint"]:
             raise StateError(f"{path} belongs to another model: its names, layer types or shapes changed")
+        if changed := code_changed(self._config.model, content.get("code", "")):
+            raise StateError(f"{path}: {changed}")
         if content["server_round"] != server_round:
             raise StateError(f"{path} holds round {content['server_round']}")
         if server_round > self._config.num_server_rounds:

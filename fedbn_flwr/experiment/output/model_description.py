@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from fedbn_flwr.data import Dataset
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.setup import build_options
 from fedbn_flwr.export import Normalise
-from fedbn_flwr.models import build_model
+from fedbn_flwr.models import build_model, code_changed, code_sha256
 
 __all__ = ["MODEL_DESCRIPTION", "ModelDescription"]
 
@@ -40,6 +40,7 @@ class ModelDescription:
         scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the mean.
         classes: names of the classes 0, 1, ...; () if they have none.
         features: names of the features of rows, in order; () if they have none.
+        code: ``code_sha256`` of the model; "" of a run of an older version.
     """
 
     build: Mapping[str, Any]
@@ -51,6 +52,7 @@ class ModelDescription:
     scale: float = _BYTES
     classes: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    code: str = ""
 
     @classmethod
     def of(cls, config: Config, data: Dataset | None) -> ModelDescription:
@@ -70,12 +72,13 @@ class ModelDescription:
             _BYTES if as_bytes else 1.0,
             info.class_names,
             info.feature_names,
+            code_sha256(config.model),
         )
 
     @classmethod
     def saved(cls, config: Config, about: Mapping[str, str]) -> ModelDescription:
         """Return that of the metadata of ``model.safetensors``; for a file of an older version that of the config."""
-        return cls.read(about) if MODEL_DESCRIPTION in about else cls.of(config, None)
+        return cls.read(about) if MODEL_DESCRIPTION in about else replace(cls.of(config, None), code="")
 
     @classmethod
     def read(cls, about: Mapping[str, str]) -> ModelDescription:
@@ -88,6 +91,10 @@ class ModelDescription:
     def as_bytes(self) -> bool:
         """Whether inputs are images, pixels 0..255."""
         return self.scale == _BYTES
+
+    def code_changed(self) -> str:
+        """Return a sentence if the file of the user's model is not that of the run; else ""."""
+        return code_changed(str(self.build["name"]), self.code)
 
     def to_json(self) -> str:
         """Return the text for the metadata."""
