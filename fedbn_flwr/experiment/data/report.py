@@ -11,14 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data import Samples, is_own, own_sha256, partition_counts, partition_table
+from fedbn_flwr.data import Examples, Samples, is_own, own_sha256, partition_counts, partition_table
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import DataError, NotResumableError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.files import read_json
 
-__all__ = ["DataReport", "client_names", "data_report", "has_other_data", "refuse_other_data", "sha256_of_data"]
+__all__ = [
+    "DataReport",
+    "client_names",
+    "data_report",
+    "doubtful_values",
+    "has_other_data",
+    "refuse_other_data",
+    "sha256_of_data",
+]
 
 _SAMPLED = 64  # images on the disk whose values are looked at
 _MOST = 20  # clients, classes and features that the text shows
@@ -68,7 +76,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     """Return the report of a run's data, or of those of one node (a split with one client)."""
     data, info, own = split.dataset, config.data_info(), is_own(config.dataset)
     names, inputs = client_names(split), data.train if split.raw is None else split.raw
-    values = _values(inputs, split)
+    values = _values(inputs, np.concatenate(split.train))
     figures: dict[str, Any] = {
         "dataset": config.dataset,
         "task": config.learning_task().name,
@@ -149,9 +157,13 @@ def client_names(split: PartitionedData) -> list[str]:
     return names if len(set(names)) == len(names) else [str(at) for at in range(len(names))]
 
 
-def _values(samples: Any, split: PartitionedData) -> dict[str, Any]:
-    """Return the range of the training inputs' values; of images on the disk that of a sample."""
-    whole: Indices = np.concatenate(split.train)
+def doubtful_values(samples: Examples, scaled: bool) -> list[str]:
+    """Return what looks wrong in the values of inputs, one line each; ``scaled``: the model takes them with mean 0."""
+    return [*_of_values(_values(samples, np.arange(len(samples))), samples.as_bytes, scaled)] if len(samples) else []
+
+
+def _values(samples: Any, whole: Indices) -> dict[str, Any]:
+    """Return the range of the values of some inputs; of images on the disk that of a sample."""
     sampled = not isinstance(samples, Samples)
     inputs = samples.take(torch.as_tensor(whole[:_SAMPLED]))[0] if sampled else samples.inputs
     found: Tensor = inputs if sampled else inputs[torch.as_tensor(whole).to(inputs.device)]

@@ -20,12 +20,12 @@ from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adap
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.data import OwnData, Subset, is_own, own_rows, table_columns
+from fedbn_flwr.data import OwnData, OwnRows, Subset, is_own, own_rows, table_columns
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.experiment.data.report import has_other_data
+from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.experiment.data.report import doubtful_values, has_other_data
 from fedbn_flwr.experiment.finished_run.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.setup import on_device
@@ -81,7 +81,7 @@ def evaluate_run(
     """Evaluate the model of a run on any data.
 
     The run gives the model, the normalisation of the inputs and the size of the images; ``data`` gives the rest. What
-    makes the results doubtful is logged as warnings.
+    reading the data left out or changed is logged, and what makes the results doubtful, as warnings.
 
     Args:
         run: the run's folder.
@@ -111,19 +111,27 @@ def evaluate_run(
     config = _config_of_data(saved, data, bn)
     found, notes = _data(saved, config, {"class-names", "positive-values"} & data.keys())
     own = own_rows(config.own_data()) if is_own(config.dataset) else None
-    new = own is not None and not own.divided and not _same_data(config, saved.config)
+    same = _place_of(config) == _place_of(saved.config)
+    new = own is not None and not own.divided and not same
     part = part or ("all" if new else "test")
-    if own is not None and not own.divided and not new and part == "test" and has_other_data(run, config):
+    changed = same and has_other_data(run, config)
+    if own is not None and not own.divided and part == "test" and changed:
         raise ConfigError(
             f"part=test: dataset={config.dataset!r} has changed since the run, or is divided in another way "
             "(test-share, group-column), so its test examples may be training examples of the run. Restore the data "
             "and the settings, or put the examples that the run has not seen into a file of their own."
         )
+    if saved.config.held_out_clients and same and not changed:
+        found = _without_held_out(found, saved.config, config)
+        notes.append(f"without the held-out clients ({', '.join(found.held_out_names)})")
     what = "; ".join([saved.what, *notes, f"on {_PARTS[part]}"])
-    warnings = [*filter(None, [saved.description.code_changed()])]
-    for warning in warnings:
-        logger.warning("%s", warning)
-    chosen, groups = _views(found, part)
+    parts = _parts(found, part)
+    told = config.data_info().notes
+    warnings = [*filter(None, [saved.description.code_changed(), _overlap(config, saved.config)]), *_doubts(parts)]
+    for level, texts in ((logging.INFO, told), (logging.WARNING, warnings)):
+        for text in texts:
+            logger.log(level, "%s", text)
+    chosen, groups = _views(parts)
     model, task = on_device(saved.model, config), config.learning_task()
     by = config.test_bn_settings()
     statistics: dict[str, TestBN | None] = {"as saved": None}
@@ -139,16 +147,13 @@ def evaluate_run(
             rows.append(Row("all", which, evaluate_adapted(model, chosen, way, task)))
         rows += [Row(name, which, evaluate_adapted(model, view, way, task)) for name, view in groups.items()]
     if out is not None:
-        place = _Place("index", range(len(chosen)), np.arange(len(chosen)))
-        if own:
-            numbers = {"train": own.train, "test": own.test, "all": np.concatenate([own.train, own.test])}[part]
-            place = _Place(own.column, own.names, numbers)
+        place = _place(parts, own, part)
         text = (
             _predictions(outputs.last(len(chosen)), chosen, task, saved.description.classes, place)
             if outputs.wanted
             else ""
         )
-        about = {"model": what, "dataset": config.dataset, "part": part, "warnings": warnings}
+        about = {"model": what, "dataset": config.dataset, "part": part, "notes": told, "warnings": warnings}
         _write(out, text, about, rows)
     return what, rows
 
@@ -209,9 +214,10 @@ def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[P
         problems.append(f"the model is for {taken.task}, the data are for {config.learning_task().name}")
     classes, found = taken.num_classes, config.data_info().num_classes
     if found != classes:
+        named = f"class-names={','.join(taken.classes)} names the absent ones" if taken.classes else ""
         problems.append(
             f"the data of the run have {classes} classes, dataset={config.dataset} has {found}. Bring these data to "
-            "the classes of the run, in the same order"
+            "the classes of the run, in the same order" + (f"; if they lack some, {named}" if named else "")
         )
     features = config.data_info().feature_names
     if features and taken.features and features != taken.features:
@@ -231,7 +237,8 @@ def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[P
     known, given = (
         "" if all(map(str.__eq__, n, map(str, range(len(n))))) else ", ".join(n) for n in (taken.classes, names)
     )
-    notes = []
+    positive = taken.positive
+    notes = [f"the positive class is {positive}"] if positive else []
     if known and given and names != taken.classes:
         problems.append(
             f"the classes of the run are {known}, those of dataset={config.dataset} {given}: name them alike"
@@ -255,25 +262,53 @@ def _data(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[P
     return replace(data, dataset=replace(dataset, mean=taken.mean, std=taken.std)), notes
 
 
-def _same_data(config: Config, other: Config) -> bool:
-    """Return whether both configs name the same data, however the path is spelled."""
-    names = []
-    for each in (config, other):
-        kind, separator, path = each.dataset.partition(":")
-        local = separator and kind != "hf"
-        names.append((kind, str(Path(path).resolve()) if local else path))
-    return names[0] == names[1]
+def _place_of(config: Config) -> tuple[str, Path | str]:
+    """Return the kind of a config's data and where they are, however the path is spelled."""
+    kind, _, path = config.dataset.partition(":")
+    return kind, Path(path).resolve() if path and kind != "hf" else path
 
 
-def _views(data: PartitionedData, part: str) -> tuple[Subset | _Joined, dict[str, Subset | _Joined]]:
-    """Return the examples of a part, and those of each of its groups by name."""
-    train = replace(data, dataset=replace(data.dataset, test=data.dataset.train))
-    chosen = {"train": [train], "test": [data], "all": [train, data]}[part]
+def _overlap(config: Config, ran: Config) -> str:
+    """Return a sentence if the files of a run's data and of others lie one in the other; else ""."""
+    (kind, here), (other, there) = _place_of(config), _place_of(ran)
+    if kind != other or here == there or not isinstance(here, Path) or not isinstance(there, Path):
+        return ""
+    if not (here.is_relative_to(there) or there.is_relative_to(here)):
+        return ""
+    return (
+        f"dataset={config.dataset!r} and the data of the run, {ran.dataset!r}, have files in common: training examples "
+        f"of the run may be among them. With --dataset {ran.dataset} its test examples alone are used, by group, too."
+    )
+
+
+def _without_held_out(data: PartitionedData, ran: Config, config: Config) -> PartitionedData:
+    """Return the data of a run with its held-out clients, whose examples do not count in a test of all."""
+    here = {key: getattr(config, key) for key in ("dataset", "data_dir", "device")}
+    ran = ran.model_copy(update=here)
+    split = partitioned_data(ran, count_clients(ran))
+    return replace(data, held_out=split.held_out, held_out_names=split.held_out_names)
+
+
+def _parts(data: PartitionedData, part: str) -> list[PartitionedData]:
+    """Return data whose test examples are those of a part; two for the training and the test examples."""
+    held_out = tuple((own, own) for own, _ in data.held_out)
+    train = replace(data, dataset=replace(data.dataset, test=data.dataset.train), held_out=held_out)
+    return {"train": [train], "test": [data], "all": [train, data]}[part]
+
+
+def _doubts(parts: Sequence[PartitionedData]) -> list[str]:
+    """Return what looks wrong in the values of the inputs of the first part that has such."""
+    found = (doubtful_values(one.dataset.test, scaled=bool(one.dataset.mean)) for one in parts)
+    return next(filter(None, found), [])
+
+
+def _views(parts: Sequence[PartitionedData]) -> tuple[Subset | _Joined, dict[str, Subset | _Joined]]:
+    """Return the examples of the parts but those of held-out clients, and those of each group by name."""
     groups: dict[str, list[Subset]] = {}
-    for one in chosen:
-        for name, view in one.domain_views().items():
+    for one in parts:
+        for name, view in replace(one, held_out=()).domain_views().items():
             groups.setdefault(name, []).append(view)
-    return _joined([one.test_view() for one in chosen]), {name: _joined(views) for name, views in groups.items()}
+    return _joined([one.test_view() for one in parts]), {name: _joined(views) for name, views in groups.items()}
 
 
 def _joined(parts: Sequence[Subset]) -> Subset | _Joined:
@@ -347,6 +382,17 @@ class _Place(NamedTuple):
     numbers: Indices  # the row of each example
 
 
+def _place(parts: Sequence[PartitionedData], own: OwnRows | None, part: str) -> _Place:
+    """Return where the examples of the parts are, but those of held-out clients."""
+    sizes = [len(one.dataset.test) for one in parts]
+    rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    if own:
+        rows = {"train": [own.train], "test": [own.test], "all": [own.train, own.test]}[part]
+    apart = [[tests for _, tests in one.held_out] for one in parts]
+    kept = [np.delete(row, np.concatenate(held)) if held else row for row, held in zip(rows, apart, strict=True)]
+    return _Place(*(own.column, own.names) if own else ("index", range(sum(sizes))), np.concatenate(kept))
+
+
 def _predictions(
     outputs: Tensor,
     data: Subset | _Joined,
@@ -354,13 +400,14 @@ def _predictions(
     classes: Sequence[str],
     place: _Place,
 ) -> str:
-    """Return the text of ``predictions.csv``."""
+    """Return the text of ``predictions.csv``; a probability names its class, of yes or no the positive one."""
     targets = data.targets.cpu()
     outputs = outputs.double().reshape(len(outputs), -1)
     columns = [classes[k] if k < len(classes) else str(k) for k in range(outputs.shape[1])]
     values = {"target": targets.reshape(len(outputs), -1)}
     if isinstance(task, LabelTask):
-        values |= {"prediction": (outputs > 0).long(), "probability": outputs.sigmoid()}
+        positive = f"-{classes[-1]}" if task.single and classes else ""
+        values |= {"prediction": (outputs > 0).long(), f"probability{positive}": outputs.sigmoid()}
     elif isinstance(task, RegressionTask):
         values |= {"prediction": outputs}
     else:

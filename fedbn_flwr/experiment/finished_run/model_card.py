@@ -173,9 +173,11 @@ def _data(saved: SavedModel, data: PartitionedData | None) -> Iterator[str]:
         yield "The data have changed since the run, so there are no counts here."
         return
     for table in count_split(config.model_copy(update={"device": "cpu"})):
-        yield f"Training examples by {table.what}, one row per client:"
+        yield f"{table.of.capitalize()} examples by {table.what}, one row per client:"
         yield f"```text\n{partition_table(table.counts, table.names)}\n```"
-    yield f"{len(data.dataset.test)} test examples."
+    apart = sum(len(tests) for _, tests in data.held_out)
+    more = f", and {apart} of the held-out clients ({', '.join(data.held_out_names)})" if apart else ""
+    yield f"{len(data.test_view())} test examples{more}."
 
 
 def _changed(saved: SavedModel, data: PartitionedData) -> bool:

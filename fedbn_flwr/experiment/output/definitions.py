@@ -25,7 +25,12 @@ _TESTED_ON = {"own": "its own test set", "global": "the whole test set", VALIDAT
 
 
 def definitions(
-    final: Mapping[str, Any], line: Mapping[str, Any], num_tested: int, federated: bool, by: TestBN | None = None
+    final: Mapping[str, Any],
+    line: Mapping[str, Any],
+    num_tested: int,
+    federated: bool,
+    by: TestBN | None = None,
+    positive: str = "",
 ) -> dict[str, str]:
     """Return a sentence for each figure.
 
@@ -35,8 +40,12 @@ def definitions(
         num_tested: number of examples of the whole test set.
         federated: there are clients.
         by: the BatchNorm statistics of tests that end in -test-bn.
+        positive: the class that F1 and average precision are of, where there are two; "" if it has no name.
     """
     found = {key: _definition(key, line, num_tested, federated) for key in final if key != "round"}
+    if positive:
+        of = f"; the positive class is {positive}"
+        found = {key: text + of if "-f1" in key or "-auprc" in key else text for key, text in found.items()}
     how = f"; BatchNorm has statistics of the test inputs ({by})"
     return {key: text + how if f"{TEST_BN}-" in key else text for key, text in found.items()}
 

@@ -250,7 +250,12 @@ class Recorder:
             "headline": headline,
             "final": final,
             "definitions": definitions(
-                final, last, len(self._test or ()), strategy is not None, self._config.test_bn_settings()
+                final,
+                last,
+                len(self._test or ()),
+                strategy is not None,
+                self._config.test_bn_settings(),
+                self._model_description.positive,
             ),
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),

@@ -22,6 +22,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.finished_run.evaluate import _Place, _predictions, evaluate_run
+from fedbn_flwr.experiment.finished_run.export import export
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
@@ -204,7 +205,7 @@ class Targets:
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "lines"),
     [
-        (BINARY, [[0.0], [2.0]], [1, 0], ["index,target,prediction,probability", "0,1,0,0.5", "1,0,1,0.880797078"]),
+        (BINARY, [[0.0], [2.0]], [1, 0], ["index,target,prediction,probability-b", "0,1,0,0.5", "1,0,1,0.880797078"]),
         (REGRESSION, [1.5, -2.0], [1.0, 0.5], ["index,target,prediction", "0,1,1.5", "1,0.5,-2"]),
         (
             MULTI_LABEL,
@@ -336,12 +337,16 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
         evaluate_run(out, {"dataset": "digits"})
 
 
-def test_data_without_some_classes_of_the_run_are_told_the_names_that_fit(quick_run, table) -> None:
+def test_data_without_some_classes_of_the_run_are_told_the_names_that_fit(quick_run, table, tmp_path: Path) -> None:
     _, run = quick_run(dataset=f"csv:{table('old.csv', labels='012')}", **{"label-column": "y"})
     fewer = table("fewer.csv", labels="12")
     with pytest.raises(ConfigError, match="are named 1, 2: give those of the run, class-names=0,1,2 say"):
         evaluate_run(run, {"dataset": f"csv:{fewer}"})
     evaluate_run(run, {"dataset": f"csv:{fewer}", "class-names": "0,1,2"})
+    _, named = quick_run(dataset=f"csv:{table('named.csv', labels='abc')}", **{"label-column": "y"})
+    with pytest.raises(ConfigError, match=r"dataset=csv:.* has 2\. .*, class-names=a,b,c names the absent ones"):
+        evaluate_run(named, {"dataset": f"csv:{table('few.csv', labels='ac')}"})
+    evaluate_run(named, {"dataset": f"csv:{tmp_path / 'few.csv'}", "class-names": "a,b,c"})
 
 
 def test_class_names_on_one_side_only_need_their_order(quick_run, table) -> None:
@@ -356,3 +361,62 @@ def test_class_names_on_one_side_only_need_their_order(quick_run, table) -> None
     _, named = quick_run(dataset=f"csv:{new}", **{"label-column": "y"})
     what, _ = evaluate_run(named, {"dataset": f"csv:{old}"})
     assert what == "the global model; classes of the run by number: 0 = a, 1 = b, 2 = c; on all examples"
+
+
+def test_one_table_of_the_run_has_training_rows(quick_run, table, tmp_path: Path, caplog) -> None:
+    (tmp_path / "sites").mkdir()
+    for name in ("east", "west"):
+        table(f"sites/{name}.csv")
+    both, east = f"csv:{tmp_path / 'sites'}", f"csv:{tmp_path / 'sites/east.csv'}"
+    for trained, other in ((both, east), (east, both)):
+        _, run = quick_run(dataset=trained, **{"label-column": "y", "num-clients": 1, "partition": "iid"})
+        for data, warned in ((trained, False), (other, True)):
+            caplog.clear()
+            evaluate_run(run, {"dataset": data})
+            assert ("training examples of the run may be among them" in caplog.text) is warned
+
+
+def test_what_reading_left_out_or_changed_is_told(quick_run, tmp_path: Path, caplog) -> None:
+    head = "size,sex,y\n"
+    (tmp_path / "old.csv").write_text(head + "".join(f"{k},{'FM'[k % 2]},{k % 2}\n" for k in range(40)))
+    own = {"feature-columns": "size,sex:F|M", "label-column": "y"}
+    _, run = quick_run(dataset=f"csv:{tmp_path / 'old.csv'}", **own, standardise="none")
+    (tmp_path / "new.csv").write_text(head + "".join(f"{10**5 * k},{'FMX'[k % 3]},{k % 2}\n" for k in range(12)))
+    with caplog.at_level("INFO", "flwr"):
+        evaluate_run(run, {"dataset": f"csv:{tmp_path / 'new.csv'}"}, out=tmp_path / "out")
+    found = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert found["notes"][0] == "column 'sex': X is none of the categories and counts as none"
+    assert found["warnings"] == ["inputs reach 1.1e+06 and are taken as they are: use standardise=federated"]
+    assert all(text in caplog.text for text in (*found["notes"], *found["warnings"]))
+
+
+@pytest.mark.parametrize("held_out", ["c", "1"])
+def test_held_out_clients_are_left_out_as_in_the_run(held_out: str, quick_run, tmp_path: Path) -> None:
+    """Their tests have rows of their own, by group."""
+    rows = [f"{k},{k * k % 7},{k % 2},{'abc'[k // 20]}" for k in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["f1,f2,y,hospital", *rows]))
+    data = f"csv:{tmp_path / 't.csv'}"
+    keys = {"label-column": "y", "client-column": "hospital", "partition": "natural", "num-clients": 2}
+    summary, run = quick_run(dataset=data, **keys, **{"held-out-clients": held_out})
+    what, (whole, *groups) = evaluate_run(run, {"dataset": data}, out=tmp_path / "out")
+    assert what.endswith("without the held-out clients (c); on the test examples")
+    assert whole.result.accuracy == summary["final"]["test-accuracy"]
+    assert {row.data: row.result.num_examples for row in (whole, *groups)} == {"all": 8, "a": 4, "b": 4, "c": 4}
+    assert evaluate_run(run, {"dataset": data}, part="all")[1][0].result.num_examples == 40
+    with (tmp_path / "out/predictions.csv").open() as file:
+        found = [(int(line["row"]), line["target"]) for line in csv.DictReader(file)]
+    assert len(found) == 8
+    assert all(row < 40 and target == str(row % 2) for row, target in found)
+    card = export(run, tmp_path / "home/model.safetensors", "torch").card.read_text()
+    assert "8 test examples, and 4 of the held-out clients (c)." in card
+
+
+def test_the_positive_class_is_named(quick_run, tmp_path: Path) -> None:
+    rows = [f"{k},{('yes', 'no')[k % 3 > 0]}" for k in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
+    summary, run = quick_run(dataset=f"csv:{tmp_path / 't.csv'}", task="binary", **{"label-column": "y"})
+    assert summary["definitions"]["test-f1"].endswith("; the positive class is yes")
+    assert "positive" not in summary["definitions"]["test-accuracy"]
+    what, _ = evaluate_run(run, {"dataset": f"csv:{tmp_path / 't.csv'}"}, out=tmp_path / "out")
+    assert what == "the global model; the positive class is yes; on the test examples"
+    assert (tmp_path / "out/predictions.csv").read_text().startswith("row,target,prediction,probability-yes\n")

@@ -318,3 +318,10 @@ def test_the_card_says_what_it_is(quick_run, tmp_path: Path) -> None:
     assert str(tmp_path) not in card, "no folder of the machine that did the run"
     again = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "home/model.safetensors")])
     assert again.exit_code == 2
+
+
+def test_the_card_tells_training_from_validation_examples(tmp_path: Path) -> None:
+    run, _, _ = finished(tmp_path / "run", **{"validation-share": 0.2})
+    card = export(run, tmp_path / "home/model.safetensors", "torch").card.read_text()
+    titles = [line for line in card.splitlines() if line.endswith("one row per client:")]
+    assert titles == [f"{of} examples by class, one row per client:" for of in ("Training", "Validation")]
