@@ -23,10 +23,12 @@ from fedbn_flwr.messages.protocol import (
     MOMENTS,
     MOMENTS_QUERY,
     NUM_EXAMPLES,
+    NUM_PARTITIONS,
     PARTITION_ID,
     UNUSABLE,
     NodeProperties,
     merged_config,
+    num_partitions_of,
     partition_of,
 )
 from fedbn_flwr.messages.records import to_record, to_state
@@ -47,14 +49,15 @@ class SizedApp(ClientApp):
         self.num_examples = num_examples
 
     def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
-        """Return the partition id and the number of examples.
+        """Return the partition id, the number of examples and that of the partitions.
 
         Raises:
             NotImplementedError: the query has a config, and the client itself must answer.
         """
         if config:
             raise NotImplementedError("the client must try what the method needs")
-        return NodeProperties(int(context.node_config[PARTITION_ID]), self.num_examples(context))
+        own, parts = int(context.node_config[PARTITION_ID]), num_partitions_of(context)
+        return NodeProperties(own, self.num_examples(context), num_partitions=parts)
 
 
 def client_app(
@@ -67,8 +70,9 @@ def client_app(
     """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
-    partition id (from ``get_properties`` or the node's config) and the number of training examples, and
-    ``query.statistics`` and ``query.moments`` with the ``statistics`` and ``input_moments`` of a ``TorchClient``.
+    partition id (from ``get_properties`` or the node's config), the ``num-partitions`` of the node's config and the
+    number of training examples, and ``query.statistics`` and ``query.moments`` with the ``statistics`` and
+    ``input_moments`` of a ``TorchClient``.
     ``messages.numpy_client`` describes how arrays and their names are sent.
 
     Args:
@@ -104,8 +108,8 @@ def client_app(
     @app.query(MOMENTS_QUERY.partition(".")[2])
     @NamedConfigErrors()
     def moments_message(message: Message, context: Context) -> Message:
-        own = context.node_config.get(PARTITION_ID)
-        info = ConfigRecord({} if own is None else {PARTITION_ID: int(own)})
+        own = partition_of(context)
+        info = ConfigRecord({} if own is None else {PARTITION_ID: own})
         content = RecordDict({INFO: info})
         try:
             client = _client(client_fn, context)
@@ -131,8 +135,8 @@ def client_app(
             properties = _client(client_fn, context).get_properties(merged_config(message))
         except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
             properties, said = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
-        if (own := partition_of(context)) is not None:
-            properties = {PARTITION_ID: own, **properties}
+        own: dict[str, Any] = {PARTITION_ID: partition_of(context), NUM_PARTITIONS: num_partitions_of(context)}
+        properties = {**own, **properties}
         if DATA_REPORT in properties:
             said[DATA_REPORT] = str(properties[DATA_REPORT])
         reply = describe(message, properties)

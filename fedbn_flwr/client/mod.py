@@ -45,6 +45,7 @@ from fedbn_flwr.messages.protocol import (
     NodeProperties,
     TrainConfig,
     merged_config,
+    num_partitions_of,
     partition_of,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
@@ -128,7 +129,8 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         DataError: the data set has no length, or the sampler's choice is not known (``LoadedBatches``).
     """
     size = num_examples(loader)
-    properties = NodeProperties(partition_of(context), size, min(first_batch(loader) or size, size))
+    own, parts = partition_of(context), num_partitions_of(context)
+    properties = NodeProperties(own, size, min(first_batch(loader) or size, size), num_partitions=parts)
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 

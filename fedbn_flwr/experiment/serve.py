@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
@@ -41,10 +41,7 @@ from fedbn_flwr.experiment.setup import (
     on_device,
     refuse_too_few_clients,
 )
-from fedbn_flwr.messages.protocol import (
-    TEST_SETS,
-    VALIDATION,
-)
+from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION, NodeProperties
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
@@ -54,7 +51,7 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.transport import BarrierGrid
-from fedbn_flwr.transport.polling_grid import over_network, polling
+from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network, polling
 
 __all__ = ["serve"]
 
@@ -70,7 +67,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 
     Args:
         grid: the federation.
-        config: the settings; ``num_clients`` = 0 takes all connected nodes.
+        config: the settings; ``num_clients`` = 0 takes all nodes.
         out: the output folder.
         on_round: called with each line of ``metrics.jsonl``.
 
@@ -121,6 +118,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     strategy = make_strategy(config, model, config.num_clients)
     if protection := _protection(config, out, model):
         strategy.protect(protection)
+    if config.held_out_clients:  # nodes that split into another number would train on their examples
+        strategy.num_partitions = config.num_clients
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
     # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
@@ -230,29 +229,57 @@ def _server_data(config: Config) -> PartitionedData | None:
         return None
 
 
-def _count_nodes(grid: Grid, config: Config, begun_with: int) -> int:
-    """Wait for the number of nodes in the config, and return it.
+def _count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
+    """Wait for the number of nodes in the config, and return the number of clients of the run.
 
-    Over a network a resumed run may also continue with fewer nodes; in other engines this would change the split.
+    Over a network nodes come one after another: ``num_clients`` = 0 is then the number of parts into which they say
+    that they split the data. There a resumed run may also continue with fewer nodes, and one of ``num_clients`` = 0
+    with more; in other engines this would change the split.
     """
-    wanted = config.num_clients or begun_with
-    may_return = begun_with > 0 and over_network(grid)
-    grace = RETURN_GRACE if may_return else NODE_GRACE
-    deadline = time.monotonic() + grace
-    while True:
-        found = len(list(grid.get_node_ids()))
-        if found and found == (wanted or found):
-            return found
-        if found > wanted > 0 or time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
+    wanted, network = config.num_clients or begun_with, over_network(grid)
+    may_differ = begun_with > 0 and network
+    grace = RETURN_GRACE if may_differ else NODE_GRACE
+    found = _wait_for_nodes(grid, wanted or 1, grace)
     if not found:
         raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
-    if may_return and found < wanted == begun_with:
+    if not wanted:
+        return _all_nodes(grid, config) if network else found
+    if may_differ and found < wanted == begun_with:
         logger.warning("the run began with %d nodes and continues with %d: the others may come back", wanted, found)
-        return wanted
-    raise ConfigError(
-        f"num-clients={wanted}, but the federation has {found} node(s). In simulation add --federation-config "
-        f"'num-supernodes={wanted}' to `flwr run`; over a network start {wanted} SuperNodes"
-        + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all nodes.")
+    elif may_differ and found > wanted and not config.num_clients:
+        logger.warning("the run began with %d nodes and continues with %d", wanted, found)
+    elif found != wanted:
+        raise ConfigError(
+            f"num-clients={wanted}, but the federation has {found} node(s). "
+            + (
+                f"Start {wanted} SuperNodes"
+                if network
+                else f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
+            )
+            + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all nodes.")
+        )
+    return wanted
+
+
+def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
+    """Return how many nodes are connected once there are enough, at the latest after ``grace`` seconds."""
+    deadline = time.monotonic() + grace
+    while (found := len(list(grid.get_node_ids()))) < at_least and time.monotonic() <= deadline:
+        time.sleep(0.2)
+    return found
+
+
+def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
+    """Return the number of nodes with the data: at least that of the parts of which the first to answer has one."""
+    messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in grid.get_node_ids()]
+    replies = grid.send_and_receive_until(
+        messages,
+        lambda replies: any(reply.has_content() for reply in replies),
+        timeout=config.round_timeout or REPLY_WAIT,
     )
+    said = [NodeProperties.read(reply).num_partitions or 0 for reply in replies if reply.has_content()]
+    parts = max(said, default=0)
+    found = _wait_for_nodes(grid, parts, NODE_GRACE)
+    if found < parts:
+        logger.warning("num-partitions=%d, and the run begins with %d node(s): the others may join", parts, found)
+    return max(found, parts)

@@ -33,6 +33,7 @@ __all__ = [
     "TrainConfig",
     "comma_list",
     "merged_config",
+    "num_partitions_of",
     "partition_of",
     "refuse_own_keys",
 ]
@@ -156,7 +157,7 @@ DATA_REPORT = Key("data-report", "str: what the node has read, if its owner allo
 SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised", "server", "client")
 
 # --- config of a node -------------------------------------------------------------------------------------------------
-NUM_PARTITIONS = Key("num-partitions", "int", "node config", "client")
+NUM_PARTITIONS = Key("num-partitions", "int", "client, node config", "server, client")
 STATE_DIR = Key("state-dir", "str: absolute folder of the kept state", "node config, run config", "client")
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
 REPORT_DATA = Key("report-data", "bool: the server may have the data report", "node config", "client")
@@ -205,6 +206,12 @@ def partition_of(context: Context) -> int | None:
     if own is not None and not str(own).isdecimal():
         raise ConfigError(f"partition-id={own!r} of the node's config must be a whole number from 0")
     return None if own is None else int(own)
+
+
+def num_partitions_of(context: Context) -> int | None:
+    """Return the number of parts of which the node has one; None if its config does not say so, or for own data."""
+    number = str(context.node_config.get(NUM_PARTITIONS, ""))
+    return int(number) if number.isdecimal() and DATA_PATH not in context.node_config else None
 
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -440,6 +447,7 @@ class NodeProperties:
         unusable: why it cannot take part; "" if it can.
         refusal: why a mod of its app has refused the query; "" if none has.
         data_report: what it has read, if its owner allows it.
+        num_partitions: number of the parts of the data, of which it holds one.
     """
 
     partition_id: int | None = None
@@ -448,6 +456,7 @@ class NodeProperties:
     unusable: str = ""
     refusal: str = ""
     data_report: str = ""
+    num_partitions: int | None = None
 
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
@@ -457,11 +466,13 @@ class NodeProperties:
             numbers |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
         info: Mapping[str, Any] = reply.content.config_records.get(INFO) or {}
         known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
-        return cls(*known, *(str(info.get(key, "")) for key in (UNUSABLE, REFUSAL, DATA_REPORT)))
+        unusable, refusal, report = (str(info.get(key, "")) for key in (UNUSABLE, REFUSAL, DATA_REPORT))
+        return cls(*known, unusable, refusal, report, numbers.get(NUM_PARTITIONS))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
         numbers = {PARTITION_ID: self.partition_id, NUM_EXAMPLES: self.num_examples, BATCH_SIZE: self.batch_size}
+        numbers[NUM_PARTITIONS] = self.num_partitions
         records: dict[str, MetricRecord | ConfigRecord] = {}
         records[METRICS] = MetricRecord({str(key): value for key, value in numbers.items() if value is not None})
         info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal, DATA_REPORT: self.data_report}

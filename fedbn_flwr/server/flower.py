@@ -99,11 +99,13 @@ class Server(Method[P]):
         input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
         protection: what happens to the replies before the method sees them.
+        num_partitions: number of the parts of the data that nodes with one of them must name; None = any, all the same.
     """
 
     completes_tests = True
     stopped = False
     on_replies: OnReplies | None = None
+    num_partitions: int | None = None
 
     def __init__(
         self, *args: Any, parts: Parts | None = None, on_round_end: OnRoundEnd | None = None, **kwargs: Any
@@ -337,7 +339,8 @@ class Server(Method[P]):
 
     def _connect(self, timeout: float) -> None:
         seed = secrets.randbits(63) if self.protection.secret_sampling else self.params.seed
-        self.nodes = NodeRegistry(seed, timeout, {SYNCHRONISES: True} if self.synchronises else {})
+        query: dict[str, Any] = {SYNCHRONISES: True} if self.synchronises else {}
+        self.nodes = NodeRegistry(seed, timeout, query, self.num_partitions)
         self.dispatcher = Dispatcher(self.nodes, timeout, self.arrayrecord_key, self.configrecord_key)
 
     def _begin(self) -> None:

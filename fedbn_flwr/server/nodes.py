@@ -39,6 +39,7 @@ class Node:
         unusable: why it cannot take part; "" if it can.
         refusal: why a mod of its app has refused the query; "" if none has.
         behind_mod: whether that mod comes before ``local_bn``, which would have answered all the same.
+        num_partitions: number of the parts into which the data are split, if it holds one of them.
     """
 
     node_id: int
@@ -48,6 +49,7 @@ class Node:
     unusable: str = ""
     refusal: str = ""
     behind_mod: bool = False
+    num_partitions: int | None = None
 
     @property
     def label(self) -> str:
@@ -71,14 +73,22 @@ class NodeRegistry:
         seed: seed of the sampling; each (purpose, round) has a random stream of its own.
         timeout: seconds to wait for enough nodes, and for their answers.
         query_config: entries of the query: what a node must know to say whether it can take part.
+        num_partitions: number of the parts that all nodes must agree on; None = that of the first node that says one.
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
         silent: node id to the reason why a node did not answer the last query; it is asked again.
     """
 
-    def __init__(self, seed: int, timeout: float, query_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        timeout: float,
+        query_config: Mapping[str, Any] | None = None,
+        num_partitions: int | None = None,
+    ) -> None:
         self._seed = seed
+        self._num_partitions, self._said_by = num_partitions, "the split of the server"
         self._query_config = dict(query_config or {})
         self._timeout = timeout
         self._nodes: dict[int, Node] = {}
@@ -102,7 +112,7 @@ class NodeRegistry:
 
         Raises:
             EngineError: too few nodes are connected after the timeout.
-            ConfigError: all nodes raised this error, or two have the same partition id.
+            ConfigError: all nodes raised this error, two have the same partition id, or they are parts of other splits.
         """
         node_ids = self._wait(grid, at_least)
         self._connected = set(node_ids)
@@ -111,7 +121,10 @@ class NodeRegistry:
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
         self.silent = {}
         if new:
-            self._nodes.update(self._distinct(self._ask(grid, new)))
+            joins, found = bool(self._nodes), self._distinct(self._ask(grid, new))
+            for node in found.values() if joins else ():
+                logger.info("%s joins the run.", node)
+            self._nodes.update(found)
             self.initialised |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
             self._expected -= {self.node(i).label for i in self.initialised}
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
@@ -158,24 +171,42 @@ class NodeRegistry:
     def _distinct(self, nodes: Mapping[int, Node]) -> dict[int, Node]:
         """Return the new nodes whose partition no other connected node holds; query the others again later.
 
+        Parts of splits into different numbers share examples.
+
         Raises:
-            ConfigError: two nodes have the same partition id from the start.
+            ConfigError: two nodes have the same partition id from the start, or parts of different splits.
         """
         holders = {n.partition_id: n for n in self._nodes.values() if n.node_id in self._connected}
         distinct: dict[int, Node] = {}
         for node in sorted(nodes.values(), key=lambda node: node.order):
-            holder = holders.get(node.partition_id) if node.partition_id is not None else None
-            if holder is None:
+            problem, until = self._conflict(node, holders)
+            if not problem:
                 distinct[node.node_id] = holders[node.partition_id] = node
-                continue
-            problem = (
+            elif not self._nodes:
+                raise ConfigError(problem)
+            else:
+                logger.warning("%s %s", problem, until)
+        return distinct
+
+    def _conflict(self, node: Node, holders: Mapping[int | None, Node]) -> tuple[str, str]:
+        """Return why a new node cannot take part beside the others, and what happens to it; "" if it can."""
+        holder = holders.get(node.partition_id) if node.partition_id is not None else None
+        if holder is not None:
+            return (
                 f"{holder} and {node} both have partition-id={node.partition_id}: give each SuperNode its own in "
                 "--node-config."
-            )
-            if not self._nodes:
-                raise ConfigError(problem)
-            logger.warning("%s The second one is left out while the first is connected.", problem)
-        return distinct
+            ), "The second one is left out while the first is connected."
+        if node.num_partitions is None:
+            return "", ""
+        if self._num_partitions is None:
+            self._num_partitions, self._said_by = node.num_partitions, str(node)
+        if node.num_partitions == self._num_partitions:
+            return "", ""
+        return (
+            f"{self._said_by} has num-partitions={self._num_partitions} and {node} has num-partitions="
+            f"{node.num_partitions}: parts of different splits share examples. Give all SuperNodes the same number in "
+            "--node-config."
+        ), "The second one is left out."
 
     def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
         answered = grid.node_properties(self._query_config, node_ids) if isinstance(grid, ImmediateGrid) else {}
@@ -235,4 +266,5 @@ class NodeRegistry:
 
 
 def _node(node_id: int, said: NodeProperties) -> Node:
-    return Node(node_id, said.partition_id, said.num_examples, said.batch_size, said.unusable, said.refusal)
+    of_data = said.partition_id, said.num_examples, said.batch_size
+    return Node(node_id, *of_data, said.unusable, said.refusal, num_partitions=said.num_partitions)

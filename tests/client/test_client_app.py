@@ -149,7 +149,8 @@ def test_a_query_returns_partition_and_size(client_fn, open_grid) -> None:
     grid = open_grid(client_app(client_fn))
     for partition, size in enumerate(SIZES):
         reply = ask(grid, RecordDict(), MessageType.QUERY, partition)
-        assert dict(reply.content["metrics"]) == {"partition-id": partition, "num-examples": size, "batch-size": 4}
+        sizes = {"num-examples": size, "batch-size": 4, "num-partitions": len(SIZES)}
+        assert dict(reply.content["metrics"]) == {"partition-id": partition, **sizes}
 
 
 class Plain(NumPyClient):
@@ -180,7 +181,8 @@ def test_any_numpy_client_works(open_grid, wrap) -> None:
         "loss": 0.25,
         "accuracy": 0.75,
     }
-    assert dict(ask(grid, RecordDict(), MessageType.QUERY, 2).content["metrics"]) == {"partition-id": 2}
+    about = dict(ask(grid, RecordDict(), MessageType.QUERY, 2).content["metrics"])
+    assert about == {"partition-id": 2, "num-partitions": 3}
 
 
 def test_further_records_follow_the_model_in_the_list_of_arrays(open_grid) -> None:

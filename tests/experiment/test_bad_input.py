@@ -14,6 +14,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.experiment import serve as serve_module
 from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.serve import serve
 
 BAD = {
@@ -153,19 +154,24 @@ def test_an_output_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert (out / "summary.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("network", [False, True])
 @pytest.mark.parametrize("found", [2, 4])
-def test_a_federation_of_another_size_is_refused(found: int, quick_config, tmp_path: Path, monkeypatch) -> None:
+def test_a_federation_of_another_size_is_refused(
+    found: int, network: bool, quick_config, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(serve_module, "over_network", lambda grid: network)
     config = quick_config()
     with (
         InProcessGrid(client_app, found, run_config=config.to_mapping()) as grid,
         pytest.raises(ConfigError) as caught,
     ):
         serve(grid, config, tmp_path / "out")
+    way = "Start 3 SuperNodes"
+    if not network:
+        way = "In simulation add --federation-config 'num-supernodes=3' to `flwr run`"
     assert str(caught.value) == (
-        f"num-clients=3, but the federation has {found} node(s). In simulation add --federation-config "
-        "'num-supernodes=3' to `flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all "
-        "nodes."
+        f"num-clients=3, but the federation has {found} node(s). {way}; or set num-clients=0 to take all nodes."
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -184,6 +190,48 @@ def test_a_run_without_a_number_of_clients_takes_all_nodes(quick_config, tmp_pat
     with InProcessGrid(client_app, 4, run_config=config.to_mapping()) as grid:
         serve(grid, config, tmp_path / "out")
     assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 4
+
+
+class Late(InProcessGrid):
+    """A federation over a network whose nodes but the first connect after some looks."""
+
+    looks = 0
+    connect_at = 2
+
+    def get_node_ids(self) -> list[int]:
+        self.looks += 1
+        return super().get_node_ids()[: None if self.looks > self.connect_at else 1]
+
+
+@pytest.mark.parametrize("held_out", ["", "1"])
+def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
+    held_out: str, quick_config, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """The server splits as the nodes do, also while they connect one after another."""
+    monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
+    config = quick_config(**{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2})
+    with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+        serve(grid, config, tmp_path / "out")
+    assert Config.load(tmp_path / "out/config.yaml").num_clients == 3
+    assert [line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [[0, 1, 2]] * 2
+    assert "others may join" not in caplog.text
+    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.0)
+    monkeypatch.setattr(Late, "connect_at", 99)
+    with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+        serve(grid, config, tmp_path / "alone")
+    assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
+    assert "num-partitions=3, and the run begins with 1 node(s): the others may join" in caplog.messages
+
+
+def test_held_out_clients_need_nodes_that_split_as_the_server_does(quick_config, tmp_path: Path, monkeypatch) -> None:
+    """Otherwise a node trains on their examples."""
+    monkeypatch.setattr(Late, "connect_at", 99)
+    config = quick_config(**{"num-clients": 1, "held-out-clients": "1"})
+    with (
+        Late(client_app, 3, run_config=config.to_mapping()) as grid,
+        pytest.raises(ConfigError, match=r"the split of the server has num-partitions=1 and node .* num-partitions=3:"),
+    ):
+        serve(grid, config, tmp_path / "out")
 
 
 def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(

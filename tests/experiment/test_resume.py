@@ -268,6 +268,31 @@ def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monk
     assert sizes == sizes[:1] * 4
 
 
+def test_a_run_continues_with_nodes_that_came_later(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
+    """Over a network, where it takes nodes that join; unless it has a number of clients."""
+    monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
+    values = np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x_train=values, y_train=np.arange(20) % 10, x_test=values, y_test=np.arange(20) % 10)
+
+    def go(num_nodes: int, rounds: int, num_clients: int = 0) -> None:
+        keys = {"num-clients": num_clients, "num-server-rounds": rounds, "checkpoint-every": 1}
+        keys |= {"resume": num_nodes > 1, "eval-on": "personal-own"}
+        config = Config.make({**quick_config().to_mapping(), **keys})
+        own = [{"data-path": str(tmp_path / "own.npz")}] * num_nodes
+        with (
+            caplog.at_level(logging.WARNING, logger="flwr"),
+            InProcessGrid(client_app, num_nodes, run_config=config.to_mapping(), node_configs=own) as grid,
+        ):
+            serve(grid, config, tmp_path / "out")
+
+    go(1, 1)
+    with pytest.raises(ConfigError, match=r"num-clients=1, but the federation has 3 node.*Start 1 SuperNodes"):
+        go(3, 2, num_clients=1)
+    go(3, 2)
+    assert "the run began with 1 nodes and continues with 3" in caplog.text
+    assert [line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [[0], [0, 1, 2]]
+
+
 def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:
     """As under ``flwr run`` without a state-dir: a warning at the first checkpoint, an error before a resumed run."""
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})

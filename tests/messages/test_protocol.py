@@ -155,6 +155,7 @@ def message() -> Message:
         NodeProperties(0, 5, 2),
         NodeProperties(1, 0, None, "no data"),
         NodeProperties(data_report="5 rows"),
+        NodeProperties(2, num_partitions=3),
     ],
 )
 def test_a_nodes_properties_come_back(message: Message, properties: NodeProperties) -> None:

@@ -62,14 +62,38 @@ def test_two_nodes_with_one_partition_are_refused_at_the_start(nodes: NodeRegist
     )
 
 
-def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry) -> None:
+def test_nodes_with_parts_of_different_splits_are_refused(nodes: NodeRegistry, caplog) -> None:
+    """Their parts share examples. A node with its own data says no number of parts."""
+    grid = Answers({11: node(0, **{"num-partitions": 2}), 12: node(1, **{"num-partitions": 3}), 13: node(2)})
+    with pytest.raises(ConfigError) as caught:
+        nodes.present(grid, 1)
+    assert str(caught.value) == (
+        "node 11 (partition 0) has num-partitions=2 and node 12 (partition 1) has num-partitions=3: parts of different "
+        "splits share examples. Give all SuperNodes the same number in --node-config."
+    )
+    later = grid.nodes.pop(12)
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
+    grid.nodes[12] = later
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
+    assert caplog.messages == [f"{caught.value} The second one is left out."]
+
+
+def test_nodes_with_parts_of_another_split_than_the_servers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the split of the server has num-partitions=1 and node 11 \(partition 0\)"):
+        NodeRegistry(seed=0, timeout=1, num_partitions=1).present(Answers({11: node(0, **{"num-partitions": 3})}), 1)
+
+
+def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry, caplog) -> None:
     """As a SuperNode without a key does that was killed: it comes back under another node id."""
     grid = Answers({11: node(0), 12: node(1)})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
     grid.nodes[13] = node(1)
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
     del grid.nodes[12]
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
+    assert caplog.messages[-1] == "node 13 (partition 1) joins the run."
     assert grid.asked == [[11, 12], [13], [13]]
 
 
