@@ -39,7 +39,7 @@ def state_dir(context: Context, of_run: str | None = None) -> Path | None:
         of_run = str(context.run_config.get(STATE_DIR, ""))
     named = str(context.node_config.get(STATE_DIR, "")) or of_run
     if named and not Path(named).is_absolute():
-        raise ConfigError(f"state-dir={named!r} of node {context.node_id} is relative; write an absolute path")
+        raise ConfigError(f"state-dir={named!r} is relative; write an absolute path")
     return Path(named) if named else None
 
 

@@ -15,7 +15,7 @@ from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.data import Subset, is_own, load_local_dataset
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
 from fedbn_flwr.experiment.data.report import data_report
@@ -23,12 +23,15 @@ from fedbn_flwr.experiment.setup import local_training, pick_device, training_mo
 from fedbn_flwr.messages.protocol import (
     DATA_CLASSES,
     DATA_PATH,
+    NODE_KEYS,
     NUM_PARTITIONS,
     PARTITION_ID,
     REPORT_DATA,
     REPORTED,
     STATE_DIR,
     comma_list,
+    num_partitions_of,
+    partition_of,
 )
 
 __all__ = ["client_fn", "num_examples"]
@@ -43,9 +46,13 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
     replaces the state folder that the configs name.
 
     Raises:
-        ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``.
+        ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``; or a value
+            that cannot be, or a key that is not known.
         DataError: the node's own data cannot be used, or ``eval-on`` names a test set that they do not have.
     """
+    for key in context.node_config:
+        if key not in NODE_KEYS:
+            raise unknown_name("key of the node's config", key, NODE_KEYS)
     config, build = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)
     train, tests, validation = _node_data(config, context)
@@ -66,11 +73,10 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
 
 def num_examples(context: Context) -> int:
     """Return the number of a node's training examples; the node has a partition of the run's data."""
-    node = context.node_config
-    if DATA_PATH in node:
+    if DATA_PATH in context.node_config:
         raise ConfigError("only the node itself can count its own data")
-    split = _split(tuple(context.run_config.items()), int(node[NUM_PARTITIONS]))
-    return len(split.train[int(node[PARTITION_ID])])
+    client, num_clients = _part(context)
+    return len(_split(tuple(context.run_config.items()), num_clients).train[client])
 
 
 @functools.lru_cache(maxsize=4)  # called for every node
@@ -97,17 +103,33 @@ def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subs
         split, client = _own_data(config, context)[0], 0
         tests = {"own": split.test_view(0)}
     else:
-        try:
-            client, num_clients = (int(node[key]) for key in (PARTITION_ID, NUM_PARTITIONS))
-        except KeyError as error:
-            raise ConfigError(
-                f"node {context.node_id}: {error} is missing from its node config. Start the SuperNode with "
-                "--node-config 'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with "
-                "--node-config 'partition-id=0 data-path=\"/its/own/data\"'."
-            ) from error
+        client, num_clients = _part(context)
         split = partitioned_data(config, num_clients)
         tests = {"own": split.test_view(client), "global": split.test_view()}
     return split.train_view(client), tests, split.validation_view(client) if config.validation_share else None
+
+
+def _part(context: Context) -> tuple[int, int]:
+    """Return the number of a node's part of the data, and that of all parts.
+
+    Raises:
+        ConfigError: the node's config does not say one of them, or there is no such part. The text does not name the
+            node, so that it is the same for all nodes with this fault, which ends the run; the server names the node.
+    """
+    node = context.node_config
+    if missing := [str(key) for key in (PARTITION_ID, NUM_PARTITIONS) if key not in node]:
+        raise ConfigError(
+            f"{missing[0]!r} is missing from the node's config. Start the SuperNode with --node-config 'partition-id=0 "
+            "num-partitions=3' (its own number and the number of nodes), or with --node-config 'partition-id=0 "
+            'data-path="/its/own/data"\'.'
+        )
+    client, num_clients = partition_of(context), num_partitions_of(context)
+    if client is None or not num_clients or client >= num_clients:
+        raise ConfigError(
+            f"partition-id={node[PARTITION_ID]!r} num-partitions={node[NUM_PARTITIONS]!r} in the node's config: "
+            "num-partitions must be a whole number from 1, and partition-id a smaller one from 0"
+        )
+    return client, num_clients
 
 
 def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
@@ -117,7 +139,7 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         DataError: they cannot be used, or do not fit the run's model.
     """
     node = context.node_config
-    path, client = str(node[DATA_PATH]), int(node.get(PARTITION_ID, 0))
+    path, client = str(node[DATA_PATH]), partition_of(context) or 0
     if not is_own(config.dataset):
         data = load_local_dataset(
             path,

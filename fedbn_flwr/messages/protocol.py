@@ -163,6 +163,9 @@ DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client"
 REPORT_DATA = Key("report-data", "bool: the server may have the data report", "node config", "client")
 DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
 
+NODE_KEYS = (PARTITION_ID, NUM_PARTITIONS, STATE_DIR, DATA_PATH, REPORT_DATA, DATA_CLASSES)
+"""Keys of a node's config that the default app knows."""
+
 # --- Context.state ----------------------------------------------------------------------------------------------------
 KEPT = Key("fedbn-flwr.local", "ArrayRecord: entries that stay with the client", "client", "client")
 KEPT_BY_HOOKS = Key("fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, entries of client hooks", "client", "client")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,6 +215,7 @@ class NodeRegistry:
         asked = set(node_ids) - found.keys()
         messages = [Message(content, node_id, MessageType.QUERY) for node_id in node_ids if node_id in asked]
         reasons: list[str] = []
+        failed: set[int] = set()  # nodes whose app has an answer to the query, which raised an error
         for reply in grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
             node_id = reply.metadata.src_node_id
             if reply.has_content():
@@ -228,15 +229,16 @@ class NodeRegistry:
                 found[node_id] = Node(node_id)
                 reasons.append(str(reply.error.reason))
                 if not lacks_function(reply, f"{MessageType.QUERY}.default"):
+                    failed.add(node_id)
                     logger.warning("%s: its answer to the query failed: %s", found[node_id], reply.error.reason)
             elif node_id in asked:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
         if not self._nodes:
             raise_shared_config_error(reasons, len(node_ids))
-        self._log_answers(found, node_ids)
+        self._log_answers(found, node_ids, failed)
         return found
 
-    def _log_answers(self, found: Mapping[int, Node], node_ids: list[int]) -> None:
+    def _log_answers(self, found: Mapping[int, Node], node_ids: list[int], failed: Collection[int]) -> None:
         """Warn of nodes that take no part, are silent, or did not say which partition they have."""
         for node in found.values():
             if node.unusable:
@@ -253,7 +255,8 @@ class NodeRegistry:
                 refused[0].refusal,
                 MOD_ORDER,
             )
-        unnamed = [node for node in found.values() if node.partition_id is None and not node.refusal]
+        nameless = (node for node in found.values() if node.partition_id is None and not node.refusal)
+        unnamed = [node for node in nameless if node.node_id not in failed]
         if unnamed:
             logger.warning(
                 "%d of %d nodes did not answer the query for their partition id. Until a reply names it "

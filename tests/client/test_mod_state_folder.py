@@ -106,5 +106,5 @@ def test_a_state_location_needs_an_experiment_id_an_absolute_path_and_a_partitio
     )
     with pytest.raises(StateError, match="needs a partition id: give the SuperNode one"):
         location({"state-dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match="state-dir='x' of node 1 is relative; write an absolute path"):
+    with pytest.raises(ConfigError, match="state-dir='x' is relative; write an absolute path"):
         location({"partition-id": 3, "state-dir": "x"})

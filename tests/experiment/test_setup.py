@@ -12,6 +12,7 @@ from every_key import KEYS
 from flwr.app import Context, RecordDict
 from torch import nn
 
+from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
 from fedbn_flwr.experiment import simulation
@@ -19,7 +20,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.serve import _server_data
+from fedbn_flwr.experiment.serve import _server_data, serve
 from fedbn_flwr.experiment.setup import (
     check,
     local_training,
@@ -115,14 +116,56 @@ def test_augmentation_applies_to_training_only(quick_config) -> None:
     assert torch.equal(test.batch(positions, torch.Generator().manual_seed(0))[0], test.batch(positions)[0])
 
 
-def test_a_node_without_a_partition_is_refused_with_advice(quick_config) -> None:
+RANGE = "num-partitions must be a whole number from 1, and partition-id a smaller one from 0"
+
+
+@pytest.mark.parametrize(
+    ("node_config", "message"),
+    [
+        (
+            {"partition-id": 0},
+            "'num-partitions' is missing from the node's config. Start the SuperNode with --node-config "
+            "'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with --node-config "
+            "'partition-id=0 data-path=\"/its/own/data\"'.",
+        ),
+        (
+            {"partition-id": 2, "num-partitions": 2},
+            f"partition-id=2 num-partitions=2 in the node's config: {RANGE}",
+        ),
+        (
+            {"partition-id": 0, "num-partitions": 2.5},
+            f"partition-id=0 num-partitions=2.5 in the node's config: {RANGE}",
+        ),
+        (
+            {"partition-id": "a", "num-partitions": 2},
+            "partition-id='a' of the node's config must be a whole number from 0",
+        ),
+        (
+            {"partition-id": 0, "num-partitions": 2, "data_path": "/x.npz"},
+            "unknown key of the node's config 'data_path'. Did you mean 'data-path'? Allowed: data-classes, data-path, "
+            "num-partitions, partition-id, report-data, state-dir.",
+        ),
+        (
+            {"partition-id": 0, "num-partitions": 2, "state-dir": "parts"},
+            "state-dir='parts' is relative; write an absolute path",
+        ),
+    ],
+)
+def test_a_node_whose_config_cannot_be_is_refused_with_advice(node_config, message: str, quick_config) -> None:
+    """The text does not name the node: all nodes with the fault raise the same, which ends the run."""
     with pytest.raises(ConfigError) as caught:
-        client_fn(context(quick_config(), **{"partition-id": 0}))
-    assert str(caught.value) == (
-        "node 7: 'num-partitions' is missing from its node config. Start the SuperNode with --node-config "
-        "'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with --node-config "
-        "'partition-id=0 data-path=\"/its/own/data\"'."
-    )
+        client_fn(context(quick_config(), **node_config))
+    assert str(caught.value) == message
+
+
+def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) -> None:
+    config = quick_config()
+    own = [{"state-dir": "parts"}] * 3
+    with (
+        InProcessGrid(client_app(client_fn), 3, run_config=config.to_mapping(), node_configs=own) as grid,
+        pytest.raises(ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"),
+    ):
+        serve(grid, config, tmp_path / "out")
 
 
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -102,7 +102,10 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
     grid = Answers({11: node(0), 12: ErrorCode.NODE_UNAVAILABLE, 13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION})
     with caplog.at_level(logging.WARNING, logger="flwr"):
         assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (13, None)]
-    assert "node 12 did not say who it is (error 5: lost); asked again later" in caplog.messages
+    assert caplog.messages == [
+        "node 13: its answer to the query failed: lost",
+        "node 12 did not say who it is (error 5: lost); asked again later",
+    ]
     assert nodes.silent == {12: "error 5: lost"}
     grid.nodes[12] = node(1)
     assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]
