@@ -15,7 +15,7 @@ from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.client.update_clipping import clipped_update
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
-from fedbn_flwr.messages.numpy_client import describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.numpy_client import checked, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
     DATA_REPORT,
     EXCHANGE_QUERY,
@@ -95,7 +95,7 @@ def client_app(
         fit = client.fit
         if only_reads := _only_reads(fit, TorchClient.fit):
             fit = cast(Any, fit).__self__._round  # of the client that owns `fit`; the reply has a copy of the arrays
-        return reply_to_fit(message, *fit(*open_message(message, copy=not only_reads)))
+        return reply_to_fit(message, *checked(fit(*open_message(message, copy=not only_reads)), "fit"))
 
     @app.query("statistics")
     @NamedConfigErrors()
@@ -125,7 +125,8 @@ def client_app(
     def evaluate_message(message: Message, context: Context) -> Message:
         client = _client(client_fn, context)
         only_reads = _only_reads(client.evaluate, TorchClient.evaluate)
-        return reply_to_evaluate(message, *client.evaluate(*open_message(message, copy=not only_reads)))
+        found = client.evaluate(*open_message(message, copy=not only_reads))
+        return reply_to_evaluate(message, *checked(found, "evaluate"))
 
     @app.query()
     @NamedConfigErrors()

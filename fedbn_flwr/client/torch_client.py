@@ -481,15 +481,15 @@ class TorchClient(NumPyClient):
         prefix = wrapper_prefix(received, own)
         received = {name.removeprefix(prefix): array for name, array in received.items()}
         state = {**received, **store.load(self._local_entries(lent, config))}
-        if missing := [name for name in own if name not in state]:
-            raise StateError(
-                f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
-                "client; the server will send the whole state again"
-            )
         if extra := [name for name in state if name not in own]:
             raise StateError(
                 f"received {len(extra)} entries the model does not have ('{extra[0]}', ...). Build the client's model "
                 "as the server's initial arrays were built."
+            )
+        if missing := [name for name in own if name not in state]:
+            raise StateError(
+                f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
+                "client; the server will send the whole state again"
             )
         lent.load(tensors({name: _fit(name, state[name], own[name]) for name in own}))
         plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}

@@ -21,6 +21,7 @@ from fedbn_flwr.messages.records import decode, encode, to_record, view
 
 __all__ = [
     "Config",
+    "checked",
     "describe",
     "open_message",
     "reply_to_evaluate",
@@ -41,8 +42,28 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
 
+def checked(returned: Any, of: str) -> tuple[Any, float, Config]:
+    """Return what a client's method ``of`` returned: arrays or a loss, the number of examples, and metrics.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    first = "loss" if of == "evaluate" else "arrays"
+    wanted = f"{of} must return ({first}, num_examples, metrics)"
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        what = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
+        raise TypeError(f"{wanted}; it returned {what}")
+    values, num_examples, metrics = returned
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"{wanted}; its metrics are no dict, but {type(metrics).__name__}")
+    count = num_examples.tolist() if hasattr(num_examples, "tolist") else num_examples  # of NumPy or torch
+    if not isinstance(count, (int, float)):
+        raise TypeError(f"{wanted}; its num_examples={num_examples!r:.80} is no number")
+    return values, count, dict(metrics)
+
+
 def reply_to_fit(
-    message: Message, arrays: Sequence[Array], num_examples: int, metrics: Config, of: str = "fit"
+    message: Message, arrays: Sequence[Array], num_examples: float, metrics: Config, of: str = "fit"
 ) -> Message:
     """Return the reply to a training message, given the result of ``fit`` or of the method ``of``.
 
@@ -61,7 +82,7 @@ def reply_to_fit(
     return Message(content, reply_to=message)
 
 
-def reply_to_evaluate(message: Message, loss: float, num_examples: int, metrics: Config) -> Message:
+def reply_to_evaluate(message: Message, loss: float, num_examples: float, metrics: Config) -> Message:
     """Return the reply to an evaluation message, given the result of ``evaluate``.
 
     Raises:
@@ -112,7 +133,7 @@ def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
     return RecordDict(dict(records))
 
 
-def _add_metrics(content: RecordDict, num_examples: int, metrics: Config, of: str) -> None:
+def _add_metrics(content: RecordDict, num_examples: float, metrics: Config, of: str) -> None:
     """Add the metrics that the method ``of`` returned: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
     numbers, texts = _split(metrics, of)
     content[METRICS] = MetricRecord({NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
@@ -217,6 +219,33 @@ def test_arrays_other_than_those_received_need_names(open_grid) -> None:
     assert list(reply.content.config_records) == []
     reply = ask(open_grid(client_app(lambda _: Plain(lambda p, _: (p[1:], 1, {})))), content, MessageType.TRAIN)
     assert "fit returned 1 arrays for 2 names; if they differ from those received" in reply.error.reason
+
+
+@pytest.mark.parametrize("count", [np.int64(4), torch.tensor(4), 4.0])
+def test_a_count_of_numpy_or_torch_is_sent_as_pythons(count: Any, open_grid) -> None:
+    content = RecordDict({"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()})
+    reply = ask(open_grid(client_app(lambda _: Plain(lambda p, _: (p, count, {})))), content, MessageType.TRAIN)
+    assert dict(reply.content["metrics"]) == {"num-examples": 4}
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (None, "it returned NoneType"),
+        (([], 4), "it returned 2 values"),
+        (([], "4", {}), "its num_examples='4' is no number"),
+        (([], 4, None), "its metrics are no dict, but NoneType"),
+    ],
+)
+def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) -> None:
+    content = RecordDict({"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()})
+    client = Plain(lambda p, _: returned)
+    client.evaluate = lambda p, _: returned  # type: ignore[method-assign]
+    grid = open_grid(client_app(lambda _: client))
+    reason = ask(grid, content, MessageType.TRAIN).error.reason
+    assert f"fit must return (arrays, num_examples, metrics); {why}" in reason
+    reason = ask(grid, content, MessageType.EVALUATE).error.reason
+    assert f"evaluate must return (loss, num_examples, metrics); {why}" in reason
 
 
 def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:

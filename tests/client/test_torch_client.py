@@ -480,6 +480,11 @@ def test_arrays_that_do_not_fit_the_model_are_refused(client) -> None:
         StateError, match=r"^received 1 entries the model does not have \('9.weight', ...\)\. Build the"
     ):
         client.fit([*start, start[0]], {"fedbn-flwr.array-names": json.dumps(names)})
+    names = [f"fc.{name}" if name[0] == "4" else name for name in client.model.state_dict()]
+    with pytest.raises(
+        StateError, match=r"^received 2 entries the model does not have \('fc.4.weight', ...\)\. Build the"
+    ):
+        client.fit(start, {"fedbn-flwr.array-names": json.dumps(names)})
 
 
 def test_local_parts_need_a_context(points, mlp) -> None:

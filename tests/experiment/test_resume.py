@@ -303,6 +303,22 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, quick_confi
         start(tmp_path, strategy="scaffold", resume=True)
 
 
+def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> None:
+    """Under ``flwr run``, where only the clients know their folders, and without checkpoints, too."""
+    settings = {"strategy": "fedbn", "series": "a", "checkpoint-every": 0, "num-server-rounds": 2}
+    config = Config.make({**BASE, **settings, "out": str(tmp_path)})
+    own = [{"state-dir": str(tmp_path / "clients")}, {}, {}]
+    with (
+        InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=own) as grid,
+        caplog.at_level("WARNING", "flwr"),
+    ):
+        serve(grid, config, tmp_path / "out")
+    assert [text for text in caplog.messages if "in memory only" in text] == [
+        "client(s) 1, 2 keep their part in memory only: series=a has no effect for them. Set state-dir, in the run's "
+        "config or in each node's."
+    ]
+
+
 def test_a_restarted_node_continues_with_its_part(tmp_path: Path) -> None:
     """Its context is lost, its folder is not. Without a folder SCAFFOLD's variate would silently start at zero."""
     whole = start(tmp_path / "whole", strategy="scaffold")

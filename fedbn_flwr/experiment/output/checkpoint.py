@@ -260,7 +260,7 @@ class CheckpointManager:
         self, checkpoints: Checkpoints, config: Config, strategy: FedAvg[Any], saved: Checkpoint | None
     ) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
-        self._warned = False
+        self._warned: set[str] = set()
         self.resumed_after = saved.resumed_after_with_this if saved else []
         if saved and (volatile := saved.strategy["volatile"]):
             raise NotResumableError(
@@ -275,7 +275,9 @@ class CheckpointManager:
         self._update_continuity()
 
     def after_round(self, server_round: int, stopping: EarlyStopping | None = None) -> None:
-        """Save a checkpoint if one is due."""
+        """Save a checkpoint if one is due; warn of clients that keep their part in memory only."""
+        if self._config.series:
+            self._warn_of_volatile(f"series={self._config.series} has no effect for them")
         last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
         if not self._checkpoints.due(server_round, last, stopping):
             return
@@ -283,12 +285,17 @@ class CheckpointManager:
         checkpoint = Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
         self._checkpoints.save(checkpoint, stopping)
         self._update_continuity()
-        if self._strategy.run.volatile and not self._warned:
-            self._warned = True
+        self._warn_of_volatile("this run cannot be resumed")
+
+    def _warn_of_volatile(self, what: str) -> None:
+        """Warn once of ``what`` follows if clients keep their part in memory only."""
+        if (volatile := self._strategy.run.volatile) and what not in self._warned:
+            self._warned.add(what)
             logger.warning(
-                "client(s) %s keep their part in memory only: this run cannot be resumed. Set state-dir, in the "
-                "run's config or in each node's.",
-                ", ".join(sorted(self._strategy.run.volatile)),
+                "client(s) %s keep their part in memory only: %s. Set state-dir, in the run's config or in each "
+                "node's.",
+                ", ".join(sorted(volatile)),
+                what,
             )
 
     def _update_continuity(self) -> None:
