@@ -76,7 +76,10 @@ def up(
     The variables of the compose file come from the environment or the file .env beside it, as under Docker Compose.
     """
     if unused := given_variables(definition, nodes, os.environ)[1]:
-        typer.echo(f"{', '.join(unused)}: set, and not used without containers; keys are in {folder / 'certs'}")
+        typer.echo(
+            f"set, and not used: {', '.join(unused)}. There are nodes 1 to {nodes}, without containers; addresses are "
+            f"their own, keys in {folder / 'certs'}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if running(_supervisor(folder)) or _services(folder):
         raise EngineError(f"a federation is up in {str(folder)!r}; `make federation-down` ends it")

@@ -18,9 +18,12 @@ NODE = ("supernode-", "superexec-clientapp-")
 """Prefixes of the services that each node has; their names end with the node's number."""
 
 _USED = ("entrypoint", "command", "environment", "volumes", "healthcheck")
-_ENV_LINE = re.compile(  # NAME="value" or NAME=value, and perhaps a comment
-    r"""(?:export\s+)?(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)'|((?![\s"'#])(?:(?!\s\#).)*)|)\s*(?:\#.*)?"""
+_ENV_LINE = re.compile(  # NAME="value", NAME='value' or NAME=value, also with a colon, and perhaps a comment
+    r"""(?:export\s+)?([\w.-]+)\s*[=:]\s*"""
+    r"""(?:"((?:[^"\\$]|\\["\\])*)"|'([^']*)'|((?![\s"'#])(?:(?!\s\#)[^$])*)|)\s*(?:\#.*)?"""
 )
+_OF_A_NODE = re.compile(r"NODE_?\d+\w*")
+_NEED_CONTAINERS = {"CERTS", "SUPERLINK", "CHANNEL_ADDRESS"}  # keys and addresses of other machines
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:?[-?])([^}]*))?\})")
 
 
@@ -71,22 +74,44 @@ def read_services(path: Path, variables: Mapping[str, str], num_nodes: int = 0) 
 
 
 def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the file's variables that are set, and the names of set ones that have no use without containers.
+    """Return the variables that are set and used, and the names of those that are set and not used.
 
-    As under Compose, values come from the environment, else from the file ``.env`` beside the compose file. ``CERTS``
-    is among the unused ones: the keys of Compose are for its host names.
+    As under Compose, values come from the environment, else from the file ``.env`` beside the compose file. Not used
+    is what needs containers (among it ``CERTS``, ``SUPERLINK`` and ``CHANNEL_ADDRESS``: keys and addresses are the
+    federation's own), and what is called like a variable of a node, but is none of nodes 1 to ``num_nodes``.
 
     Raises:
-        ConfigError: as ``read_services``.
+        ConfigError: as ``read_services``, or a line of ``.env`` cannot be read.
     """
-    env_file = path.parent / ".env"
-    lines = env_file.read_text().splitlines() if env_file.is_file() else []
-    found = [match for line in lines if (match := _ENV_LINE.fullmatch(line.strip()))]
-    values = {match[1]: (match[2] or match[3] or match[4] or "").strip() for match in found} | dict(environment)
+    values = {**_env_file(path.parent / ".env"), **environment}
     services = _read(path, num_nodes)
-    used = _names([{key: service.get(key) for key in _USED} for service in services.values()]) - {"CERTS"}
-    known = {name for name in _names(list(services.values())) if values.get(name)}
-    return {name: values[name] for name in sorted(known & used)}, sorted(known - used)
+    running = [service for name, service in services.items() if node_number(name)[1] <= num_nodes]
+    used = _names([{key: service.get(key) for key in _USED} for service in running]) - _NEED_CONTAINERS
+    known = _names(list(services.values())) | set(filter(_OF_A_NODE.fullmatch, values))
+    given = {name for name in known if values.get(name)}
+    return {name: values[name] for name in sorted(given & used)}, sorted(given - used)
+
+
+def _env_file(path: Path) -> dict[str, str]:
+    """Return the variables of an ``.env`` file as Compose reads it; nothing if there is no file.
+
+    Raises:
+        ConfigError: a line has a form that this reader does not know; the message leaves out its value, as it may be a
+            password.
+    """
+    values = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):
+        if not (text := line.strip()) or text.startswith("#"):
+            continue
+        if not (found := _ENV_LINE.fullmatch(text)):
+            name = re.split(r"[=:\s]", text.removeprefix("export").strip(), maxsplit=1)[0]
+            raise ConfigError(
+                f"{path}, line {number}: {name!r} cannot be read. Write NAME=value, NAME='value' or NAME=\"value\" on "
+                "one line. A $ is read between single quotes only: values of other variables are not filled in."
+            )
+        double, single, plain = found[2], found[3], found[4]
+        values[found[1]] = re.sub(r"\\(.)", r"\1", double) if double else single or (plain or "").strip()
+    return values
 
 
 def node_number(name: str) -> tuple[str, int, str]:

@@ -179,7 +179,7 @@ def test_make_reads_the_variables_of_the_environment_and_of_the_env_file(tmp_pat
         "X=1",
     ]
     (tmp_path / ".env").write_text("\n".join(lines))
-    env = {"NODE_1_DATA": "/from/env", "NODE_CPUS": "4", "CERTS": "/keys", "PATH": "/bin", "NODE_9_DATA": "/nobody"}
+    env = {"NODE_1_DATA": "/from/env", "NODE_CPUS": "4", "CERTS": "/keys", "PATH": "/bin"}
     assert given_variables(tmp_path / "compose.yml", 5, env) == (
         {
             "NODE_5_DATA": "/a#b c",
@@ -205,6 +205,64 @@ def test_make_reads_the_variables_of_the_environment_and_of_the_env_file(tmp_pat
     with pytest.raises(SystemExit):
         commands.supervise(ROOT / "docker-compose.yml", 3, tmp_path)
     assert seen == [{"NODE_2_CONFIG": "partition-id=3"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        (r'SERVER_DATA="/a \"b\" \\c"', r'/a "b" \c'),
+        ("SERVER_DATA: /srv/s", "/srv/s"),
+        ("SERVER_DATA='/a $b'", "/a $b"),
+        ("  export SERVER_DATA = /srv/s", "/srv/s"),
+        ("A.b-c=1\nSERVER_DATA=/srv/s", "/srv/s"),
+    ],
+)
+def test_lines_of_the_env_file_mean_what_they_mean_under_compose(line: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text(line)
+    path = compose(tmp_path, 'services: {one: {command: ["${SERVER_DATA}"]}}')
+    assert given_variables(path, 3, {}) == ({"SERVER_DATA": value}, [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NODE_1_DATA=${BASE}/secret",
+        'NODE_1_DATA="$BASE/secret"',
+        r'NODE_1_DATA="secret\t"',
+        "NODE_1_DATA='secret' x",
+        "NODE_1_DATA='secret",
+        "NODE_1_DATA secret",
+    ],
+)
+def test_a_line_of_the_env_file_that_is_not_read_is_named(line: str, tmp_path: Path) -> None:
+    """Without its value, which may be a password."""
+    (tmp_path / ".env").write_text(f"# nodes\n{line}\n")
+    with pytest.raises(ConfigError, match=r"\.env, line 2: 'NODE_1_DATA' cannot be read") as error:
+        given_variables(compose(tmp_path, "services: {}"), 3, {})
+    assert "secret" not in str(error.value)
+
+
+def test_set_variables_that_no_service_uses_are_named() -> None:
+    given = {
+        **{
+            "NODE_2_DATA": "/b",
+            "NODE_3_DATA": "/c",
+            "NODE_4_CONFIG": "partition-id=3",
+            "NODE1_CONFIG": "partition-id=0",
+        },
+        **{"NODE_1_DATAS": "/a", "NODE_CPUS": "4", "NODE_PATH": "/js", "NODE_5_DATA": ""},
+        **{"SUPERLINK": "fl.example.org:8000", "CHANNEL_ADDRESS": "fl.example.org:9200"},
+    }
+    unused = [
+        "CHANNEL_ADDRESS",
+        "NODE1_CONFIG",
+        "NODE_1_DATAS",
+        "NODE_3_DATA",
+        "NODE_4_CONFIG",
+        "NODE_CPUS",
+        "SUPERLINK",
+    ]
+    assert given_variables(ROOT / "docker-compose.yml", 2, given) == ({"NODE_2_DATA": "/b"}, unused)
 
 
 def test_without_addresses_hosts_stay(layout: Layout) -> None:
